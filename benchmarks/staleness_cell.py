@@ -78,7 +78,7 @@ class Sampler:
 
     def __init__(self, config: RunConfig) -> None:
         model = load_model(config)
-        self.stop = stop_tokens(model)
+        self.stop = stop_tokens(model.generation_config, model.config)
         self._limit = config.sampling.max_new_tokens
         self._parameters = dict(model.named_parameters())
         self._generator = torch.Generator().manual_seed(0)

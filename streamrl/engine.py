@@ -158,16 +158,12 @@ class Engine(Protocol):
         A repeat does nothing. Works on an engine that died or never started.
         """
 
-    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+    async def generate(self, request: Request) -> Completion:
         """Sample one response.
 
         Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
         Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
         death fails every call that is waiting.
-
-        Args:
-            request: what to sample.
-            listener: hears of tokens as they are sampled, before the result; never more than the result will hold.
 
         Raises:
             DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
@@ -251,3 +247,16 @@ class Engine(Protocol):
 
         Notices a decode loop that hangs, not only one that died.
         """
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that tells of tokens while it samples: one in this process, or one server."""
+
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        """See `Engine.generate`.
+
+        Args:
+            request: what to sample.
+            listener: hears of tokens as they are sampled, before the result; never more than the result will hold.
+        """
+        ...

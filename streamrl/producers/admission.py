@@ -1,4 +1,4 @@
-"""How the feeder fills one ledger with prompts, in order and without a gap, also across restarts of either.
+"""How the feeder fills one ledger with prompts, in order and without a gap, also across restarts; and when it stops.
 
 The cursor lives in Redis. What is here only guesses it; each `admit` says where it really is. So a restart neither
 skips nor repeats, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
@@ -8,17 +8,26 @@ the same ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from streamrl.errors import Refused
 from streamrl.queues import Ledger
+from streamrl.queues.ledger import DROPPED_BY_HAND, ZERO_VARIANCE
 from streamrl.queues.ledgers import WeightsStream
-from streamrl.queues.records import Admission, AdmitOutcome, by_cause
+from streamrl.queues.records import Admission, AdmitOutcome, by_cause, same_kind
 
 BURST: Final = 32
 _LOOK_SECONDS: Final = 0.5
+_SAMPLES: Final = 32
+"""Responses that died alike, before the run ends."""
+_GROUPS: Final = 4
+"""Groups that they were in: fewer may be broken prompts."""
+WINDOW: Final = 60.0
+FIRST_PAUSE: Final = 60.0
+LONGEST_PAUSE: Final = 600.0
+_WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
 
 @dataclass(frozen=True)
@@ -87,18 +96,8 @@ class Admitter:
         )
 
     async def _admit_one(self, group_id: int, version: int) -> Admission:
-        terms = self._terms
-        return await self._ledger.admit(
-            cursor=group_id,
-            fingerprint=terms.fingerprint,
-            prompt=self._prompt(group_id),
-            samples=terms.samples,
-            min_group=terms.min_group,
-            budget=terms.budget,
-            hard_cap=terms.hard_cap,
-            max_dead=terms.max_dead,
-            version=version,
-        )
+        prompt = self._prompt(group_id)
+        return await self._ledger.admit(cursor=group_id, prompt=prompt, version=version, **asdict(self._terms))
 
 
 class VersionBell:
@@ -135,3 +134,157 @@ class VersionBell:
         except TimeoutError:
             return False
         return True
+
+
+class AllAlike:
+    """Ends a run in which no response ever gets a score and all die alike: its rewards, or its engine, are broken.
+
+    It looks at the groups that died since this feeder began, until the first score; then it looks no more.
+
+    A failure is often faster than a score. So a dead group counts only when no older group is live any more: all
+    groups admitted before it have had their time.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._after = "-"
+        self._seen: tuple[int, list[int]] = (0, [])
+        self._over = False
+
+    async def begin(self) -> None:
+        """Do not count what died before now: the cause may be fixed."""
+        letters = await self._ledger.dead_letters()
+        self._after = letters[-1].entry if letters else "-"
+        self._seen = (len(letters), [])
+
+    async def check(self) -> None:
+        """Raise `Refused`, which names the cause, when all fail alike."""
+        if self._over:
+            return
+        oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below
+        state = await self._ledger.state()
+        if state.retired or state.dropped or state.unretired:
+            self._over = True
+            return
+        seen = (state.dead, oldest)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        letters = await self._ledger.dead_letters(self._after)
+        samples = [letter for letter in letters if letter.sample is not None]
+        if samples and not same_kind(samples):
+            self._over = True
+            return
+        groups = {one.group_id for one in letters if one.sample is None and (not oldest or one.group_id < oldest[0])}
+        samples = [letter for letter in samples if letter.group_id in groups]
+        if len(samples) < _SAMPLES or len(groups) < _GROUPS:
+            return
+        if any(letter.scored for letter in letters) or await self._ledger.has_scores():
+            self._over = True
+            return
+        [cause, *_] = by_cause(samples)
+        raise Refused(
+            f"{len(samples)} responses to {len(groups)} prompts died alike, and none has a score: {cause.newest.why}",
+            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            " --resume`",
+        )
+
+
+def wasted(dropped_for: Mapping[str, int]) -> int:
+    """Count the groups that were dropped against the user's wish, from the counts by reason."""
+    return sum(count for why, count in dropped_for.items() if why not in _WANTED)
+
+
+class Waste:
+    """Stops admission when a run drops more than it trains, so that the data is not used up for nothing. Pure.
+
+    ```
+    RUNNING  -> for a minute more groups dropped than trained, by now by more than a budget -> STOPPED
+    STOPPED  -> after a pause that doubles (1 to 10 minutes), the groups of one step are admitted: a trial
+             -> at least as many groups were trained as dropped since the stop or the last trial -> RUNNING
+    ```
+    A budget is what may be in flight at the same time. A run that drops more than that drops what it has just
+    admitted, so a burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is
+    all that a run loses per pause while the cause lasts; the run goes on by itself when the cause is gone. Groups with
+    equal rewards do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do those that a
+    person threw away.
+
+    Attributes:
+        allowed: groups that may be admitted now; None: as many as there is room for.
+        dropped: groups dropped in the present period; a period begins with a stop, a trial, or when the run trains as
+            much as it drops.
+        trained: groups trained in the present period.
+        retry_at: when the next trial begins, by the clock of `look`; of no meaning while `allowed` is None.
+        found: groups dropped and trained, and seconds, of the period that led to the stop.
+
+    Args:
+        budget: groups that may be in flight and untrained.
+        step: groups of one step of the learner.
+    """
+
+    def __init__(self, budget: int, step: int) -> None:
+        self.allowed: int | None = None
+        self.dropped = self.trained = 0
+        self.retry_at = 0.0
+        self.found = (0, 0, 0.0)
+        self._budget, self._step = budget, step
+        self._counts: tuple[int, int] | None = None
+        self._since = self._running_since = 0.0
+        self._pause = FIRST_PAUSE
+
+    @property
+    def stopped(self) -> bool:
+        """Whether admission is stopped, or in a trial."""
+        return self.allowed is not None
+
+    def look(self, now: float, dropped: int, trained: int) -> None:
+        """Take in how many groups were ever dropped (by `wasted`) and trained; `now` never goes back.
+
+        The counts may go back with Redis or with a learner: only growth counts.
+        """
+        if self._counts is None:
+            self._begin(now)
+        else:
+            self.dropped += max(0, dropped - self._counts[0])
+            self.trained += max(0, trained - self._counts[1])
+        self._counts = (dropped, trained)
+        if self.stopped:
+            self._look_stopped(now)
+        elif self.trained >= self.dropped:
+            self._begin(now)
+        elif now - self._since >= WINDOW and self.dropped - self.trained > self._budget:
+            self._stop(now)
+
+    def most(self, wanted: int) -> int:
+        """How many of the wanted groups may be admitted now."""
+        return wanted if self.allowed is None else min(wanted, self.allowed)
+
+    def admitted(self, count: int) -> None:
+        """Groups were admitted."""
+        if self.allowed is not None:
+            self.allowed = max(0, self.allowed - count)
+
+    def _look_stopped(self, now: float) -> None:
+        if self.trained and self.trained >= self.dropped:
+            self.allowed, self._running_since = None, now
+            self._begin(now)
+        elif now >= self.retry_at:
+            self.allowed = self._step
+            self._begin(now)
+            self._wait(now)
+
+    def _stop(self, now: float) -> None:
+        self.found = (self.dropped, self.trained, now - self._since)
+        self.allowed = 0
+        if now - self._running_since >= LONGEST_PAUSE:
+            self._pause = FIRST_PAUSE
+        self._begin(now)
+        self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        self.retry_at = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _begin(self, now: float) -> None:
+        self.dropped = self.trained = 0
+        self._since = now

@@ -25,7 +25,6 @@ from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
-    Listener,
     MemoryTag,
     PauseMode,
     Request,
@@ -135,7 +134,7 @@ class ColocatedEngine(Engine):
         self._serving.set()
 
     @override
-    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+    async def generate(self, request: Request) -> Completion:
         if request.id in self._works:
             raise ValueError(f"a request {request.id!r} is in flight")
         aborted = self._works[request.id] = asyncio.Event()
@@ -147,7 +146,7 @@ class ColocatedEngine(Engine):
             if left == self._leaves or not await self._turn(aborted):
                 return None
             left = self._leaves
-            return await self._engine.generate(rest, listener)
+            return await self._engine.generate(rest)
 
         try:
             return await PartialResponse(request, self._stops, self._context).complete(ask)

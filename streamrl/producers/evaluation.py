@@ -64,7 +64,7 @@ class Evaluation:
         self._admitter = Admitter(self._ledger, terms, lambda group_id: data.prompts[group_id % len(data)])
         self._data = data
         self._budget = budget
-        self._room = budget
+        self._free_slots = budget
         self._nonce = uuid4().hex
         self._checkpoint = ""
         self._log: EvaluationLog
@@ -114,7 +114,7 @@ class Evaluation:
             elif not moved and not collected:
                 await self._ledger.wait_closed(_LOOK_SECONDS)
                 await asyncio.sleep(_GATHER_SECONDS)
-                self._room = max(self._room, 1)
+                self._free_slots = max(self._free_slots, 1)
         await self._collect()
 
     async def _begin(self, version: int) -> bool:
@@ -132,17 +132,17 @@ class Evaluation:
         begun = EvaluationRound(version, first, self._log.end_of(first, self._config.prompts))
         if not await asyncio.to_thread(self._log.write_round, begun):
             return False
-        self._round, self._open, self._room = begun, True, self._budget
+        self._round, self._open, self._free_slots = begun, True, self._budget
         return True
 
     async def _admit(self) -> bool:
         """Admit prompts of the round; False when there is nothing to admit or no room for it."""
         current = self._current
-        if self._admitter.cursor >= current.end or self._room == 0:
+        if self._admitter.cursor >= current.end or self._free_slots == 0:
             return False
-        outcome = await self._admitter.admit(current.version, limit=self._room, end=current.end)
+        outcome = await self._admitter.admit(current.version, limit=self._free_slots, end=current.end)
         if outcome is AdmitOutcome.FULL:
-            self._room = 0
+            self._free_slots = 0
         return outcome is not AdmitOutcome.FULL
 
     async def _collect(self) -> bool:
@@ -161,7 +161,7 @@ class Evaluation:
         if not await asyncio.to_thread(self._log.append, lines):
             return False
         await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.group_id for line in lines])
-        self._room = min(self._budget, self._room + len(lines))
+        self._free_slots = min(self._budget, self._free_slots + len(lines))
         self._show()
         return True
 

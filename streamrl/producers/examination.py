@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Completion, Request, StreamingEngine
 from streamrl.errors import Refused, StreamrlError, WeightsError
 from streamrl.http import HttpClient
 from streamrl.producers import tiny
@@ -92,7 +92,7 @@ class Examination:
         self._weights = {number: tiny.random_weights(number) for number in range(4)}
         self._models = {number: tiny.build(weights) for number, weights in self._weights.items()}
         self._findings: list[Finding] = []
-        self._engine: Engine | None = None
+        self._engine: StreamingEngine | None = None
 
     async def run(self) -> list[Finding]:
         """Make all checks, one after the other; the engine is stopped at the end, whatever happens."""
@@ -153,7 +153,7 @@ class Examination:
         return f"{self._kind} {about.version}, ready after {took:.0f} s"
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> StreamingEngine:
         if self._engine is None:
             raise Unexpected("the engine has not been started")
         return self._engine

@@ -4,7 +4,7 @@
 queue -> dead groups that people want admitted again (`streamrl dead replay`) come before anything new
 FULL  -> wait for a new version (a step has made room) or a short pause, then ask again
 MOVED -> go on where Redis says
-waste -> more groups are dropped than trained: admit nothing, and say why (`waste.py`)
+waste -> more groups are dropped than trained: admit nothing, and say why (`Waste`)
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
 dead  -> too many dead letters, or all die alike: end with an error, because a person has to look at them
 ```
@@ -19,12 +19,10 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrap
-from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionBell
-from streamrl.producers.all_alike import AllAlike
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, AllAlike, VersionBell, Waste, wasted
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
-from streamrl.producers.waste import Waste, wasted
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
 from streamrl.queues.replies import read_number

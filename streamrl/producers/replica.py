@@ -13,7 +13,6 @@ than `max_staleness` steps old takes no more prompts until it has newer ones.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import traceback
@@ -26,9 +25,9 @@ from streamrl.engine import Completion, Engine, Request
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
 from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
-from streamrl.producers.group.fleet import Fleet
+from streamrl.producers.group.fleet import Fleet, life_seed
 from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.state import Source
+from streamrl.producers.group.pool import Source
 from streamrl.producers.meter import Meter
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
@@ -53,7 +52,7 @@ async def run_rollout(role: Role) -> None:
         Unreachable: the engine died; the supervisor starts the replica again.
     """
     config = role.config
-    seed = replica_seed(config.seed, role.name, _earlier_output(role))
+    seed = life_seed(config.seed, role.name, _earlier_output(role))
     engine = make_engine(config, seed, role.run_dir, role.name, await role.ledgers.servers.enlisted())
     membership = None
     if isinstance(engine, EngineGroup):
@@ -78,16 +77,6 @@ async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
-
-
-def replica_seed(seed: int, name: str, earlier: int) -> int:
-    """Return the sampling seed of the replica `name`, below 2**63.
-
-    No two replicas of a run draw the same numbers, and neither do two lives of one replica: a group whose samples come
-    from both must not hold one response twice. `earlier` is any number that grows from life to life.
-    """
-    digest = hashlib.blake2b(f"{seed}/{name}/{earlier}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _earlier_output(role: Role) -> int:

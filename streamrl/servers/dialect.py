@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
+
+from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.launch import Launch
+from streamrl.servers.launch import Launch, Startable
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -92,7 +94,7 @@ class ServerInfo:
     probe: tuple[int, ...] | None = None
 
 
-class Dialect(ABC):
+class Dialect(Startable):
     """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
 
     Methods that return calls return them in the order in which they are sent, each after the success of the one before.
@@ -103,7 +105,6 @@ class Dialect(ABC):
         config: the run.
     """
 
-    kind: ClassVar[str]
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
     merges: ClassVar[bool] = False
@@ -114,22 +115,10 @@ class Dialect(ABC):
         # A server may have served another run, whose versions had the same numbers.
         self._salt = uuid.uuid4().hex
 
+    @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """Return how a server of this kind is started on the loopback interface with all that streamrl needs of it.
-
-        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers.
-        `engine.variables`, devices and the log are added by who starts it.
-
-        Raises:
-            ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
-                servers.
-        """
         del model, port, seed
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
-
-    @abstractmethod
-    def ready(self) -> Call:
-        """Cheap and true: 200 when the server can take requests; no call of it may disturb a pause."""
 
     @abstractmethod
     def about(self) -> Sequence[Call]:
@@ -287,19 +276,26 @@ def stream_error(error: Any) -> WireError | DataError:
     return WireError(f"the server failed while it answered: {said}")
 
 
-def parse_metrics(text: str) -> Iterator[tuple[str, float]]:
-    """Name and value of each finite sample in Prometheus' text format."""
+def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
+    """Sum the finite samples of Prometheus' text format over the engines of a server; of `cache_use` it is the mean.
+
+    `fields` are those of `ServerMetrics` by the name of the metric.
+    """
+    found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
         name = line.split("{", 1)[0].split(" ", 1)[0]
+        if name not in fields:
+            continue
         rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
         try:
             value = float(rest.split()[0])
         except (ValueError, IndexError):
             continue
         if math.isfinite(value):
-            yield name, value
+            found.setdefault(fields[name], []).append(value)
+    use = found.pop("cache_use", [0.0])
+    counts = {field: int(sum(values)) for field, values in found.items()}
+    return ServerMetrics(cache_use=min(sum(use) / len(use), 1.0), **counts)
 
 
 def describe_version(version: Version) -> dict[str, Any]:

@@ -35,13 +35,9 @@ _TORCH: Final = ("torch==2.13.0",)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRecipe:
-    """How an environment is made.
+    """How an environment is made: arguments of `pip install`, one call for each of `steps`.
 
-    Attributes:
-        kind: of the engine.
-        cpu: for machines without an accelerator.
-        steps: arguments of `pip install`, one call each, in this order.
-        distribution: whose version is the engine's.
+    The version of `distribution` is the engine's.
     """
 
     kind: Kind
@@ -116,14 +112,9 @@ def on_cpu(engine: EngineConfig) -> bool:
 def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.environment") -> Path:
     """Return the folder of the virtual environment that servers of `kind` run in.
 
-    Looks at `given` alone when there is one; else at $STREAMRL_ENGINES/KIND, at `.engines/KIND` in the working
-    directory and upwards, and next to the project of an editable install. An environment made by hand will do: all
-    that is asked for is `bin/python`.
-
-    Args:
-        given: by the configuration.
-        kind: of the servers.
-        key: that gave it, for messages.
+    Looks at `given` alone when the configuration gives one (as `key`); else at $STREAMRL_ENGINES/KIND, at
+    `.engines/KIND` in the working directory and upwards, and next to the project of an editable install. An environment
+    made by hand will do: all that is asked for is `bin/python`.
 
     Raises:
         ConfigError: none is there, or the one that is there was never finished; the hint is the install command.

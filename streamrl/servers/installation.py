@@ -51,11 +51,8 @@ def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
     recipe is made anew. Two calls for one folder wait for each other. pip runs with the settings of this machine
     (pip.conf, PIP_*); what it writes goes to `FOLDER.log`. Ctrl-C ends pip and leaves half an environment.
 
-    Args:
-        kind: of the engine.
-        folder: of the environment; made when missing, with its parents. A link to a folder on a larger disk stays one.
-        cpu: for machines without an accelerator.
-        say: hears of every step, one line each.
+    The folder is made when missing, with its parents; a link to one on a larger disk stays a link. `say` hears of every
+    step, one line each.
 
     Raises:
         ConfigError: pip failed (the message has the end of its log), or there is no Python that engines run on.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from streamrl.errors import ConfigError
+from streamrl.http import Call
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 """For the PYTHONPATH of vLLM and SGLang servers."""
@@ -33,13 +35,33 @@ class Launch:
     environ: Mapping[str, str]
 
 
-def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
-    """Return flags of ours with those of the user, who has the last word.
+class Startable(ABC):
+    """What has to be known of a kind of server to start one.
 
-    Args:
-        flags: names without dashes in front, with dashes in between.
-        given: `flags` of the configuration; underscores are dashes.
-        section: of the configuration, for messages.
+    `kind` is its name, as `streamrl engines install` knows it.
+    """
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        """Return how a server is started on the loopback interface with all that streamrl needs of it.
+
+        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. Devices, the
+        log and the variables of the configuration are added by who starts it.
+
+        Raises:
+            ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
+                servers.
+        """
+
+    @abstractmethod
+    def ready(self) -> Call:
+        """Cheap and true: 200 when the server can take requests; no call of it may disturb a pause."""
+
+
+def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
+    """Return flags of ours with those of the user (underscores are dashes), who has the last word.
 
     Raises:
         ConfigError: one that is not the user's to give.

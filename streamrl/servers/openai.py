@@ -29,9 +29,9 @@ from streamrl.servers.dialect import (
     Dialect,
     ServerInfo,
     ServerMetrics,
-    parse_metrics,
     read_finish,
     read_logprobs,
+    read_prometheus,
     stream_error,
 )
 
@@ -184,14 +184,7 @@ class OpenaiDialect(Dialect):
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
         """Those of vLLM, SGLang and TGI are understood, others count as silent."""
-        found = dict.fromkeys(_FIGURES.values(), 0.0)
-        if isinstance(answer, str):
-            for name, value in parse_metrics(answer):
-                if name in _FIGURES:
-                    found[_FIGURES[name]] += value
-        return ServerMetrics(
-            running=int(found["running"]), waiting=int(found["waiting"]), tokens_sampled=int(found["tokens_sampled"])
-        )
+        return read_prometheus(answer, _FIGURES) if isinstance(answer, str) else ServerMetrics()
 
 
 def _tokens(choice: Mapping[str, Any], content: Mapping[str, Any]) -> list[int]:

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import orjson
 
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import Call, HttpClient, read_key
+from streamrl.http import HttpClient, read_key
 from streamrl.isolation import keeper
-from streamrl.servers.launch import Launch
+from streamrl.servers.launch import Launch, Startable
 
 logger = logging.getLogger(__name__)
 PORTS: Final = range(20_000, 32_000)
@@ -45,34 +45,11 @@ class _PortTakenError(Exception):
     """Somebody else has bound the port in the meantime."""
 
 
-class Startable(Protocol):
-    """What has to be known of a kind of server to start one; every dialect is one."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the kind, as `streamrl engines install` knows it."""
-        ...
-
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
-        ...
-
-    def ready(self) -> Call:
-        """See `Dialect.ready`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """What a server is started with, whatever its kind.
 
-    Attributes:
-        section: of the configuration, for messages: `engine`.
-        model: directory or hub name.
-        start_deadline: seconds from its start to its first answer.
-        supervisor: `term_grace` and `log_bytes` are read.
-        variables: added to its environment.
-        api_key_file: file with a key that must not get into its log.
+    `section` of the configuration is for messages; the key in `api_key_file` must not get into the log.
     """
 
     section: str
@@ -94,17 +71,11 @@ class ServerSettings:
 class ManagedServer:
     """One server process, with all it starts, that lives no longer than this process.
 
-    Args:
-        dialect: says how it is started and when it is ready.
-        settings: what it is started with.
-        run_dir: its output goes to RUN_DIR/logs/NAME.log.
-        name: `<role>.server<i>`.
-        devices: CUDA_VISIBLE_DEVICES; empty: all.
-        seed: of its sampling.
+    It is called `<role>.server<i>` and sees the `devices` (CUDA_VISIBLE_DEVICES; empty: all).
 
     Attributes:
         url: where it listens; empty before `start`.
-        log: path of its output.
+        log: path of its output, RUN_DIR/logs/NAME.log.
         pid: of the server, and of its process group; None before `start`.
     """
 

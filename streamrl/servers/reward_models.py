@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -14,7 +14,7 @@ from streamrl.config import RewardModelConfig
 from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.servers.environments import Kind, computes_on_cpu, find_environment, installed
-from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, merged, python_path, words
+from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, Startable, merged, python_path, words
 
 _CPU_CACHE_BYTES: Final = 1 << 30
 _CPU_CACHE_TOKENS: Final = 1 << 16
@@ -22,7 +22,7 @@ _CPU_CACHE_TOKENS: Final = 1 << 16
 _MEMORY: Final = ["kv_cache", "weights"]
 
 
-class ModelServer(ABC):
+class ModelServer(Startable):
     """A kind of server of one reward model, which `ManagedServer` can start.
 
     Attributes:
@@ -44,14 +44,6 @@ class ModelServer(ABC):
                 f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
                 f"leave out {self._section}.sleep",
             )
-
-    @abstractmethod
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """See `Dialect.launch`."""
-
-    @abstractmethod
-    def ready(self) -> Call:
-        """See `Dialect.ready`."""
 
     @abstractmethod
     def sleep(self) -> Sequence[Call]:

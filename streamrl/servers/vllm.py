@@ -19,9 +19,9 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
-    parse_metrics,
     read_finish,
     read_logprobs,
+    read_prometheus,
     read_spans,
     stream_error,
 )
@@ -273,22 +273,9 @@ class VllmDialect(Dialect):
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
-        """Sums over the engines of one server."""
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
-        found = dict.fromkeys(_FIGURES.values(), 0.0)
-        engines = 0
-        for name, value in parse_metrics(answer):
-            if name in _FIGURES:
-                found[_FIGURES[name]] += value
-                engines += name == "vllm:kv_cache_usage_perc"
-        return ServerMetrics(
-            running=int(found["running"]),
-            waiting=int(found["waiting"]),
-            cache_use=min(found["cache_use"] / max(engines, 1), 1.0),
-            tokens_sampled=int(found["tokens_sampled"]),
-            preemptions=int(found["preemptions"]),
-        )
+        return read_prometheus(answer, _FIGURES)
 
     @staticmethod
     def _rpc(method: str, kwargs: Mapping[str, Any]) -> Call:

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Completion, Engine, Listener, Request
 from streamrl.producers import tiny
+from streamrl.producers.group.group import EngineGroup
+from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.tensors import Version
 
@@ -121,6 +123,22 @@ class Heard:
         return len(self.tokens)
 
 
+class HeardServer(ServerEngine):
+    """A server of a group, which itself tells nobody what it samples."""
+
+    ears: dict[str, Heard]
+
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        assert listener is not None
+
+        def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            listener(tokens, logprobs)
+            if request.id in self.ears:
+                self.ears[request.id](tokens, logprobs)
+
+        return await super().generate(request, hear)
+
+
 class Bench:
     """An engine under test.
 
@@ -138,6 +156,7 @@ class Bench:
         if engine is not None:
             self.engine: Engine = engine
         self.servers: list[ManagedServer] = []
+        self.ears: dict[str, Heard] = {}
         self.number = self.newest = 0
         self._prepared: dict[int, Version] = {}
         self.weights = {0: tiny.random_weights(0)}
@@ -188,6 +207,9 @@ class Bench:
     def begin(self, tokens: Sequence[int], limit: int = LONG) -> tuple[asyncio.Task[Completion], Heard, str]:
         """Begin a request; returns its task, what is heard of it and its id."""
         heard, request = Heard(), self.request(tokens, limit)
+        if isinstance(self.engine, EngineGroup):
+            self.ears[request.id] = heard
+            return asyncio.create_task(self.engine.generate(request)), heard, request.id
         return asyncio.create_task(self.engine.generate(request, heard)), heard, request.id
 
     async def end(self, begun: tuple[asyncio.Task[Completion], Heard, str], more: int = 0) -> Completion:
@@ -202,7 +224,7 @@ class Bench:
 
     @property
     def sampled(self) -> int:
-        """Tokens that came from the engine since its start; a listener of a group hears them late after an update."""
+        """Tokens that came from the engine since its start."""
         return self.engine.load().tokens_sampled
 
     async def more(self, count: int) -> None:

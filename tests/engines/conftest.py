@@ -12,11 +12,10 @@ import torch
 
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.group.group import EngineGroup, ServerSpec
-from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.environments import KINDS, find_environment
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
-from tests.engines.conformance_kit import Bench, run_config
+from tests.engines.conformance_kit import Bench, HeardServer, run_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,14 +47,16 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def _group_of_one(bench: Bench, folder: Path) -> EngineGroup:
-    def make() -> ServerEngine:
+    def make() -> HeardServer:
         dialect = make_dialect(bench.config)
         life = len(bench.servers)
         server = ManagedServer(
             dialect, ServerSettings.of_engine(bench.config), folder, "rollout.0.server0", seed=7 + life
         )
         bench.servers.append(server)
-        return ServerEngine(dialect, bench.config, server=server)
+        engine = HeardServer(dialect, bench.config, server=server)
+        engine.ears = bench.ears
+        return engine
 
     return EngineGroup(bench.config, [ServerSpec("rollout.0.server0", make, ours=True)])
 

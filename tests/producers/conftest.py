@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 # tests are imported by path (importlib mode); what they share lies next to them
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,3 +23,14 @@ def tiny_dir(tmp_path_factory):
 @pytest.fixture
 def run(redis_run, tiny_dir, tmp_path):
     return Run(redis_run, tiny_dir, tmp_path)
+
+
+@pytest.fixture
+def small(run):
+    """Small enough to be quick, slow enough to be caught in the middle."""
+    torch.set_num_threads(1)
+    return (
+        run.set("engine", decode="slots", slots=4, threads=1)
+        .set("sampling", group_size=4, max_new_tokens=12)
+        .set("lease", seconds=0.6)
+    )

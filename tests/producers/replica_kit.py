@@ -1,6 +1,7 @@
 """A learner that publishes versions of the tiny model, prompts from files, and an engine that fails as told."""
 
 import asyncio
+import contextlib
 
 import numpy as np
 import torch
@@ -8,6 +9,8 @@ from producer_kit import Hands, tiny_model
 
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
+from streamrl.producers.engines import make_engine
+from streamrl.producers.replica import Replica
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.publisher import Publisher
 
@@ -15,9 +18,15 @@ from streamrl.weight_sync.publisher import Publisher
 class Learner:
     """Publishes versions of the tiny model: version N has the weights of seed N."""
 
-    def __init__(self, run, ledgers):
-        self.hands = Hands(ledgers.train)
-        self.publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+    @classmethod
+    async def of(cls, run, ledgers, version=1):
+        """A learner that has the ledger to itself, and has published a first version (None: not yet)."""
+        made = cls()
+        made.hands = await Hands(ledgers.train).fence()
+        made.publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+        if version is not None:
+            await made.publish(version)
+        return made
 
     async def publish(self, version, seed=None):
         tensors = dict(tiny_model(version if seed is None else seed).named_parameters())
@@ -25,6 +34,25 @@ class Learner:
             self.publisher.publish, epoch=1, version=version, step=version, tensors=tensors.items()
         )
         await self.hands.ledger.consume(self.hands.nonce, 0, version, data)
+
+
+@contextlib.asynccontextmanager
+async def replica_on(run, ledgers, wrap=lambda engine: engine):
+    """A replica at work, whose engine a test has its hands on: that, the role, the replica, and its task."""
+    engine = make_engine(run.config, 1)
+    await engine.start()
+    wrapped = wrap(engine)
+    role = run.role("rollout.0", ledgers)
+    replica = Replica(role, wrapped, Tokenizer.load(run.config.model))
+    task = asyncio.create_task(replica.run())
+    try:
+        yield wrapped, role, replica, task
+    finally:
+        role.stop.set()
+        await asyncio.wait([task], timeout=20)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.close()
 
 
 async def admit(run, ledger, count, samples=2):

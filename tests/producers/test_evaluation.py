@@ -6,6 +6,7 @@ import orjson
 import pytest
 from producer_kit import Hands, kill, payload, until, write_prompts
 
+from streamrl.archive.reader import ARCHIVE
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.producers.admission import VersionBell
@@ -36,20 +37,20 @@ async def answer_round(hands, run, count, value):
         await asyncio.sleep(0.002)
 
 
-@pytest.fixture
-def hands_of():
-    def make(ledgers):
-        hands = Hands(ledgers.evaluation)
-        hands.dead = 0
-        return hands
-
-    return make
+def hands_of(ledgers):
+    hands = Hands(ledgers.evaluation)
+    hands.dead = 0
+    return hands
 
 
-async def test_rounds_lines_and_accuracy(run, hands_of):
+async def test_rounds_lines_and_accuracy(run):
     run.evaluate(every=2, prompts=4, samples=2, threshold=0.5)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
+
+        async def on_board():
+            return "accuracy" in (await ledgers.roles.read("feeder")).get("feeder.0", {})
+
         async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
             await until(lambda: role.is_ready)
             assert (await ledgers.evaluation.state()).cursor == 0  # nothing before the first version
@@ -59,12 +60,14 @@ async def test_rounds_lines_and_accuracy(run, hands_of):
             await answer_round(hands, run, 4, lambda group_id, sample: values[group_id, sample])
             await until(lambda: "accuracy" in role.status)
             assert role.status["accuracy"] == pytest.approx(4 / 7)  # 4 right of 7 scored
+            await until(on_board)  # the moment that it is complete: nothing here beats for the role
             assert (role.status["accuracy_version"], role.status["evaluated"]) == (1, 4)
             await publish(ledgers, 2)  # one version later is not due yet
             await publish(ledgers, 3)
             await answer_round(hands, run, 8, lambda group_id, sample: 1.0)
             await until(lambda: role.status["accuracy_version"] == 3)
             assert (role.status["accuracy"], role.status["evaluated"]) == (1.0, 8)
+            assert "archived" not in role.status
         state = await ledgers.evaluation.state()
         assert (state.cursor, state.live, state.retired) == (8, 0, 8)
         assert (await ledgers.train.state()).cursor == run.config.budget  # training was fed beside it
@@ -79,9 +82,10 @@ async def test_rounds_lines_and_accuracy(run, hands_of):
     records = [orjson.loads(row) for row in (run.run_dir / "metrics" / "feeder.0.jsonl").read_bytes().splitlines()]
     rounds = [(row["version"], row["responses"]) for row in records if row.get("kind") == "evaluation"]
     assert rounds == [(1, 7), (3, 8)]
+    assert not (run.run_dir / ARCHIVE).exists()
 
 
-async def test_dead_groups_do_not_block_a_round(run, hands_of):
+async def test_dead_groups_do_not_block_a_round(run):
     run.evaluate(prompts=3)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -98,7 +102,7 @@ async def test_dead_groups_do_not_block_a_round(run, hands_of):
 
 
 @pytest.mark.parametrize("dead", [None, 0, 3])
-async def test_a_roll_back_of_a_finished_round_takes_nothing_from_the_next(run, hands_of, dead):
+async def test_a_roll_back_of_a_finished_round_takes_nothing_from_the_next(run, dead):
     """Redis forgets groups 2 to 5, which are in the file. Whoever of them comes again counts in no second round."""
     run.evaluate(prompts=6)
     async with run.open() as ledgers:
@@ -124,7 +128,7 @@ async def retired(ledgers):
     return (await ledgers.evaluation.state()).live == 0
 
 
-async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run, hands_of):
+async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run):
     run.evaluate(prompts=3, every=2)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -140,7 +144,7 @@ async def test_a_replayed_group_counts_to_the_round_it_was_asked_in(run, hands_o
     assert {line["gid"]: line["round"] for line in lines(run)} == {0: 1, 1: 1, 2: 1}
 
 
-async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
+async def test_too_many_dead_held_out_letters_end_the_feeder(run):
     run.evaluate(prompts=3).set(None, max_dead=2)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -158,22 +162,7 @@ async def test_too_many_dead_held_out_letters_end_the_feeder(run, hands_of):
         assert "streamrl dead ls --eval" in caught.value.hint
 
 
-async def test_the_board_shows_a_round_the_moment_it_is_complete(run, hands_of):
-    run.evaluate(prompts=4)
-    async with run.open() as ledgers:
-        hands = hands_of(ledgers)
-        await publish(ledgers, 1)
-        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):  # nothing here beats for the role
-            await answer_round(hands, run, 4, lambda group_id, sample: 1.0)
-            await until(lambda: role.status.get("accuracy_version") == 1)
-            board = {}
-            async with asyncio.timeout(30):
-                while "feeder.0" not in board:
-                    board = await ledgers.roles.read("feeder")
-            assert board["feeder.0"]["accuracy"] == "1.0"
-
-
-async def test_held_out_groups_fill_the_slots_once(run, hands_of):
+async def test_held_out_groups_fill_the_slots_once(run):
     run.evaluate(prompts=6, samples=2).set("engine", slots=4)
     assert evaluation_budget(run.config) == 2
     assert evaluation_budget(RunConfig.model_validate({**run.overrides, "engine": {"slots": 1}})) == 1
@@ -191,7 +180,7 @@ async def test_held_out_groups_fill_the_slots_once(run, hands_of):
     assert most == 2
 
 
-async def test_a_restart_in_mid_round_finishes_that_round(run, hands_of):
+async def test_a_restart_in_mid_round_finishes_that_round(run):
     run.evaluate(prompts=6).set("engine", slots=3)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -221,7 +210,7 @@ async def make_evaluation(run, ledgers):
     return evaluation
 
 
-async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run, hands_of):
+async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run):
     run.evaluate(prompts=3)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -247,7 +236,7 @@ async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run, ha
         assert await successor._is_complete()
 
 
-async def test_a_second_feeder_ends_the_first(run, hands_of):
+async def test_a_second_feeder_ends_the_first(run):
     run.evaluate(prompts=2)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -261,7 +250,7 @@ async def test_a_second_feeder_ends_the_first(run, hands_of):
                 await asyncio.wait_for(task, 30)
 
 
-async def test_other_held_out_prompts_are_refused_and_a_torn_line_is_cut(run, hands_of):
+async def test_other_held_out_prompts_are_refused_and_a_torn_line_is_cut(run):
     run.evaluate(prompts=2)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
@@ -294,7 +283,7 @@ def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
 
 
 @pytest.mark.slow
-async def test_kill_9_of_the_feeder_in_mid_round(run, hands_of):
+async def test_kill_9_of_the_feeder_in_mid_round(run):
     run.evaluate(prompts=6).set("engine", slots=8)
     async with run.open() as ledgers:
         hands = hands_of(ledgers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from producer_kit import Hands, until
 
-from streamrl.archive.reader import ARCHIVE, archive_files, read_archive
+from streamrl.archive.reader import archive_files, read_archive
 from streamrl.config import ArchiveConfig
 from streamrl.producers.feeder import run_feeder
 
@@ -46,17 +46,3 @@ async def test_a_group_that_was_evaluated_before_a_roll_back_is_not_archived_ane
     after = {group.group_id: group.raw for group in read_archive(run.run_dir, evaluation=True)}
     assert set(after) == {0, 1, 2, 3, 4, 5}
     assert {group_id: after[group_id] for group_id in before} == before
-
-
-async def test_without_an_archive_there_is_none(run):
-    run.evaluate(prompts=3, samples=1)
-    async with run.open() as ledgers:
-        learner, hands = Hands(ledgers.train), Hands(ledgers.evaluation)
-        await learner.fence()
-        await ledgers.train.consume(learner.nonce, 0, 1, b"{}")
-        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
-            while role.status.get("evaluated", 0) < 3:
-                await hands.answer(version=1)
-                await hands.score(lambda group_id, sample: 1.0)
-            assert "archived" not in role.status
-    assert not (run.run_dir / ARCHIVE).exists()

@@ -17,9 +17,8 @@ from streamrl.commands.viewers import plain_line
 from streamrl.errors import DataError, Refused
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.screen import render
-from streamrl.producers import feeder, waste
-from streamrl.producers.admission import VersionBell
-from streamrl.producers.all_alike import AllAlike
+from streamrl.producers import admission, feeder
+from streamrl.producers.admission import AllAlike, VersionBell
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
@@ -482,8 +481,8 @@ async def test_room_is_filled_at_once_and_waiting_is_cheap(run):
 
 
 async def test_a_run_that_drops_what_it_samples_stops_admitting_and_says_why(run, monkeypatch):
-    monkeypatch.setattr(waste, "WINDOW", 0.0)
-    monkeypatch.setattr(waste, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(admission, "WINDOW", 0.0)
+    monkeypatch.setattr(admission, "FIRST_PAUSE", 1.0)
     monkeypatch.setattr(feeder, "_WASTE_SECONDS", 0.0)
     run.set("data", epochs=None)
     save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")

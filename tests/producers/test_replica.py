@@ -11,37 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from producer_kit import kill, payload, tiny_model, until
-from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_of
+from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_on, samples_of
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import replica as replica_module
 from streamrl.producers.admission import AdmissionTerms, Admitter
-from streamrl.producers.engines import make_engine
-from streamrl.producers.replica import Replica, lease_width, replica_seed, run_rollout
-from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.group.fleet import life_seed
+from streamrl.producers.replica import lease_width, run_rollout
 from streamrl.wire import Prompt, Sample, decode
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def small(run):
-    """Small enough to be quick, slow enough to be caught in the middle."""
-    return (
-        run.set("engine", decode="slots", slots=4, threads=1)
-        .set("sampling", group_size=4, max_new_tokens=12)
-        .set("lease", seconds=0.6)
-    )
 
 
 async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
     small = small.set("sampling", greedy_baseline=True).set("learner", advantage={"use": "remax"})
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
+        learner = await Learner.of(small, ledgers, None)
         await admit(small, ledgers.train, 3, samples=small.config.sampling.responses)
         await admit(small, ledgers.evaluation, 1, samples=6)
         async with small.running(run_rollout, "rollout.0", ledgers):
@@ -63,8 +46,7 @@ async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
 
 async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_right(small):
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
+        learner = await Learner.of(small, ledgers, None)
         await admit(small, ledgers.train, 5, samples=4)
         await admit(small, ledgers.evaluation, 3, samples=1)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
@@ -114,9 +96,7 @@ async def test_a_swap_in_flight_gives_spans(small, monkeypatch):
     monkeypatch.setattr(replica_module, "make_engine", lambda *arguments: Slow(make(*arguments)))
     small.set("model", context=1024).set("sampling", max_new_tokens=900)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        learner = await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 1, samples=4)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
             await until(lambda: role.status.get("tokens", 0) > 0)
@@ -136,9 +116,7 @@ async def test_a_swap_in_flight_gives_spans(small, monkeypatch):
 async def test_kill_9_in_mid_group_generates_only_what_is_missing(small):
     small.set("engine", slots=1).set("sampling", group_size=8, max_new_tokens=40)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 1, samples=8)
         process = small.spawn("streamrl.producers.replica:run_rollout", "rollout.0")
         try:
@@ -160,9 +138,7 @@ async def test_drain_hands_back_without_counting_a_delivery(small, monkeypatch):
     monkeypatch.setattr(replica_module, "_DRAIN_SHARE", 0.0)
     small.set("model", context=1024).set("engine", slots=1).set("sampling", max_new_tokens=900)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 1, samples=4)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
             await until(lambda: role.status.get("tokens", 0) > 0)
@@ -174,9 +150,7 @@ async def test_drain_hands_back_without_counting_a_delivery(small, monkeypatch):
 
 async def test_drain_finishes_what_is_in_flight(small):
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 1, samples=4)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, task):
             await until(lambda: role.status.get("running", 0) > 0 or role.status.get("tokens", 0) > 0)
@@ -207,28 +181,17 @@ class Endless(Faulty):
 
 
 async def with_faults(small, ledgers, faults, check, kind=Faulty):
-    learner = Learner(small, ledgers)
-    await learner.hands.fence()
-    await learner.publish(1)
+    await Learner.of(small, ledgers)
     await admit(small, ledgers.train, 1, samples=2)
-    engine = make_engine(small.config, 1)
-    await engine.start()
-    faulty = kind(engine, faults)
-    role = small.role("rollout.0", ledgers)
-    task = asyncio.create_task(Replica(role, faulty, Tokenizer.load(small.config.model)).run())
-    try:
-        return await check(faulty, role, task)
-    finally:
-        role.stop.set()
-        await asyncio.gather(task, return_exceptions=True)
-        await engine.close()
+    async with replica_on(small, ledgers, lambda engine: kind(engine, faults)) as (faulty, _, _, task):
+        return await check(faulty, task)
 
 
 async def test_a_failing_request_is_tried_again(small):
     small.set("sampling", group_size=2)
     async with small.open() as ledgers:
 
-        async def check(engine, role, task):
+        async def check(engine, task):
             await until(lambda: settled(ledgers.train))
             assert not task.done()
 
@@ -245,7 +208,7 @@ async def test_a_request_that_always_fails_is_a_dead_letter_with_its_traceback(s
     small.set("sampling", group_size=2, min_group=1)
     async with small.open() as ledgers:
 
-        async def check(engine, role, task):
+        async def check(engine, task):
             await until(lambda: settled(ledgers.train))
             assert engine.calls == 6
             assert not task.done()
@@ -260,7 +223,7 @@ async def test_a_request_that_always_fails_is_a_dead_letter_with_its_traceback(s
 async def test_the_death_of_the_engine_is_the_death_of_the_replica(small):
     async with small.open() as ledgers:
 
-        async def check(engine, role, task):
+        async def check(engine, task):
             with pytest.raises(BaseExceptionGroup) as caught:
                 await asyncio.wait_for(asyncio.shield(task), 30)
             return caught.value
@@ -279,34 +242,31 @@ async def test_an_engine_that_hangs_ends_the_replica_and_kills_no_prompt(small, 
     else:
         small.set("lease", max_hold=2.0)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        learner = await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 3, samples=4)
-        engine = make_engine(small.config, 1)
-        await engine.start()
         entered, free = threading.Event(), threading.Event()
 
         def hang(*_):
             entered.set()
             free.wait(60)
 
-        engine._model.register_forward_pre_hook(hang)
-        role = small.role("rollout.0", ledgers)
-        task = asyncio.create_task(Replica(role, engine, Tokenizer.load(small.config.model)).run())
-        try:
-            await until(entered.is_set)
-            if patience == "of the update":
-                engine._longest_step = math.inf  # only the update's own deadline is left
-                await learner.publish(2)
-            with pytest.raises(BaseExceptionGroup) as caught:
-                await asyncio.wait_for(task, 30)
-            assert caught.value.subgroup(Unreachable) is not None
-            assert not await ledgers.train.dead_letters()
-            assert (await ledgers.train.state()).live == 3
-        finally:
-            free.set()
-            await engine.close()
+        def hanging(engine):
+            engine._model.register_forward_pre_hook(hang)
+            return engine
+
+        async with replica_on(small, ledgers, hanging) as (engine, _, _, task):
+            try:
+                await until(entered.is_set)
+                if patience == "of the update":
+                    engine._longest_step = math.inf  # only the update's own deadline is left
+                    await learner.publish(2)
+                with pytest.raises(BaseExceptionGroup) as caught:
+                    await asyncio.wait_for(task, 30)
+                assert caught.value.subgroup(Unreachable) is not None
+                assert not await ledgers.train.dead_letters()
+                assert (await ledgers.train.state()).live == 3
+            finally:
+                free.set()
 
 
 async def test_a_response_that_takes_too_long_asks_first_whether_the_engine_is_well(small):
@@ -314,7 +274,7 @@ async def test_a_response_that_takes_too_long_asks_first_whether_the_engine_is_w
     small.set("lease", seconds=30, max_hold=0.5).set("sampling", group_size=2)
     async with small.open() as ledgers:
 
-        async def check(engine, role, task):
+        async def check(engine, task):
             engine.well = False
             with pytest.raises(BaseExceptionGroup):
                 await asyncio.wait_for(asyncio.shield(task), 30)
@@ -325,9 +285,7 @@ async def test_a_response_that_takes_too_long_asks_first_whether_the_engine_is_w
 
 async def test_a_prompt_that_is_no_message_is_a_dead_letter(small):
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        await Learner.of(small, ledgers)
         terms = AdmissionTerms("f", 2, 1, 100, 100, 100)
         await Admitter(ledgers.train, terms, lambda group_id: payload(1) if group_id else b"\x00garbage").admit(
             1, limit=2
@@ -349,9 +307,7 @@ async def test_no_model_is_a_configuration_error(small, tmp_path):
 
 async def test_a_bad_version_is_shown_and_the_old_one_goes_on(small):
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        learner = await Learner.of(small, ledgers)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
             await until(lambda: role.is_ready)
             await ledgers.train.consume(learner.hands.nonce, 0, 2, b"not a manifest")
@@ -378,7 +334,7 @@ def test_the_width_fills_the_slots_and_not_much_more(slots, group, unopened, mis
 
 
 def test_seeds_differ_between_replicas_and_lives():
-    seeds = {replica_seed(s, f"rollout.{n}", e) for s in range(3) for n in range(3) for e in range(3)}
+    seeds = {life_seed(s, f"rollout.{n}", e) for s in range(3) for n in range(3) for e in range(3)}
     assert len(seeds) == 27
-    assert replica_seed(0, "rollout.0", 0) == replica_seed(0, "rollout.0", 0)
+    assert life_seed(0, "rollout.0", 0) == life_seed(0, "rollout.0", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -7,21 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from producer_kit import tiny_model, until
-from replica_kit import Faulty, Learner, admit, check_sample, emitted, samples_of
+from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_on, samples_of
 
-from streamrl.producers.engines import make_engine
-from streamrl.producers.replica import Replica, run_rollout
-from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.replica import run_rollout
 from streamrl.queues import leases
 from streamrl.queues.keys import GROUP
 from streamrl.wire import Prompt, Sample, decode
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 class Behind(Faulty):
@@ -42,26 +34,10 @@ class Behind(Faulty):
         return await super().generate(request)
 
 
-@pytest.fixture
-def small(run):
-    return (
-        run.set("engine", decode="slots", slots=4, threads=1)
-        .set("sampling", group_size=4, max_new_tokens=12)
-        .set("lease", seconds=0.6)
-    )
-
-
 async def test_weights_that_are_too_old_stop_the_prompts_until_newer_ones_are_there(small):
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
-        engine = make_engine(small.config, 1)
-        await engine.start()
-        behind = Behind(engine)
-        role = small.role("rollout.0", ledgers)
-        task = asyncio.create_task(Replica(role, behind, Tokenizer.load(small.config.model)).run())
-        try:
+        learner = await Learner.of(small, ledgers)
+        async with replica_on(small, ledgers, Behind) as (behind, role, _, _):
             await until(lambda: role.is_ready)
             behind.open.clear()
             await learner.publish(2)  # one step behind: max_staleness is 1
@@ -79,10 +55,6 @@ async def test_weights_that_are_too_old_stop_the_prompts_until_newer_ones_are_th
             assert {number for sample in found for _, number in sample.runs} == {3}
             assert len(behind.requests) == before + 4
             assert [request.affinity for request in behind.requests] == ["g0"] * 4 + ["g1"] * 4
-        finally:
-            role.stop.set()
-            await asyncio.gather(task, return_exceptions=True)
-            await engine.close()
 
 
 async def test_a_prompt_that_was_asked_for_with_old_weights_waits_for_the_new_ones(small, monkeypatch):
@@ -90,22 +62,14 @@ async def test_a_prompt_that_was_asked_for_with_old_weights_waits_for_the_new_on
     monkeypatch.setattr(leases, "_BLOCK_MS", 20_000)
     small = small.set(None, max_staleness=0)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
-        engine = make_engine(small.config, 1)
-        await engine.start()
-        behind = Behind(engine)
-        role = small.role("rollout.0", ledgers)
-        replica = Replica(role, behind, Tokenizer.load(small.config.model))
-        task = asyncio.create_task(replica.run())
+        learner = await Learner.of(small, ledgers)
         prompts = ledgers.train.keys.prompts
 
         async def asking():
             clients = (await ledgers.connection.read("CLIENT", "LIST")).splitlines()
             return any(b" cmd=xreadgroup " in client and b" flags=b" in client for client in clients)
 
-        try:
+        async with replica_on(small, ledgers, Behind) as (behind, _, replica, task):
             await until(asking)
             behind.open.clear()
             await learner.publish(2)
@@ -119,26 +83,14 @@ async def test_a_prompt_that_was_asked_for_with_old_weights_waits_for_the_new_on
             await until(lambda: emitted(ledgers.train, 4))
             found = [decode(data, Sample) for data in (await samples_of(ledgers.train, 0)).values()]
             assert {number for sample in found for _, number in sample.runs} == {2}
-        finally:
-            role.stop.set()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await engine.close()
+            task.cancel()  # it waits for prompts
 
 
 async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(small):
     small.set(None, max_staleness=0).set("supervisor", drain_deadline=4000)
     async with small.open() as ledgers:
-        learner = Learner(small, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
-        engine = make_engine(small.config, 1)
-        await engine.start()
-        behind = Behind(engine)
-        role = small.role("rollout.0", ledgers)
-        replica = Replica(role, behind, Tokenizer.load(small.config.model))
-        task = asyncio.create_task(replica.run())
-        try:
+        learner = await Learner.of(small, ledgers)
+        async with replica_on(small, ledgers, Behind) as (behind, role, replica, task):
             await until(replica._follower.first.is_set)
             behind.open.clear()
             await learner.publish(2)
@@ -153,10 +105,6 @@ async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(sma
             )
             assert (owner.decode(), deaths) == (leases.UNOWNED, 0)
             assert not behind.requests
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await engine.close()
 
 
 class Servers:
@@ -173,24 +121,10 @@ class Servers:
 
     def start(self, url=None):
         url = url or f"http://127.0.0.1:{self.port()}"
-        settings = [
-            "engine.decode=slots",
-            "engine.slots=8",
-            "engine.threads=1",
-            "engine.device=cpu",
-            "model.context=512",
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "streamrl",
-            "engines",
-            "serve",
-            str(self.model_dir),
-            "--port",
-            url.split(":")[2],
-        ]
-        command += [part for setting in settings for part in ("--set", setting)]
+        settings = ["decode=slots", "slots=8", "threads=1", "device=cpu"]
+        command = [sys.executable, "-m", "streamrl", "engines", "serve", str(self.model_dir)]
+        command += ["--port", url.split(":")[2], "--set", "model.context=512"]
+        command += [part for setting in settings for part in ("--set", f"engine.{setting}")]
         command += ["--set", f"seed={len(self.processes)}"]
         self.processes[url] = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         return url
@@ -221,9 +155,7 @@ async def test_servers_die_come_back_are_added_and_removed_while_a_replica_works
     run.set("engine", url=[first], stream_interval=4).set("model", context=512)
     run.set("sampling", group_size=4, max_new_tokens=300).set("supervisor", backoff=0.01, max_backoff=0.2)
     async with run.open() as ledgers:
-        learner = Learner(run, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        learner = await Learner.of(run, ledgers)
         async with run.running(run_rollout, "rollout.0", ledgers) as (role, _):
 
             async def working():

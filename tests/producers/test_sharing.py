@@ -24,9 +24,7 @@ def shared(run):
 
 async def test_learner_and_replica_take_turns_and_no_response_is_lost(shared):
     async with shared.open() as ledgers:
-        learner = Learner(shared, ledgers)
-        await learner.hands.fence()
-        await learner.publish(1)
+        learner = await Learner.of(shared, ledgers)
         await admit(shared, ledgers.train, 1, samples=4)
         switch = LearnerDevices(ledgers.device_lock, "learner", deadline=30)  # on a CPU it moves nothing
         async with shared.running(run_rollout, "rollout.0", ledgers) as (role, _):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from streamrl.producers.waste import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, Waste, wasted
+from streamrl.producers.admission import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, Waste, wasted
 
 BUDGET, STEP = 16, 8
 

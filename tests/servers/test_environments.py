@@ -125,7 +125,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, ...]) -> Environmen
     return made
 
 
-def test_what_a_failed_installation_left_is_finished_by_the_next(
+def test_an_installation_that_fails_is_finished_and_another_recipe_makes_it_anew(
     tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in NAMES[:-1]:
@@ -140,7 +140,8 @@ def test_what_a_failed_installation_left_is_finished_by_the_next(
     assert installed(folder) is None
     wheel(wheels, "engine")
     marker = install("vllm", folder, cpu=True, say=heard.append)
-    assert [line.split("  ")[-1] for line in heard] == [
+    # on a busy machine a step may also say where it is
+    assert [said for line in heard if not (said := line.split("  ")[-1]).startswith("...")] == [
         f"virtual environment in {folder}",
         "step 1 of 2: pip install torch transformers xxhash zstandard",
         "step 2 of 2: pip install engine==1.0",
@@ -154,6 +155,19 @@ def test_what_a_failed_installation_left_is_finished_by_the_next(
     heard.clear()
     assert install("vllm", folder, cpu=True, say=heard.append) == marker
     assert [line.split("  ")[-1] for line in heard] == [f"vllm 1.0 is there already, in {folder}"]
+    # another recipe makes it anew
+    wheel(wheels, "engine", "2.0")
+    (folder / "left over").write_text("")
+    plan(monkeypatch, (*NAMES[:-1], "engine==2.0"))
+    assert install("vllm", folder, cpu=True, say=heard.append)["version"] == "2.0"
+    assert not (folder / "left over").exists()
+    # and so does a Python that was removed from the machine; a link to the folder stays one
+    (folder / "bin" / "python").unlink()
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert install("vllm", link, cpu=True, say=heard.append)["version"] == "2.0"
+    assert link.is_symlink()
+    assert (folder / MARKER).exists()
 
 
 @pytest.mark.parametrize(
@@ -170,27 +184,6 @@ def test_progress_says_what_pip_does(tmp_path: Path, log: str, said: str):
     assert installation._at_work(tmp_path / "env.log") == said
 
 
-def test_another_recipe_makes_the_environment_anew_through_a_link(
-    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name in NAMES:
-        wheel(wheels, name)
-    wheel(wheels, "engine", "2.0")
-    (tmp_path / "large").mkdir()
-    folder = tmp_path / "env"
-    folder.symlink_to(tmp_path / "large")
-    plan(monkeypatch, NAMES[:-1], ("engine==1.0",))
-    install("vllm", folder, cpu=True, say=lambda _: None)
-    (folder / "left over").write_text("")
-    plan(monkeypatch, NAMES[:-1], ("engine==2.0",))
-    assert install("vllm", folder, cpu=True, say=lambda _: None)["version"] == "2.0"
-    assert not (folder / "left over").exists()
-    assert folder.is_symlink()
-    (folder / "bin" / "python").unlink()  # a Python that was removed from the machine
-    assert install("vllm", folder, cpu=True, say=lambda _: None)["version"] == "2.0"
-    assert (tmp_path / "large" / MARKER).exists()
-
-
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch):
     plan(monkeypatch, ("engine",))
     (tmp_path / "home").mkdir()
@@ -202,20 +195,6 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path, wheels: P
         install("vllm", tmp_path / "home" / "thesis.txt", cpu=True, say=lambda _: None)
     with pytest.raises(CannotCreate):
         install("vllm", tmp_path / "home" / "thesis.txt" / "env", cpu=True, say=lambda _: None)
-
-
-def test_what_a_kill_left_before_the_first_mark_is_no_obstacle(
-    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name in NAMES:
-        wheel(wheels, name)
-    plan(monkeypatch, NAMES)
-    folder, killed = tmp_path / "env", Kill()
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(Path, "rename", killed.instead)
-        install("vllm", folder, cpu=True, say=lambda _: None)
-    assert len(list(folder.iterdir())) == 1  # the draft of the mark
-    assert install("vllm", folder, cpu=True, say=lambda _: None)["version"] == "1.0"
 
 
 class Kill(BaseException):
@@ -242,6 +221,11 @@ def test_an_installation_killed_at_any_time_is_half_an_environment(
     for name in NAMES:
         wheel(wheels, name)
     folder = tmp_path / "env"
+    plan(monkeypatch, NAMES)
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        patch.setattr(Path, "rename", Kill().instead)
+        install("vllm", folder, cpu=True, say=lambda _: None)
+    assert len(list(folder.iterdir())) == 1  # the draft of the first mark, which is no obstacle
     command = [sys.executable, "-c", KILLED, str(folder)]
     for heard in ("virtual environment", "step 1"):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -253,7 +237,6 @@ def test_an_installation_killed_at_any_time_is_half_an_environment(
             with pytest.raises(ConfigError, match="half made"):
                 find_environment(folder, "vllm")
         # its orphan holds the folder's lock: the next one waits for it and then goes on
-    plan(monkeypatch, NAMES)
     marker = install("vllm", folder, cpu=True, say=lambda _: None)
     assert orjson.loads((folder / MARKER).read_bytes()) == marker
     assert find_environment(folder, "vllm") == folder

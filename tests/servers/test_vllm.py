@@ -18,6 +18,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.servers import environments
+from streamrl.servers.dialect import read_spans
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.tensors import Version
@@ -205,8 +206,26 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
     ],
 )
 def test_version_spans_become_runs(spans: list[tuple[str, int, int]], runs: list[tuple[int, int]]) -> None:
-    named = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-    assert dialect().chunk(changed(LAST, weight_versions=named), received=1).runs == runs
+    assert read_spans(named(spans), 3) == runs
+
+
+def named(spans: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in spans]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("16", 0, 2)],
+        [("16", 0, 1), ("17", 2, 3)],
+        [("16", 1, 3)],
+        [("16", 0, 3), ("17", 3, 2)],
+        [("16", 0, 2), ("17", 2, 4)],
+    ],
+)
+def test_spans_that_do_not_sum_to_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
+    with pytest.raises(WireError, match="spans"):
+        read_spans(named(spans), 3)
 
 
 def test_controls() -> None:

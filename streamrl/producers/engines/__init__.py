@@ -24,17 +24,13 @@ def make_engine(
 ) -> Engine:
     """The engine that `config.engine` describes, not yet started: in this process, or a group of servers.
 
-    Args:
-        config: the run.
-        seed: of the sampling; every replica, and every start of a replica, needs another one.
-        run_dir: of the run; servers that are started write their logs there.
-        replica: name of the replica's role; it says which servers and devices are its own.
-        enlisted: servers that were added or removed since the run began.
+    Every start of every replica needs another seed. The name of the replica's role says which servers and devices are
+    its own; `enlisted` are servers that were added or removed since the run began.
     """
     if config.engine.kind == "hf" and not config.engine.url:
         from streamrl.producers.engines.hf import HfEngine
 
         return HfEngine(config, seed)
-    from streamrl.producers.group.fleet import make_group
+    from streamrl.producers.group.fleet import Fleet
 
-    return make_group(config, seed, run_dir, replica, enlisted)
+    return Fleet(config, seed, run_dir, replica).group(enlisted or {})

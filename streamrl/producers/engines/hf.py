@@ -24,13 +24,13 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
-    Engine,
     EngineLoad,
     Listener,
     MemoryTag,
     PauseMode,
     Request,
     RequestLimits,
+    StreamingEngine,
 )
 from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
 from streamrl.producers.engines.continuous import ContinuousDecoder
@@ -56,7 +56,7 @@ class _Ear:
     told: int = 0
 
 
-class HfEngine(Engine):
+class HfEngine(StreamingEngine):
     """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds.
 
     `limits` says what can be asked of it; known after `start`.
@@ -373,7 +373,7 @@ class HfEngine(Engine):
         self._model = model
         context = context_length(self._config, model)
         self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
-        stop = stop_tokens(model)
+        stop = stop_tokens(model.generation_config, model.config)
         decoder: Decoder
         if choose_decode(self._config, model) == "slots":
             batch = SlotBatch(

@@ -65,11 +65,11 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def stop_tokens(model: Any) -> frozenset[int]:
-    """Ids that end a response: those of the generation configuration, else of the model's."""
-    ids = model.generation_config.eos_token_id
+def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
+    """Ids that end a response: those of the generation configuration, if there is one, else of the model's."""
+    ids = None if generation is None else generation.eos_token_id
     if ids is None:
-        ids = model.config.get_text_config().eos_token_id
+        ids = config.get_text_config().eos_token_id
     if ids is None:
         logger.warning("model has no end-of-sequence token: every response runs into its length limit")
         return frozenset()

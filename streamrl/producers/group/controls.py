@@ -56,12 +56,12 @@ class ControlledEngine(Protocol):
 
 
 class Controls:
-    """The controls of one server.
+    """The controls of one server; one that does not end within `seconds` is its death.
 
     Args:
         client: of the server.
         dialect: of the server.
-        seconds: within which each control must end, or the server counts as dead.
+        seconds: see above.
         engine: that controls the server.
         watchdog: resumes the server when this process dies; None for a server that dies with it.
         folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:
@@ -140,7 +140,7 @@ class Controls:
             try:
                 if self._engine.dead:
                     raise Unreachable("it counts as dead")
-                await self._send(self._dialect.resume(), _LAST_SECONDS)
+                await self._try(self._dialect.resume(), _LAST_SECONDS)
             except StreamrlError as error:
                 farewell = False
                 logger.warning("a paused server is left to its watchdog", extra={"why": error.message})
@@ -248,9 +248,6 @@ class Controls:
                 self._level = before
                 self._gate()
                 raise Refused(f"the server cannot sleep at level {level}: {error.message}") from error
-            except Unreachable as error:
-                self._engine.die(error)
-                raise
             self._asleep = {"weights", "kv_cache"} if level else {"kv_cache"}
             self._forgotten = self._forgotten or level == 2
 
@@ -276,19 +273,13 @@ class Controls:
             await self._load(name, folder)
 
     async def _load(self, name: str, folder: Path) -> None:
-        call = self._dialect.load_adapter(name, folder)
         try:
-            await self._client.call(call, self._seconds)
-        except BadRequest as error:
-            if error.status in {404, 405}:
+            await self._send([self._dialect.load_adapter(name, folder)], self._seconds)
+        except _ANSWERED as error:
+            if isinstance(error, BadRequest) and error.status in {404, 405}:
                 why = f"the server cannot serve adapters: {error.message}"
                 raise Refused(why, "see docs/guides/engines.md") from error
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
-        except _ANSWERED as error:
-            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
-        except Unreachable as error:
-            self._engine.die(error)
-            raise
         self.adapters.add(name)
 
     async def unload_adapter(self, name: str) -> None:
@@ -321,7 +312,7 @@ class Controls:
             self._watchdog is None and len(ids) >= _MANY and len(ids) >= sum(f.sent for f in self._engine.flights)
         )
         names: Sequence[str | None] = [None] if everything else ids
-        sends = [self._send(self._dialect.abort(name, paused=paused), _ABORT_DEADLINE) for name in names]
+        sends = [self._try(self._dialect.abort(name, paused=paused), _ABORT_DEADLINE) for name in names]
         for result in await asyncio.gather(*sends, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -331,9 +322,6 @@ class Controls:
             await self._send(self._dialect.prefetch(version), end - self._loop.time())
         except _ANSWERED as error:
             raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-        except Unreachable as error:
-            self._engine.die(error)
-            raise
 
     @asynccontextmanager
     async def _still(self) -> AsyncGenerator[None, None]:
@@ -394,34 +382,23 @@ class Controls:
     async def _update(self, version: Version, calls: Sequence[Call], end: float) -> None:
         """Send the update; after a failure that leaves the state unknown once more, whole; then the server is dead."""
         self._torn = True
+        first = True
         try:
-            await self._send(calls[:1], end - self._loop.time())
-        except DataError as error:
-            self._torn = False
-            raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-        except (BadAnswer, WireError) as error:
-            await self._once_more(version, calls, end, error)
-        except Unreachable as error:
-            self._engine.die(error)
-            raise
-        else:
+            for call in calls:
+                await self._send([call], end - self._loop.time())
+                first = False
+        except _ANSWERED as error:
+            if first and isinstance(error, DataError):
+                self._torn = False
+                raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
+            logger.warning("an update failed, sent once more", extra={"version": version.number, "why": error.message})
             try:
-                await self._send(calls[1:], end - self._loop.time())
-            except _ANSWERED as error:
-                await self._once_more(version, calls, end, error)
-            except Unreachable as error:
-                self._engine.die(error)
-                raise
+                await self._try([*self._dialect.prefetch(version), *calls], end - self._loop.time())
+            except StreamrlError as again:
+                cause = Unreachable(f"the server has no whole weights any more: {again.message}", "see its log")
+                self._engine.die(cause)
+                raise cause from again
         self._torn = False
-
-    async def _once_more(self, version: Version, calls: Sequence[Call], end: float, error: StreamrlError) -> None:
-        logger.warning("an update failed, sent once more", extra={"version": version.number, "why": error.message})
-        try:
-            await self._send([*self._dialect.prefetch(version), *calls], end - self._loop.time())
-        except StreamrlError as again:
-            cause = Unreachable(f"the server has no whole weights any more: {again.message}", "see its log")
-            self._engine.die(cause)
-            raise cause from again
 
     def _gate(self) -> None:
         if self.held:
@@ -440,13 +417,22 @@ class Controls:
     async def _must(self, calls: Sequence[Call]) -> None:
         """Send calls that a server cannot fail and live."""
         try:
-            await self._send(calls, self._seconds)
+            await self._try(calls, self._seconds)
         except StreamrlError as error:
             cause = error if isinstance(error, Unreachable) else Unreachable(error.message, error.hint)
             self._engine.die(cause)
             raise cause from error
 
     async def _send(self, calls: Sequence[Call], seconds: float) -> None:
+        """Send calls that a server may refuse, but not leave without an answer."""
+        try:
+            await self._try(calls, seconds)
+        except Unreachable as error:
+            if not isinstance(error, BadAnswer):
+                self._engine.die(error)
+            raise
+
+    async def _try(self, calls: Sequence[Call], seconds: float) -> None:
         end = self._loop.time() + seconds
         for call in calls:
             await self._client.call(call, max(0.0, end - self._loop.time()))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.engine import Engine
+from streamrl.engine import StreamingEngine
 from streamrl.errors import ConfigError
+from streamrl.producers.engines.model import stop_tokens
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.queues.registry import Enlisted
 
@@ -23,31 +24,20 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def make_group(
-    config: RunConfig, seed: int, run_dir: Path, replica: str, enlisted: Mapping[str, Enlisted] | None = None
-) -> EngineGroup:
-    """The servers of a replica as one engine, not yet started.
+def life_seed(seed: int, name: str, life: int) -> int:
+    """A sampling seed below 2**63 for one life of a replica or of a server; `life` is any number that grows.
 
-    Args:
-        config: the run.
-        seed: of the sampling; each life of each server gets another one made from it.
-        run_dir: logs of servers that are started go there.
-        replica: name of the replica's role.
-        enlisted: servers that were added or removed since the run began.
+    No two of a run draw the same numbers, and neither do two lives of one: a group whose samples come from both must
+    not hold one response twice.
     """
-    fleet = Fleet(config, seed, run_dir, replica)
-    servers = [fleet.spec(name) for name in fleet.wanted(enlisted or {})]
-    return EngineGroup(config, servers, stop_tokens_of(config.model.path))
+    digest = hashlib.blake2b(f"{seed}/{name}/{life}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Fleet:
-    """Says which servers belong to a replica, and makes what is needed of each.
+    """Says which servers belong to a replica (the role `rollout.N`), and makes what is needed of each.
 
-    Args:
-        config: the run.
-        seed: of the sampling.
-        run_dir: of the run.
-        replica: name of the replica's role, `rollout.N`.
+    Each life of each server gets a seed made from `seed`; logs of servers that are started go to `run_dir`.
     """
 
     def __init__(self, config: RunConfig, seed: int, run_dir: Path, replica: str) -> None:
@@ -61,11 +51,8 @@ class Fleet:
     def wanted(self, enlisted: Mapping[str, Enlisted]) -> list[str]:
         """Names of the servers of this replica.
 
-        Servers of the configuration go to the replicas in turn, and so do those that were added; a server belongs to
-        one replica, which brings it its weights.
-
-        Args:
-            enlisted: what was added or removed since the run began.
+        Servers of the configuration go to the replicas in turn, and so do those that were added (`enlisted`); a server
+        belongs to one replica, which brings it its weights.
         """
         replicas, engine = self._config.rollout.replicas, self._config.engine
         own = list(engine.url[self._index :: replicas])
@@ -79,14 +66,16 @@ class Fleet:
         ]
         return own + added
 
+    def group(self, enlisted: Mapping[str, Enlisted]) -> EngineGroup:
+        """The servers of this replica as one engine, not yet started."""
+        servers = [self.spec(name) for name in self.wanted(enlisted)]
+        return EngineGroup(self._config, servers, stop_tokens_of(self._config.model.path))
+
     def spec(self, name: str) -> ServerSpec:
         """How a server of the group is made."""
-        return ServerSpec(name, self._maker(name), ours=not is_url(name))
-
-    def _maker(self, name: str) -> Callable[[], Engine]:
         lives = itertools.count()
 
-        def make() -> Engine:
+        def make() -> StreamingEngine:
             from streamrl.producers.group.server import ServerEngine
             from streamrl.servers.kinds import make_dialect
             from streamrl.servers.process import ManagedServer, ServerSettings
@@ -96,11 +85,11 @@ class Fleet:
             if is_url(name):
                 return ServerEngine(dialect, self._config, url=name, adapters=adapters)
             settings = ServerSettings.of_engine(self._config)
-            seed = self._seed_of(name, next(lives))
+            seed = life_seed(self._seed, name, next(lives))
             server = ManagedServer(dialect, settings, self._run_dir, name, self._devices(name), seed=seed)
             return ServerEngine(dialect, self._config, server=server, adapters=adapters)
 
-        return make
+        return ServerSpec(name, make, ours=not is_url(name))
 
     def _devices(self, name: str) -> str:
         devices = self._config.engine.devices
@@ -108,11 +97,6 @@ class Fleet:
             return ""
         number = int(name.rpartition("server")[2])
         return devices[(self._index * self._config.engine.servers + number) % len(devices)]
-
-    def _seed_of(self, name: str, life: int) -> int:
-        """No two servers of a run, and no two lives of one, draw the same numbers."""
-        digest = hashlib.blake2b(f"{self._seed}/{name}/{life}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
 
 
 def stop_tokens_of(model: str) -> frozenset[int]:
@@ -130,11 +114,7 @@ def stop_tokens_of(model: str) -> frozenset[int]:
             f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
         ) from error
     try:
-        ids = transformers.GenerationConfig.from_pretrained(model).eos_token_id
+        generation = transformers.GenerationConfig.from_pretrained(model)
     except (OSError, ValueError):
-        ids = None
-    if ids is None:
-        ids = config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+        generation = None
+    return stop_tokens(generation, config)

@@ -57,6 +57,7 @@ class InFlightRequest:
         sent: it is at the server.
         aborting: its end was asked for.
         adapter: the version that it was sent with, when that is an adapter: it samples all of its tokens.
+        conversation: the task that speaks with the server about it.
     """
 
     def __init__(self, request: Request, wire_id: str, listener: Listener | None, now: float) -> None:
@@ -66,6 +67,7 @@ class InFlightRequest:
         self.sent = False
         self.aborting = False
         self.adapter: str | None = None
+        self.conversation: asyncio.Task[None] | None = None
         self._listener = listener
         self._began = now
         self._tokens: list[int] = []
@@ -150,6 +152,11 @@ class InFlightRequest:
             )
         )
         return True
+
+    def hang_up(self) -> None:
+        """End the conversation; most servers take that as an abort too."""
+        if self.conversation is not None:
+            self.conversation.cancel()
 
     def fail(self, error: Exception) -> None:
         """End it with an error; a repeat does nothing."""

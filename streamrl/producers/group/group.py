@@ -6,7 +6,7 @@ generate -> RoutedRequest -> Placement (waits for room) -> Member -> its engine 
                   +------- prompt + response so far ----------+   the server died, or is being removed
 apply -> ServerPool -> every Member by itself
 ```
-Every server has a task that starts it, keeps it at the newest weights and brings it back (member.py, pool.py).
+Every server has a task that starts it, keeps it at the newest weights and brings it back (pool.py).
 Requests wait here and not in the queue of a server: the first server with room gets them.
 """
 
@@ -25,17 +25,14 @@ from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
-    Listener,
     MemoryTag,
     PauseMode,
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
-from streamrl.producers.group.member import MemberState
 from streamrl.producers.group.placement import Placement
-from streamrl.producers.group.pool import ServerPool, ServerSpec
+from streamrl.producers.group.pool import MemberState, ServerPool, ServerSpec, Source
 from streamrl.producers.group.request import RoutedRequest
-from streamrl.producers.group.state import EngineGroupState, Source
 from streamrl.weight_sync.tensors import Version
 
 __all__ = ["EngineGroup", "ServerSpec"]
@@ -45,23 +42,17 @@ _LOOK_SECONDS: Final = 0.02
 
 
 class EngineGroup(Engine):
-    """`Engine` over the servers of a replica.
+    """`Engine` over the servers of a replica, of which no two may have the same name; `stops` end a response.
 
     The group is dead when no server can come back by itself, or when none has served for `engine.start_deadline`. A
     group without servers waits for some.
-
-    Args:
-        config: the run.
-        servers: the first ones; none of two may have the same name.
-        stops: tokens that end a response.
     """
 
     def __init__(self, config: RunConfig, servers: Sequence[ServerSpec], stops: frozenset[int] = frozenset()) -> None:
         self._context = config.model.context
         self._stops = stops
         self._first = list(servers)
-        self._state = EngineGroupState()
-        self._pool = ServerPool(config, self._state, self._changed)
+        self._pool = ServerPool(config)
         self._placement = Placement(config, self._pool)
         self._keeper: asyncio.Task[None] | None = None
         self._failure: Unreachable | None = None
@@ -75,7 +66,7 @@ class EngineGroup(Engine):
         `source(apply)` hands the newest version to `apply`. Without one the group holds on to the version that `apply`
         got last, which is right for versions in memory only.
         """
-        self._state.weights.follow(source)
+        self._pool.follow(source)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -164,12 +155,12 @@ class EngineGroup(Engine):
         """
         self._check()
         self._pool.remove(name)
-        self._changed()
+        self._placement.place()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     @override
-    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+    async def generate(self, request: Request) -> Completion:
         """Outlives the death of servers.
 
         Raises:
@@ -178,7 +169,7 @@ class EngineGroup(Engine):
         self._check()
         if request.id in self._requests:
             raise ValueError(f"a request {request.id!r} is in flight")
-        routed = self._requests[request.id] = RoutedRequest(request, self._stops, self._context, listener)
+        routed = self._requests[request.id] = RoutedRequest(request, self._stops, self._context)
         try:
             response = await routed.partial.complete(lambda rest: self._ask(routed, rest))
         finally:
@@ -186,7 +177,6 @@ class EngineGroup(Engine):
             del self._requests[request.id]
         if response.finish != "abort":
             self._placement.learn(len(response.tokens))
-        routed.tell(response)
         return response
 
     async def _ask(self, request: RoutedRequest, rest: Request) -> Completion | None:
@@ -243,7 +233,7 @@ class EngineGroup(Engine):
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Servers that come later are paused as well."""
         self._check()
-        self._state.paused = mode
+        self._pool.paused = mode
         if mode == "abort":
             self._abort_all()
         await self._each(lambda engine: engine.pause(mode))
@@ -251,18 +241,18 @@ class EngineGroup(Engine):
     @override
     async def resume(self) -> None:
         self._check()
-        self._state.paused = None
+        self._pool.paused = None
         await self._each(lambda engine: engine.resume())
 
     @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
         """Servers are not started meanwhile."""
         self._check()
-        self._state.awake.clear()
+        self._pool.awake.clear()
         try:
             await self._each(lambda engine: engine.sleep(level))
         except Refused:
-            self._state.awake.set()
+            self._pool.awake.set()
             raise
 
     @override
@@ -270,21 +260,21 @@ class EngineGroup(Engine):
         self._check()
         await self._each(lambda engine: engine.wake(tags))
         if set(tags) == {"weights", "kv_cache"}:
-            self._state.awake.set()
+            self._pool.awake.set()
 
     @override
     async def load_adapter(self, name: str, folder: Path) -> None:
         """The folder has to stay: servers that come later load it as well."""
         self._check()
-        if name in self._state.adapters:
+        if name in self._pool.adapters:
             raise Refused(f"an adapter {name!r} is loaded", "every version of an adapter needs a name of its own")
         await self._each(lambda engine: engine.load_adapter(name, folder))
-        self._state.adapters[name] = folder
+        self._pool.adapters[name] = folder
 
     @override
     async def unload_adapter(self, name: str) -> None:
         self._check()
-        if self._state.adapters.pop(name, None) is not None:
+        if self._pool.adapters.pop(name, None) is not None:
             await self._each(lambda engine: engine.unload_adapter(name))
 
     @override
@@ -299,7 +289,7 @@ class EngineGroup(Engine):
         """
         self._check()
         await self._pool.apply(version)
-        self._changed()
+        self._placement.place()
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Call all servers that are up, at the same time. A server that dies of it does not fail the call."""
@@ -310,10 +300,6 @@ class EngineGroup(Engine):
                 member.suspect()
             elif isinstance(answer, BaseException):
                 raise answer
-
-    def _changed(self) -> None:
-        """A server can take more than before, or one less is there."""
-        self._placement.place()
 
     def _check(self) -> None:
         if self._closed or self._keeper is None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.producers.group.member import Member
-from streamrl.producers.group.pool import ServerPool
+from streamrl.producers.group.pool import Member, ServerPool
 from streamrl.producers.group.request import RoutedRequest
 
 _AFFINITIES: Final = 10_000
@@ -65,16 +64,12 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
 
 
 class Placement:
-    """The queue of a group: in order of arrival, past requests that no server may take yet.
-
-    Args:
-        config: the run; `sampling` is read.
-        pool: the servers.
-    """
+    """The queue of a group: in order of arrival, past requests that no server may take yet."""
 
     def __init__(self, config: RunConfig, pool: ServerPool) -> None:
         self._together = config.sampling.responses
         self._pool = pool
+        pool.changed = self.place
         self._queue: dict[RoutedRequest, asyncio.Future[Member | None]] = {}
         self._placed: dict[RoutedRequest, Member] = {}
         self._affinity: OrderedDict[str, str] = OrderedDict()
@@ -129,7 +124,7 @@ class Placement:
     def place(self) -> None:
         """Give servers with room what waits."""
         for request, place in self._queue.items():
-            if not any(member.room or member.reserved is not None for member in self._pool.members):
+            if not any(member.has_room or member.reserved is not None for member in self._pool.members):
                 return
             if place.done():
                 continue
@@ -163,7 +158,7 @@ class Placement:
             member
             for member in self._pool.members
             # the versions of one response never go back
-            if member.room and self._pool.allows(member) and member.pair[1] >= request.partial.version
+            if member.has_room and self._pool.allows(member) and member.pair[1] >= request.partial.version
         ]
         if not free:
             return None
@@ -187,7 +182,7 @@ class Placement:
         """Reserve the least busy server for a request under suspicion, and give it that once it is empty."""
         mine = next((member for member in self._pool.serving if member.reserved is request), None)
         if mine is None:
-            free = [member for member in self._pool.members if member.room and self._pool.allows(member)]
+            free = [member for member in self._pool.members if member.has_room and self._pool.allows(member)]
             if not free:
                 return None
             mine = min(free, key=lambda member: len(member.requests))

@@ -1,27 +1,59 @@
-"""The servers of a group: which belong to it, which have the newest weights, and when none is left."""
+"""The servers of a group, each through all its lives: start, newest weights, prompts, death, and the pause after it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from streamrl.config import RunConfig
-from streamrl.engine import Engine
-from streamrl.errors import StreamrlError, Unreachable, WeightsError
-from streamrl.producers.group.member import NOTHING, Member
-from streamrl.producers.group.state import EngineGroupState
-from streamrl.restarts import RestartPolicy
+from streamrl.engine import Completion, EngineLoad, PauseMode, Request, StreamingEngine
+from streamrl.errors import ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
+from streamrl.producers.group.concurrency import Concurrency
+from streamrl.producers.group.request import RoutedRequest
+from streamrl.restarts import Deaths, RestartPolicy
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 
-SWEEP_SECONDS: Final = 0.25
+Apply: TypeAlias = Callable[[Version], Awaitable[None]]
+Source: TypeAlias = Callable[[Apply], Awaitable[object]]
+"""Hands the newest version to an `apply`, as often as it is asked to (`Follower.again`)."""
+
+_LOOK_SECONDS: Final = 0.25
+_HEALTH_LOOKS: Final = 4
+_CLOSE_SECONDS: Final = 60.0
 _GRACE_SECONDS: Final = 1.0
 """A server that takes longer than the first one by this much, and by as much again as that took, is left behind."""
+_REFUSALS: Final = 3
+"""Times that a server may refuse weights which others have taken, before it is started anew."""
+_REFUSED_PAUSE: Final = 1.0
+_FOR_EVER: Final = 1 << 30
+_NO_VERSION: Final[Pair] = (0, 0)
+
+
+class MemberState(StrEnum):
+    """Where a server is in its life."""
+
+    STARTING = "starting"
+    """Is being started or connected to, or gets its first weights."""
+    READY = "ready"
+    """Can serve; whether it gets prompts depends on its weights."""
+    LEAVING = "leaving"
+    """Was removed; ends what it has."""
+    WAITING = "waiting"
+    """Died, and waits for its next life."""
+    REFUSED = "refused"
+    """Cannot be used as it is (wrong model, no environment); final."""
+    GONE = "gone"
+    """Died too often, or left; final."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +63,335 @@ class ServerSpec:
     Attributes:
         name: its URL, or `server.N`.
         make: makes its engine, for one life.
-        ours: whether the engine starts the server; a server of others is waited for as long as others serve.
+        ours: whether the engine starts the server; a server of others may come back at any time.
     """
 
     name: str
-    make: Callable[[], Engine]
+    make: Callable[[], StreamingEngine]
     ours: bool
 
 
-class ServerPool:
-    """All servers of a group, each with the task that it lives in.
+class Member:
+    """One server of the pool.
 
-    Args:
-        config: the run; `supervisor`, `engine.slots` and `engine.start_deadline` are read.
-        state: what every server has to be brought to.
-        changed: called when a server can take more than before, or one less is there.
+    Attributes:
+        engine: of the present life; None between lives.
+        pair: version that it holds.
+        updating: it is taking new weights.
+        requests: those that it has.
+        reserved: the one request that may be placed on it.
+        life: the task of `live`.
+        leaving_since: when it was removed, or requests were last sent away from it; None: it stays.
     """
 
-    def __init__(self, config: RunConfig, state: EngineGroupState, changed: Callable[[], None]) -> None:
+    life: asyncio.Task[None]
+
+    def __init__(self, spec: ServerSpec, pool: ServerPool, policy: RestartPolicy, most: int) -> None:
+        self.name = spec.name
+        self.state = MemberState.STARTING
+        self.why = ""
+        self.error: StreamrlError | None = None
+        self.engine: StreamingEngine | None = None
+        self.pair: Pair = _NO_VERSION
+        self.updating = False
+        self.requests: set[RoutedRequest] = set()
+        self.reserved: RoutedRequest | None = None
+        self.lives = 0
+        self.leaving_since: float | None = None
+        self._make = spec.make
+        self._pool = pool
+        self._most = most
+        self._deaths = Deaths(policy if spec.ours else replace(policy, max_restarts=_FOR_EVER))
+        self._concurrency = Concurrency(most)
+        self._peak = 0
+        self._load = EngineLoad(0, 0, 0, 0.0, 0)
+        self._preempted_before = 0
+        self._suspected = False
+        self._look = asyncio.Event()
+        self._behind = asyncio.Event()
+        self._waiters: list[tuple[Pair, asyncio.Future[Exception | None]]] = []
+        self._leave = asyncio.Event()
+
+    # --- what the group reads ----------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """Requests that it can make use of."""
+        return self._concurrency.limit
+
+    @property
+    def serving(self) -> bool:
+        """Whether it is up and not suspected to be dead."""
+        return self.state is MemberState.READY and self.engine is not None and not self._suspected
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it could be given one more request now."""
+        return self.serving and self.reserved is None and len(self.requests) < self.limit
+
+    @property
+    def final(self) -> bool:
+        """Whether it never comes back by itself."""
+        return self.state in {MemberState.REFUSED, MemberState.GONE}
+
+    @property
+    def load(self) -> EngineLoad:
+        """Its load as last seen; preemptions are those of all lives."""
+        return replace(self._load, preemptions=self._preempted_before + self._load.preemptions)
+
+    # --- what the group does -----------------------------------------------------------------------------------------
+
+    def take(self, request: RoutedRequest) -> None:
+        """Give it a request."""
+        self.requests.add(request)
+        self._peak = max(self._peak, len(self.requests))
+
+    async def generate(self, request: RoutedRequest, rest: Request) -> Completion | None:
+        """Go on with a request that it was given; None when it has died before it could.
+
+        Raises:
+            Unreachable: it died of it, or meanwhile.
+        """
+        if self.engine is None:
+            return None
+        request.begin()
+        piece = await self.engine.generate(rest, request.hear)
+        request.came(piece)
+        return piece
+
+    def release(self, request: RoutedRequest) -> None:
+        """A request has left it."""
+        self.requests.discard(request)
+        if self._leave.is_set() and not self.requests:
+            self._look.set()
+
+    def suspect(self) -> None:
+        """A request failed as if it were dead: give it nothing until its health is known, which is asked at once."""
+        self._suspected = True
+        self._look.set()
+
+    def reach(self, pair: Pair) -> asyncio.Future[Exception | None]:
+        """Resolves when it holds a version or a newer one (None), refuses it or dies (the error)."""
+        future: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((pair, future))
+        self._behind.set()
+        return future
+
+    def catch_up(self) -> None:
+        """Look whether there is a newer version."""
+        self._behind.set()
+
+    def leave(self) -> None:
+        """Take no more, end what it has, and go."""
+        self.leaving_since = asyncio.get_running_loop().time()
+        self._leave.set()
+        self._look.set()
+        if self.state is MemberState.READY:
+            self.state = MemberState.LEAVING
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """Live until it leaves, cannot be used, or has died too often. Raises nothing but a cancellation."""
+        loop = asyncio.get_running_loop()
+        try:
+            while await self._unless_leaving(self._pool.awake.wait()):
+                self._deaths.started()
+                self.state = MemberState.STARTING
+                try:
+                    await self._one_life()
+                    break
+                except Exception as error:  # whatever ends a life is shown, and the next one is tried
+                    if _cancelling():  # a task group that ends with an error keeps that to itself
+                        raise asyncio.CancelledError from error
+                    cause = unwrap(error)
+                pause = self._died(cause, loop.time())
+                self._pool.changed()
+                if pause is None:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._leave.wait()
+            self.state, self.why = MemberState.GONE, "removed"
+        finally:
+            self._settle(Unreachable(f"server {self.name} has left"))
+            self._pool.changed()
+
+    def _died(self, cause: BaseException, now: float) -> float | None:
+        """Note the end of a life; return the pause before the next, None when there is none."""
+        self.why = cause.message if isinstance(cause, StreamrlError) else f"{type(cause).__name__}: {cause}"
+        self.error = cause if isinstance(cause, StreamrlError) else Unreachable(f"server {self.name}: {self.why}")
+        self._settle(Unreachable(f"server {self.name} died: {self.why}"))
+        pause = None if isinstance(cause, ConfigError) else self._deaths.died(now, random.random())  # noqa: S311
+        extra = {"server": self.name, "why": self.why, "hint": self.error.hint, "pause": pause}
+        if isinstance(cause, ConfigError):
+            self.state = MemberState.REFUSED
+            logger.error("server refused", extra=extra)
+        elif pause is None:
+            self.state = MemberState.GONE
+            logger.error("server given up", extra={**extra, "deaths": self._deaths.recent})
+        else:
+            self.state = MemberState.WAITING
+            logger.warning("server died", extra=extra, exc_info=None if isinstance(cause, StreamrlError) else cause)
+        return pause
+
+    async def _one_life(self) -> None:
+        """Start, serve and close. Returns when it was removed and has nothing left to do."""
+        self.lives += 1
+        self.pair, self._suspected = _NO_VERSION, False
+        self._concurrency = Concurrency(self._most)
+        engine = self._make()
+        try:
+            if not await self._unless_leaving(self._begin(engine)):
+                return
+            self.state, self.why, self.error = MemberState.READY, "", None
+            self._deaths.ready(asyncio.get_running_loop().time())
+            logger.info("server ready", extra={"server": self.name, "version": self.pair, "life": self.lives})
+            self._behind.set()
+            self._pool.changed()
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._follow(), name=f"weights of {self.name}")
+                await self._watch(engine)
+                following.cancel()
+        finally:
+            self.engine = None
+            self._preempted_before, self._load = self.load.preemptions, EngineLoad(0, 0, 0, 0.0, 0)
+            try:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await engine.close()
+            except Exception:  # its end must not be the end of the group
+                logger.exception("server does not close", extra={"server": self.name})
+
+    async def _begin(self, engine: StreamingEngine) -> None:
+        await engine.start()
+        await self._pool.equip(engine)
+        self.engine = engine
+        with contextlib.suppress(WeightsError):  # it gets no prompt before it has taken a version
+            await self._take_newest()
+
+    async def _unless_leaving(self, work: Awaitable[object]) -> bool:
+        """Await something; False when it was given up because the server has to go."""
+        task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._leave.wait())
+        try:
+            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or self._leave.is_set():
+                return False
+            await task
+            return True
+        finally:
+            leaving.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self, engine: StreamingEngine) -> None:
+        """Look at its load, and now and then at its health, until it has left."""
+        looks = 0
+        while not (self._leave.is_set() and not self.requests):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._look.wait()
+            self._look.clear()
+            looks += 1
+            if self._suspected or looks % _HEALTH_LOOKS == 0:
+                await engine.health()
+                self._suspected = False
+            self._see(engine.load())
+
+    def _see(self, load: EngineLoad) -> None:
+        self._load = load
+        if self.updating:
+            self._concurrency.interrupted()
+        else:
+            now, before = asyncio.get_running_loop().time(), self.limit
+            if self._concurrency.see(now, load, in_flight=len(self.requests), peak=self._peak) != before:
+                logger.debug("concurrency", extra={"server": self.name, "limit": self.limit, "before": before})
+        self._peak = len(self.requests)
+        self._pool.changed()
+
+    # --- its weights -------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Take every version that is newest, and try again what others could take.
+
+        Raises:
+            Unreachable: it refuses what others have taken, again and again.
+        """
+        refusals = 0
+        while True:
+            await self._behind.wait()
+            self._behind.clear()
+            try:
+                await self._take_newest()
+                refusals = 0
+            except WeightsError as error:
+                logger.error(  # noqa: TRY400 - the message says it all
+                    "server refuses weights", extra={"server": self.name, "why": error.message, "hint": error.hint}
+                )
+                self.why = error.message
+                self._settle(error)
+                refusals += 1
+                if not self._pool.held_elsewhere(self):
+                    continue
+                if refusals >= _REFUSALS:
+                    raise Unreachable(
+                        f"server {self.name} refuses weights that others have: {error.message}"
+                    ) from error
+                await asyncio.sleep(_REFUSED_PAUSE * refusals)
+                self._behind.set()
+
+    async def _take_newest(self) -> None:
+        while (target := self._pool.target) is not None and self.pair < target:
+            self.updating = True
+            try:
+                await self._pool.deliver(self._apply)
+            finally:
+                self.updating = False
+                self._concurrency.interrupted()
+            self._pool.changed()
+            if self.pair < target:
+                raise WeightsError(f"version {target} is not here any more", "the next version mends this")
+        self._settle(None)
+
+    async def _apply(self, version: Version) -> None:
+        assert self.engine is not None
+        await self.engine.apply(version)
+        self.pair, self.why = version.pair, ""
+
+    def _settle(self, error: Exception | None) -> None:
+        """Resolve waiters: all of them with an error, otherwise those whose version is here."""
+        waiting, self._waiters = self._waiters, []
+        for pair, future in waiting:
+            if error is None and self.pair < pair:
+                self._waiters.append((pair, future))
+            elif not future.done():
+                future.set_result(error)
+
+
+class ServerPool:
+    """All servers of a group, and what each has to be brought to.
+
+    Attributes:
+        changed: called when a server can take more than before, or one less is there.
+        awake: set while servers may use their devices.
+        paused: how the group was paused; None when it was not.
+        adapters: folders by name. They have to stay: servers that come later load them as well.
+        target: the newest version that there is; None before the first.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.paused: PauseMode | None = None
+        self.adapters: dict[str, Path] = {}
+        self.target: Pair | None = None
         self._config = config
-        self._state = state
-        self._before: Pair = NOTHING
-        self.changed = changed
         self._policy = RestartPolicy.of(config.supervisor)
         self._members: dict[str, Member] = {}
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        self._leaving_since: dict[Member, float] = {}
+        self._kept: Version | None = None
+        self._source: Source | None = None
+        self._before: Pair = _NO_VERSION
         self._served_at = 0.0
         self._forgotten_preemptions = 0
         self._tasks: asyncio.TaskGroup
@@ -81,10 +416,12 @@ class ServerPool:
         """Why each server is as it is, for a message."""
         return "; ".join(f"{member.name}: {member.why or member.state}" for member in self._members.values())
 
+    # --- weights, adapters, pause ------------------------------------------------------------------------------------
+
     @property
     def newest(self) -> Pair:
         """The newest version that a server holds."""
-        return max((member.pair for member in self.serving), default=NOTHING)
+        return max((member.pair for member in self.serving), default=_NO_VERSION)
 
     def allows(self, member: Member) -> bool:
         """Whether the weights of a server allow a prompt.
@@ -96,18 +433,40 @@ class ServerPool:
 
     def held_elsewhere(self, member: Member) -> bool:
         """Whether a server other than `member` holds the newest version."""
-        target = self._state.weights.target
+        target = self.target
         return target is not None and any(other.pair >= target for other in self.serving if other is not member)
+
+    def follow(self, source: Source) -> None:
+        """Take versions from `source`, instead of keeping the last one that came."""
+        self._source = source
+
+    async def deliver(self, apply: Apply) -> None:
+        """Hand the newest version to `apply`: the one that has just come, else what the source has."""
+        kept = self._kept
+        if kept is not None:
+            with kept.readers:
+                await apply(kept)
+        elif self._source is not None:
+            await self._source(apply)
+
+    async def equip(self, engine: StreamingEngine) -> None:
+        """Load the adapters into a server that has just started, and pause it if the group is paused."""
+        for name, folder in self.adapters.items():
+            await engine.load_adapter(name, folder)
+        if self.paused is not None:
+            await engine.pause(self.paused)
 
     async def apply(self, version: Version) -> None:
         """Have all servers take a version; see `EngineGroup.apply`."""
-        weights = self._state.weights
-        weights.begin(version)
+        if self.target is not None and version.pair < self.target:
+            raise WeightsError(f"version {version.pair} is older than {self.target}, which is in force")
+        self.target, self._kept = version.pair, version
         self._before = self.newest
         try:
             errors = await self._first_come({member.reach(version.pair) for member in self.serving}, version)
         finally:
-            weights.end(version)
+            if self._source is not None and self._kept is version:
+                self._kept = None  # its caller takes it back
         refusals = [error for error in errors if isinstance(error, WeightsError)]
         if refusals and len(refusals) == len(errors):
             raise refusals[0]
@@ -129,9 +488,11 @@ class ServerPool:
             if not done:
                 logger.warning("servers left behind", extra={"version": version.number, "servers": len(waiting)})
                 break
-            if limit is None and self._state.weights.has_source and any(future.result() is None for future in done):
+            if limit is None and self._source is not None and any(future.result() is None for future in done):
                 limit = max(_GRACE_SECONDS, loop.time() - start)
         return [future.result() for future in ended]
+
+    # --- who belongs to it -------------------------------------------------------------------------------------------
 
     async def run(self, first: Sequence[ServerSpec], running: asyncio.Event) -> None:
         """Own the tasks of all servers until cancelled; sets `running` once those of the first are there.
@@ -146,7 +507,7 @@ class ServerPool:
                 self._served_at = asyncio.get_running_loop().time()
                 running.set()
                 while True:
-                    await asyncio.sleep(SWEEP_SECONDS)
+                    await asyncio.sleep(_LOOK_SECONDS)
                     self._sweep(asyncio.get_running_loop().time())
         finally:
             running.set()
@@ -154,25 +515,20 @@ class ServerPool:
     def add(self, spec: ServerSpec) -> None:
         """Add a server; one of this name that can still serve stays as it is."""
         present = self._members.get(spec.name)
-        if present is not None and not self._lives[spec.name].done():
-            return
         if present is not None:
+            if not present.life.done():
+                return
             self._forget(present)
-        member = Member(
-            spec.name, spec.make, self._state, self, self._policy, ours=spec.ours, most=self._config.engine.slots
-        )
-        self._members[spec.name] = member
-        self._lives[spec.name] = self._tasks.create_task(member.live(), name=f"server {spec.name}")
+        member = self._members[spec.name] = Member(spec, self, self._policy, self._config.engine.slots)
+        member.life = self._tasks.create_task(member.live(), name=f"server {spec.name}")
         logger.info("server added", extra={"server": spec.name})
 
     def remove(self, name: str) -> None:
         """Take a server out: it ends what it has, for a while, then the rest moves. An unknown name does nothing."""
         member = self._members.get(name)
-        if member is None or member in self._leaving_since:
-            return
-        self._leaving_since[member] = asyncio.get_running_loop().time()
-        member.leave()
-        logger.info("server leaves", extra={"server": name, "in_flight": len(member.requests)})
+        if member is not None and member.leaving_since is None:
+            member.leave()
+            logger.info("server leaves", extra={"server": name, "in_flight": len(member.requests)})
 
     def _sweep(self, now: float) -> None:
         """Forget servers that have left, move what stays too long on one that leaves, and look whether any is left.
@@ -180,15 +536,17 @@ class ServerPool:
         Raises:
             Unreachable: none is.
         """
-        for member, since in list(self._leaving_since.items()):
-            if self._lives[member.name].done():
+        for member in self.members:
+            if (since := member.leaving_since) is None:
+                continue
+            if member.life.done():
                 self._forget(member)
             elif now - since > self._config.supervisor.drain_deadline and member.engine is not None:
-                self._leaving_since[member] = now
+                member.leaving_since = now
                 for request in member.requests:
                     self._tasks.create_task(_send_away(member.engine, request.request.id))
         members, limit = self.members, self._config.engine.start_deadline
-        if not members or self.serving or not self._state.awake.is_set():
+        if not members or self.serving or not self.awake.is_set():
             self._served_at = now
         elif all(member.final for member in members):
             raise Unreachable(f"no server is left: {self.reasons}", "the logs of the servers say more")
@@ -200,12 +558,16 @@ class ServerPool:
 
     def _forget(self, member: Member) -> None:
         self._forgotten_preemptions += member.load.preemptions
-        self._leaving_since.pop(member, None)
-        del self._members[member.name], self._lives[member.name]
+        del self._members[member.name]
 
 
-async def _send_away(engine: Engine, name: str) -> None:
+async def _send_away(engine: StreamingEngine, name: str) -> None:
     try:
         await engine.abort(name)
     except StreamrlError as error:
         logger.warning("request stays", extra={"request": name, "why": error.message})
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

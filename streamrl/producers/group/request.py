@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from streamrl.engine import Completion, Finish, Listener, Request, Runs
+from streamrl.engine import Completion, Finish, Request, Runs
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.group.flights import ServerDied
 
@@ -34,18 +34,12 @@ def first_tokens(piece: Completion, count: int) -> Completion:
 
 
 class PartialResponse:
-    """What was sampled so far for one request, in pieces.
-
-    Args:
-        request: as the caller gave it.
-        stops: tokens that end a response.
-        context: longest prompt plus response in tokens.
-    """
+    """What was sampled so far for one request, in pieces; `stops` end it, and so does a full `context`."""
 
     def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self._request = request
         self._stops = stops
-        self._room = min(request.max_new_tokens, context - len(request.tokens))
+        self._limit = min(request.max_new_tokens, context - len(request.tokens))
         self._tokens = np.zeros(0, dtype=np.int32)
         self._logprobs = np.zeros(0, dtype=np.float32)
         self._runs: Runs = []
@@ -79,11 +73,11 @@ class PartialResponse:
         """Why nothing is left to be sampled; None when something is."""
         if len(self) and int(self._tokens[-1]) in self._stops:
             return "stop"
-        return "length" if len(self) and len(self) >= self._room else None
+        return "length" if len(self) and len(self) >= self._limit else None
 
     def add(self, piece: Completion) -> None:
         """Add a piece, up to the first token that ends the response."""
-        tokens = piece.tokens[: max(0, self._room - len(self))].tolist()
+        tokens = piece.tokens[: max(0, self._limit - len(self))].tolist()
         count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
         whole = self.joined(first_tokens(piece, count), 0.0)
         self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
@@ -112,26 +106,17 @@ class PartialResponse:
 class RoutedRequest:
     """A request in a group, from `generate` to its completion, on however many servers.
 
-    Args:
-        request: as the caller gave it.
-        stops: tokens that end a response.
-        context: longest prompt plus response in tokens.
-        listener: of the caller.
-
     Attributes:
         partial: what its servers have sampled, as far as it is sure.
         aborting: the caller wants its end.
         sampled: tokens that were sampled for it, also those that were lost with a server.
     """
 
-    def __init__(self, request: Request, stops: frozenset[int], context: int, listener: Listener | None) -> None:
+    def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self.request = request
         self.partial = PartialResponse(request, stops, context)
         self.aborting = False
         self.sampled = 0
-        self._listener = listener
-        self._live = True
-        self._told = 0
         self._deaths = 0
         self._breaks = 0
         self._here = 0
@@ -152,28 +137,14 @@ class RoutedRequest:
         return len(self.request.tokens) + max(ahead, len(self.partial) + self._here)
 
     def begin(self) -> None:
-        """A server begins with the rest of it: tell the caller all that is sure by now."""
-        self._here, self._live = 0, True
-        self.tell(self.partial.ended("abort", 0.0))
+        """A server begins with the rest of it."""
+        self._here = 0
 
-    def hear(self, tokens: Sequence[int], logprobs: Sequence[float], *, sure: bool) -> None:
-        """Tokens from its server, as they are sampled.
-
-        The caller is told at once while they are sure to stay. After the first that are not, it is told by `begin` and
-        `tell`, of what has become sure.
-        """
+    def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Count tokens of its server, as they are sampled."""
+        del logprobs
         self._here += len(tokens)
         self.sampled += len(tokens)
-        self._live = self._live and sure
-        if self._live and self._listener is not None:
-            self._listener(tokens, logprobs)
-            self._told += len(tokens)
-
-    def tell(self, sure: Completion) -> None:
-        """Tell the caller what it has not heard of a response so far."""
-        if self._listener is not None and len(sure.tokens) > self._told:
-            self._listener(sure.tokens[self._told :].tolist(), sure.logprobs[self._told :].tolist())
-            self._told = len(sure.tokens)
 
     def came(self, piece: Completion) -> None:
         """A server is done with it; some servers tell of the tokens only now."""

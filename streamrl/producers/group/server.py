@@ -21,13 +21,13 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import (
     Completion,
-    Engine,
     EngineLoad,
     Listener,
     MemoryTag,
     PauseMode,
     Request,
     RequestLimits,
+    StreamingEngine,
 )
 from streamrl.errors import DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
@@ -56,14 +56,9 @@ _LONGEST_GAP: Final = 1.0
 
 
 class Liveness:
-    """Whether a server lives, judged by what it does, not by what it answers; pure, with the clock as an argument.
+    """Whether a server lives, judged by what it does, not by what it answers: no sign for `patience` seconds is death.
 
-    Args:
-        patience: longest time without a sign, in seconds.
-        now: any clock's.
-
-    Attributes:
-        busy_seconds: time in which requests were being decoded.
+    Pure, with the clock as an argument. `busy_seconds` is the time in which requests were being decoded.
     """
 
     def __init__(self, patience: float, now: float) -> None:
@@ -82,13 +77,7 @@ class Liveness:
         self._silent = 0.0
 
     def look(self, now: float, *, busy: bool, held: bool) -> str:
-        """Return why it counts as dead now; empty when it does not.
-
-        Args:
-            now: of the clock.
-            busy: it has requests to decode.
-            held: it was told to stand still, so that neither decoding nor answers are expected.
-        """
+        """Return why it counts as dead now; empty when it does not. From one that is `held` nothing is expected."""
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP), now
         if held:
             self._still = self._silent = 0.0
@@ -106,7 +95,7 @@ class Liveness:
         return ""
 
 
-class ServerEngine(Engine):
+class ServerEngine(StreamingEngine):
     """`Engine` over one server. One life: after its death or `close`, make another one.
 
     Its death (the process ends, connections are refused, no sign of life for a deadline, a control that does not end)
@@ -139,9 +128,8 @@ class ServerEngine(Engine):
         self._failure: Unreachable | None = None
         self._closed = False
         self._flights: dict[str, InFlightRequest] = {}
-        self._conversations: dict[InFlightRequest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._room = asyncio.Semaphore(config.engine.slots)
+        self._slots = asyncio.Semaphore(config.engine.slots)
         self._suspicion = asyncio.Lock()
         self._tokens = 0
         self._figures = ServerMetrics()
@@ -160,7 +148,7 @@ class ServerEngine(Engine):
         self._loop = asyncio.get_running_loop()
         try:
             key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
-            url = self._url or await self._of_server().start()
+            url = self._url or (await self._server.start() if self._server is not None else "")
             hint = "see its log" if self._server else "is it running, and is engine.url right?"
             client = self._client = HttpClient(url, key, hint)
             if self._server is not None:
@@ -218,17 +206,16 @@ class ServerEngine(Engine):
             raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
         flight = InFlightRequest(request, uuid.uuid4().hex, listener, self._loop.time())
         self._flights[request.id] = flight
-        self._conversations[flight] = self._own(self._fly(flight, limit, controls), "engine-flight")
+        flight.conversation = self._own(self._fly(flight, limit, controls), "engine-flight")
         try:
             return await flight.outcome
         except asyncio.CancelledError:
-            self._cut(flight)
+            flight.hang_up()
             if flight.sent and self._failure is None and not self._closed:
                 self._own(controls.tell_abort([flight.wire_id]), "engine-abort")
             raise
         finally:
             del self._flights[request.id]
-            self._conversations.pop(flight, None)
 
     @override
     async def abort(self, request_id: str | None = None) -> int:
@@ -327,7 +314,7 @@ class ServerEngine(Engine):
             flight.aborting = True
             if not flight.sent:
                 flight.land("abort", self._loop.time())
-                self._cut(flight)
+                flight.hang_up()
         sent = [flight for flight in flights if not flight.outcome.done()]
         if sent:
             self._own(tell([flight.wire_id for flight in sent]), "engine-abort")
@@ -335,7 +322,7 @@ class ServerEngine(Engine):
         for flight in sent:
             if not flight.outcome.done():
                 flight.land("abort", self._loop.time())
-                self._cut(flight)
+                flight.hang_up()
         return sum(_aborted(flight) for flight in flights)
 
     # --- tasks -----------------------------------------------------------------------------------------------------
@@ -355,10 +342,6 @@ class ServerEngine(Engine):
             return  # its caller hears of it, or has left
         logger.error("a task of the engine failed", extra={"task": task.get_name()}, exc_info=error)
         self.die(Unreachable(f"{task.get_name()} failed: {error!r}"))
-
-    def _of_server(self) -> ManagedServer:
-        assert self._server is not None
-        return self._server
 
     def _serving(self) -> Controls:
         if self._failure is not None:
@@ -434,13 +417,8 @@ class ServerEngine(Engine):
 
     # --- conversations ---------------------------------------------------------------------------------------------
 
-    def _cut(self, flight: InFlightRequest) -> None:
-        """Hang up; most servers take that as an abort too."""
-        if (task := self._conversations.get(flight)) is not None:
-            task.cancel()
-
     async def _fly(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
-        async with self._room:
+        async with self._slots:
             await controls.passing()
             try:
                 await self._converse(flight, limit, controls)

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Completion, Request, StreamingEngine
 from streamrl.errors import DataError, Refused, StreamrlError, Unreachable, WeightsError
 from streamrl.producers.serve import messages
 from streamrl.producers.serve.deliveries import Deliveries
@@ -29,11 +29,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadMessage(StreamrlError):
-    """A request that is no message of ours.
-
-    Attributes:
-        status: of HTTP.
-    """
+    """A request that is no message of ours; `status` is that of HTTP."""
 
     def __init__(self, message: str, hint: str = "", status: int = 400) -> None:
         super().__init__(message, hint)
@@ -120,19 +116,14 @@ class _Unsent:
 
 
 class EngineApp:
-    """Serves one engine. All of it belongs to one event loop.
+    """Serves one engine that has been started; `key` must be borne by every request.
 
-    Args:
-        engine: started.
-        about: what `GET /about` answers.
-        deliveries: bring versions of the weights near.
-        key: that every request must bear; None: none.
-        tasks: where controls run, which go on when their client has left.
+    All of it belongs to one event loop. Controls run in `tasks` and go on when their client has left.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StreamingEngine,
         about: Mapping[str, Any],
         deliveries: Deliveries,
         key: str | None,
@@ -157,10 +148,10 @@ class EngineApp:
             "/resume": (messages.Resume, self._resume),
             "/weights/prefetch": (messages.Weights, self._prefetch),
             "/weights/update": (messages.Weights, self._update),
-            "/sleep": (messages.Sleep, self._sleep),
-            "/wake": (messages.Wake, self._wake),
+            "/sleep": (messages.Sleep, lambda message, _: self._engine.sleep(cast("Any", message.level))),
+            "/wake": (messages.Wake, lambda message, _: self._engine.wake(message.tags)),
             "/adapters/load": (messages.LoadAdapter, self._load_adapter),
-            "/adapters/unload": (messages.UnloadAdapter, self._unload_adapter),
+            "/adapters/unload": (messages.UnloadAdapter, lambda message, _: self._engine.unload_adapter(message.name)),
         }
         looks = {"/about": self._tell, "/ready": self._health, "/health": self._health, "/figures": self._figures}
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
@@ -279,29 +270,17 @@ class EngineApp:
 
     async def _figures(self, request: web.Request) -> Mapping[str, Any]:
         self._leases.renew(request.query.get("owner", ""), asyncio.get_running_loop().time())
-        load = self._engine.load()
-        return {
-            "running": load.running,
-            "waiting": load.waiting,
-            "cache_use": load.cache_use,
-            "tokens_sampled": load.tokens_sampled,
-            "preemptions": load.preemptions,
-            "busy_seconds": load.busy_seconds,
-            "capacity": load.capacity,
-            "version": load.version,
-            "paused": bool(self._leases),
-        }
+        return {**asdict(self._engine.load()), "paused": bool(self._leases)}
 
     async def _abort(self, message: messages.Abort, _: web.Request) -> Mapping[str, Any]:
         return {"ended": await self._engine.abort(message.id)}
 
-    async def _pause(self, message: messages.Pause, _: web.Request) -> Mapping[str, Any]:
+    async def _pause(self, message: messages.Pause, _: web.Request) -> None:
         loop = asyncio.get_running_loop()
         self._leases.take(message.owner, message.seconds, loop.time())
         self._leased.set()
         await self._engine.pause(message.mode)
         self._leases.renew(message.owner, loop.time())
-        return {}
 
     async def _resume(self, message: messages.Resume, _: web.Request) -> Mapping[str, Any]:
         self._leases.give_back(message.owner)
@@ -309,11 +288,10 @@ class EngineApp:
             await self._engine.resume()
         return {"paused": bool(self._leases)}
 
-    async def _prefetch(self, message: messages.Weights, request: web.Request) -> Mapping[str, Any]:
+    async def _prefetch(self, message: messages.Weights, request: web.Request) -> None:
         async with self._weights:
             self._check_run(message)
             await self._deliveries.prefetch(message, same_host=_same_host(request))
-        return {}
 
     async def _update(self, message: messages.Weights, request: web.Request) -> Mapping[str, Any]:
         async with self._weights:
@@ -329,25 +307,12 @@ class EngineApp:
                 "a server serves one run: start it again for another",
             )
 
-    async def _sleep(self, message: messages.Sleep, _: web.Request) -> Mapping[str, Any]:
-        await self._engine.sleep(cast("Any", message.level))
-        return {}
-
-    async def _wake(self, message: messages.Wake, _: web.Request) -> Mapping[str, Any]:
-        await self._engine.wake(message.tags)
-        return {}
-
-    async def _load_adapter(self, message: messages.LoadAdapter, _: web.Request) -> Mapping[str, Any]:
+    async def _load_adapter(self, message: messages.LoadAdapter, _: web.Request) -> None:
         try:
             await self._engine.load_adapter(message.name, Path(message.folder))
         except Refused as error:
             # what says "not a thing of this server" to any client
             raise BadMessage(error.message, error.hint, 405) from error
-        return {}
-
-    async def _unload_adapter(self, message: messages.UnloadAdapter, _: web.Request) -> Mapping[str, Any]:
-        await self._engine.unload_adapter(message.name)
-        return {}
 
 
 async def _read(request: web.Request, kind: type[_M]) -> _M:
@@ -359,7 +324,7 @@ async def _read(request: web.Request, kind: type[_M]) -> _M:
 
 async def _answer(work: Awaitable[Any]) -> web.Response:
     try:
-        return _json(await work)
+        return _json(await work or {})
     except Exception as error:  # noqa: BLE001 - the client reads it
         return _failure(error)
 

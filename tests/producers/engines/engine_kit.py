@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -20,6 +21,9 @@ from streamrl.producers.engines import Completion, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 
+MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
+KINDS = pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+LONG = 150
 EOS = 2
 VOCABULARY = 24
 COMMON = {"vocab_size": VOCABULARY, "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0}
@@ -174,6 +178,10 @@ async def gated(engine: HfEngine) -> AsyncIterator[Gate]:
         yield gate
     finally:
         gate.open()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
 def request(name: str, prompt: Sequence[int], limit: int = 12, temperature: float = 1.0) -> Request:

@@ -8,19 +8,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_kit import VOCABULARY, gated, hanging, held, named, plain, random_model, request, until, versions
+from engine_kit import LONG, MODES, gated, hanging, held, named, plain, prompt, random_model, request, until, versions
 
 from streamrl.errors import Refused, Unreachable, WeightsError
 from streamrl.producers.engines import make_engine
-
-MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
-KINDS = pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-LONG = 150
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
-
 
 # --- abort, cancel, pause, sleep ---
 

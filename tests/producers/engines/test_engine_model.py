@@ -154,12 +154,12 @@ def test_devices():
 
 def test_stop_tokens_and_context(model_dir):
     model = random_model("qwen2", 0)
-    assert stop_tokens(model) == {2}
+    assert stop_tokens(model.generation_config, model.config) == {2}
     model.generation_config.eos_token_id = [2, 5]
-    assert stop_tokens(model) == {2, 5}
+    assert stop_tokens(model.generation_config, model.config) == {2, 5}
     model.generation_config.eos_token_id = None
-    assert stop_tokens(model) == {2}
+    assert stop_tokens(model.generation_config, model.config) == {2}
     model.config.eos_token_id = None
-    assert stop_tokens(model) == frozenset()
+    assert stop_tokens(model.generation_config, model.config) == stop_tokens(None, model.config) == frozenset()
     assert context_length(engine_config(model_dir("qwen2"), "auto", context=100), model) == 100
     assert context_length(engine_config(model_dir("qwen2"), "auto", context=1000), model) == 256

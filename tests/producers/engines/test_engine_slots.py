@@ -7,12 +7,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from engine_kit import EOS, VOCABULARY, named, random_model, replay
+from engine_kit import EOS, KINDS, VOCABULARY, named, random_model, replay
+from hypothesis import given
+from hypothesis import strategies as st
 
+from streamrl import wire
 from streamrl.errors import WeightsError
 from streamrl.producers.engines import Completion, slots
 from streamrl.producers.engines.control import copy_weights, match_weights
-from streamrl.producers.engines.decoder import Job, JobOutcome
+from streamrl.producers.engines.decoder import Job, JobOutcome, Spans
 from streamrl.producers.engines.slots import SlotBatch, SlotCache, round_up, sample
 
 
@@ -31,7 +34,22 @@ def completion(outcome: JobOutcome) -> Completion:
     )
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+@given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3))), st.integers(0, 5))
+def test_runs_say_which_version_sampled_which_token(version, steps, tail):
+    spans, truth = Spans(version), []
+    for tokens, newer in steps:
+        truth += [version] * tokens
+        version += newer
+        spans.swap(len(truth), version)
+    truth += [version] * tail
+    runs = spans.runs(len(truth))
+    blank = bytes(4 * len(truth))
+    # the wire refuses runs that are out of order or do not cover the tokens
+    sample = wire.Sample(tokens=blank, logprobs=blank, runs=runs, finish="stop")
+    assert sample.token_versions.tolist() == truth
+
+
+@KINDS
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_are_exact(kind, seed, monkeypatch):
     """Admissions, ends, aborts, swaps, gaps, moves and growth in random order: every token as the oracle says."""

@@ -11,20 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import VOCABULARY, gated, held, named, plain, random_model, replay, request, versions
+from engine_kit import LONG, MODES, gated, held, named, plain, prompt, random_model, replay, request, versions
 
 from streamrl.errors import DataError, Refused, WeightsError
 from streamrl.producers.engines import slots
 from streamrl.producers.engines.control import Residence, copy_weights, match_weights
 from streamrl.producers.engines.decoder import Job, JobProgress
 from streamrl.producers.engines.slots import SlotBatch
-
-MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
-LONG = 150
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
 class Ear:

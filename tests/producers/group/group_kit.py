@@ -191,9 +191,9 @@ class Stage:
     async def __aexit__(self, *_):
         await self.group.close()
 
-    def ask(self, name="r", prompt=(1, 2, 3), limit=8, affinity="", listener=None):
+    def ask(self, name="r", prompt=(1, 2, 3), limit=8, affinity=""):
         request = Request(name, np.asarray(prompt, dtype=np.int32), limit, affinity=affinity)
-        return asyncio.create_task(self.group.generate(request, listener))
+        return asyncio.create_task(self.group.generate(request))
 
     async def on(self, name, request="r"):
         """Wait until a request is on a server, and return that server."""
@@ -218,6 +218,10 @@ def group_config(**sections):
 
 def version(number, epoch=1):
     return Version(pair=(epoch, number), step=number, tensors={})
+
+
+async def answer(task):
+    return await asyncio.wait_for(task, 20)
 
 
 async def until(check, seconds=20.0):

@@ -52,28 +52,20 @@ async def test_the_right_server(toy, tiny_dir):
     assert [(body["tokens"], body["max"]) for body in tried] == [(toy.about["probe"][:4], 1)]
 
 
-async def test_another_model(toy, tiny_dir):
-    toy.about["vocabulary"] += 1
+@pytest.mark.parametrize(
+    ("change", "says", "hint"),
+    [
+        (lambda about: {"vocabulary": about["vocabulary"] + 1}, "has another model: 'toy'", "model.path"),
+        (lambda about: {"probe": about["probe"][::-1]}, "has another tokenizer", "model.path"),
+        (lambda _: {"context": 31}, "context of 31 tokens, the run needs 32", "model.context to 31"),
+        (lambda _: {"can_update": False, "missing": "start it with --plug-in"}, "cannot take part", "--plug-in"),
+    ],
+)
+async def test_a_server_that_does_not_fit_the_run(toy, tiny_dir, change, says, hint):
+    toy.about |= change(toy.about)
     error = await refused(toy, run_of(tiny_dir))
-    assert "has another model: 'toy'" in error.message
-    assert "model.path" in error.hint
-
-
-async def test_another_tokenizer(toy, tiny_dir):
-    toy.about["probe"] = toy.about["probe"][::-1]
-    assert "has another tokenizer" in (await refused(toy, run_of(tiny_dir))).message
-
-
-async def test_a_context_that_is_too_small(toy, tiny_dir):
-    toy.about["context"] = 31
-    error = await refused(toy, run_of(tiny_dir))
-    assert "context of 31 tokens, the run needs 32" in error.message
-    assert "model.context to 31" in error.hint
-
-
-async def test_something_is_missing(toy, tiny_dir):
-    toy.about |= {"can_update": False, "missing": "start it with --plug-in"}
-    assert "start it with --plug-in" in (await refused(toy, run_of(tiny_dir))).message
+    assert says in error.message
+    assert hint in error.hint
 
 
 ABOUT = ["/about 404", "/about junk", "/about html", "/about 500", "/ready 404"]
@@ -96,12 +88,6 @@ async def test_log_probabilities_that_are_missing(toy, tiny_dir, monkeypatch):
     with pytest.raises(ConfigError, match="no chunk of a toy"):
         async with engine_on(toy, settings=run_of(tiny_dir), dialect=dialect):
             pass
-
-
-async def test_a_server_that_was_left_paused_goes_on(toy, tiny_dir):
-    toy.paused = True
-    async with engine_on(toy, settings=run_of(tiny_dir)):
-        assert not toy.paused
 
 
 async def test_a_server_that_samples_nothing(toy, tiny_dir):

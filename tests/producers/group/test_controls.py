@@ -372,28 +372,6 @@ async def test_a_server_whose_weights_are_its_own_keeps_the_first_version(caplog
     assert sum("keeps its own weights" in record.message for record in caplog.records) == 1
 
 
-async def test_sixty_four_requests_while_twenty_versions_are_applied():
-    toy = Toy()
-    async with engine_on(toy, settings=config(engine={"slots": 64})) as engine:
-        await engine.apply(version(1))
-
-        async def ask(number):
-            for turn in range(3):
-                done = await engine.generate(request(f"{number}-{turn}", limit=40))
-                assert len(done.tokens) == 40
-                for token, at in enumerate(done.logprobs):
-                    owner = max(run for run in done.runs if run[0] <= token)
-                    assert at == pytest.approx(-0.5 - owner[1] / 100)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(64):
-                group.create_task(ask(number))
-            for number in range(2, 22):
-                await engine.apply(version(number))
-        assert engine.load().version == 21
-        assert engine.load().tokens_sampled == 64 * 3 * 40
-
-
 async def test_a_dialect_that_fails_is_the_requests_error(monkeypatch):
     dialect = make_dialect()
     async with engine_on(Toy(), dialect=dialect) as engine:

@@ -1,20 +1,12 @@
 """Servers of a group come and go: added, removed, given up, refused, late."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from group_kit import Stage, until, version
+from group_kit import Stage, answer, until, version
 
 from streamrl.errors import ConfigError, Refused, Unreachable
-
-
-async def answer(task):
-    return await asyncio.wait_for(task, 20)
 
 
 async def test_a_server_that_is_removed_ends_what_it_has():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,7 +26,7 @@ from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import map_version
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Processes:
@@ -83,10 +84,11 @@ def check(request, done):
         np.testing.assert_allclose(done.logprobs[first:end], expected[first:end], atol=1e-4)
 
 
-@pytest.fixture
-async def processes(tiny_dir, tmp_path):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def processes(tiny_dir, tmp_path_factory):
+    """Both tests share it: each leaves two servers that are well, and goes on with the next version."""
     torch.set_num_threads(1)
-    made = Processes(tiny_dir, tmp_path)
+    made = Processes(tiny_dir, tmp_path_factory.mktemp("run"))
     await made.group.start()
     await until(lambda: made.group.load().servers == 2, 60)
     yield made
@@ -122,18 +124,19 @@ async def test_kill_9_costs_only_time(processes):
 
 async def test_both_die_while_weights_change_and_every_response_ends(processes):
     group = processes.group
-    await group.apply(processes.version(1))
+    await group.apply(processes.version(3))
     requests, tasks = processes.ask(6, 900)
-    await until(lambda: group.load().tokens_sampled > 300)
-    await group.apply(processes.version(2))
+    before = group.load().tokens_sampled
+    await until(lambda: group.load().tokens_sampled > before + 300)
+    await group.apply(processes.version(4))
     processes.kill("server0")
     processes.kill("server1")
     await until(lambda: group.load().servers == 0)
-    await group.apply(processes.version(3))  # nobody is there to take it
+    await group.apply(processes.version(5))  # nobody is there to take it
     done = await asyncio.wait_for(asyncio.gather(*tasks), 90)
     for request, completion in zip(requests, done, strict=True):
         numbers = [number for _, number in completion.runs]
         assert len(completion.tokens) == 900
         assert numbers == sorted(set(numbers))
-        assert numbers[-1] == 3
+        assert numbers[-1] == 5
         check(request, completion)

@@ -36,7 +36,8 @@ def settings(**engine):
 async def managed_toy(tmp_path, dialect=None, run=None, **environ):
     dialect = dialect or make_dialect()
     dialect.environ |= environ
-    server = ManagedServer(dialect, ServerSettings.of_engine(run or settings()), tmp_path, "rollout.0.server0", seed=7)
+    asked = ServerSettings.of_engine(run or settings())
+    server = ManagedServer(dialect, asked, tmp_path, "rollout.0.server0", "2,3", seed=7 + (1 << 40))
     try:
         yield server
     finally:
@@ -69,7 +70,8 @@ async def test_start_talk_stop_and_start_again(tmp_path):
             url = await server.start()
             assert server.alive
             assert url == server.url
-            assert psutil.Process(server.pid).environ()["TOY_FREE"] == "1"
+            environ = psutil.Process(server.pid).environ()
+            assert (environ["TOY_FREE"], environ["CUDA_VISIBLE_DEVICES"]) == ("1", "2,3")
             assert os.getpgid(server.pid) == server.pid != os.getpgid(0)
             await server.stop()
             await server.stop()
@@ -110,20 +112,16 @@ async def test_kill_9_of_the_server_is_noticed_at_once(tmp_path):
         await engine.close()
 
 
-async def test_stop_takes_all_that_the_server_has_started(tmp_path):
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+async def test_the_end_of_the_server_takes_all_that_it_has_started(tmp_path, end):
     async with managed_toy(tmp_path, **ORPHANS, TOY_MARK=str(tmp_path)) as server:
         await server.start()
         await until(lambda: len(orphans_of(tmp_path)) >= 4)
-        await server.stop()
-        assert orphans_of(tmp_path) == []
-
-
-async def test_the_end_of_the_server_takes_all_that_it_has_started(tmp_path):
-    async with managed_toy(tmp_path, **ORPHANS, TOY_MARK=str(tmp_path)) as server:
-        await server.start()
-        await until(lambda: len(orphans_of(tmp_path)) >= 4)
-        os.kill(server.pid, signal.SIGKILL)
-        await server.wait_death()
+        if end == "stopped":
+            await server.stop()
+        else:
+            os.kill(server.pid, signal.SIGKILL)
+            await server.wait_death()
         assert orphans_of(tmp_path) == []
 
 
@@ -175,43 +173,41 @@ async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_serv
                 process.kill()
 
 
-async def test_a_server_that_does_not_start_is_quoted(tmp_path):
+@pytest.mark.parametrize(
+    ("argv", "error", "says", "hint"),
+    [
+        (
+            ["-c", "print('loading'); raise SystemExit('no such model: xyz')"],
+            Unreachable,
+            r"did not start: exit 1; its log ends with:\n  loading\n.*xyz",
+            "rollout.0.server0.log",
+        ),
+        # no reason to try again
+        (
+            ["-c", "import argparse; argparse.ArgumentParser('toy').parse_args()", "--nonsense", "3"],
+            ConfigError,
+            r"command line: unrecognized arguments: --nonsense 3\b",
+            "engine.flags",
+        ),
+        (
+            ["-c", "import time; print('still', flush=True); time.sleep(1000)"],
+            Unreachable,
+            r"not ready within 2 s",
+            "log",
+        ),
+        (None, ConfigError, "/no/such/python", "streamrl engines install toy"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_quoted(tmp_path, argv, error, says, hint):
     dialect = make_dialect()
-    dialect.argv = [sys.executable, "-c", "print('loading'); raise SystemExit('no such model: xyz')"]
-    async with managed_toy(tmp_path, dialect) as server:
-        with pytest.raises(Unreachable, match=r"did not start: exit 1; its log ends with:\n  loading\n.*xyz") as caught:
+    dialect.argv = ["/no/such/python"] if argv is None else [sys.executable, *argv]
+    slow = error is Unreachable and "ready" in says
+    async with managed_toy(tmp_path, dialect, settings(start_deadline=2) if slow else None) as server:
+        with pytest.raises(error, match=says) as caught:
             await server.start()
-        assert str(server.log) in caught.value.hint
+        assert hint in caught.value.hint
         assert not server.alive
-
-
-async def test_flags_that_a_server_does_not_know_are_no_reason_to_try_again(tmp_path):
-    dialect = make_dialect()
-    refuse = "import argparse; argparse.ArgumentParser('toy').parse_args()"
-    dialect.argv = [sys.executable, "-c", refuse, "--nonsense", "3"]
-    async with managed_toy(tmp_path, dialect) as server:
-        with pytest.raises(ConfigError, match=r"command line: unrecognized arguments: --nonsense 3\b") as caught:
-            await server.start()
-        assert "engine.flags" in caught.value.hint
-
-
-async def test_a_server_that_never_gets_ready(tmp_path):
-    dialect = make_dialect()
-    dialect.argv = [sys.executable, "-c", "import time; print('still loading', flush=True); time.sleep(1000)"]
-    run = settings(start_deadline=0.5)
-    async with managed_toy(tmp_path, dialect, run) as server:
-        with pytest.raises(Unreachable, match=r"not ready within 0\.5 s"):
-            await server.start()
-        assert not psutil.pid_exists(server.pid)
-
-
-async def test_a_command_that_is_not_there(tmp_path):
-    dialect = make_dialect()
-    dialect.argv = ["/no/such/python"]
-    async with managed_toy(tmp_path, dialect) as server:
-        with pytest.raises(ConfigError, match="/no/such/python") as caught:
-            await server.start()
-        assert "streamrl engines install toy" in caught.value.hint
+        assert server.pid is None or not psutil.pid_exists(server.pid)
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
@@ -275,17 +271,6 @@ async def test_the_key_is_blotted_out_of_the_log_and_variables_get_through(tmp_p
         text = server.log.read_text()
         assert "key ***" in text
         assert "s3cret" not in text
-
-
-async def test_devices(tmp_path):
-    server = ManagedServer(
-        make_dialect(), ServerSettings.of_engine(settings()), tmp_path, "r.server1", "2,3", seed=1 << 40
-    )
-    try:
-        await server.start()
-        assert psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"
-    finally:
-        await server.stop()
 
 
 async def test_a_log_is_rotated_and_never_blocks_the_server(tmp_path):

@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
-import pytest
 from test_server import engine_on
 from toy import Toy, serving, until
 
@@ -26,28 +26,27 @@ REPLICA = """
     from toy import make_dialect
     from streamrl.producers.group.server import ServerEngine
 
-    async def main():
-        engine = ServerEngine(make_dialect(), config(engine={{"api_key_file": {key!r}}}), url={url!r})
+    async def started(url):
+        engine = ServerEngine(make_dialect(), config(engine={{"api_key_file": {key!r}}}), url=url)
         await engine.start()
-        dog = engine._controls._watchdog._process.pid
-        if {what!r} == "pause":
-            await engine.pause()
-        elif {what!r} == "resumed":
-            await engine.pause()
-            await engine.resume()
-        elif {what!r} == "update":
-            asyncio.create_task(engine.apply(version(1)))
-        print(dog, flush=True)
+        return engine
+
+    async def main():
+        paused, updated, resumed = [await started(url) for url in {urls!r}]
+        await paused.pause()
+        updating = asyncio.create_task(updated.apply(version(1)))
+        await resumed.pause()
+        await resumed.resume()
+        print(*(one._controls._watchdog._process.pid for one in (paused, updated, resumed)), flush=True)
         await asyncio.sleep(3600)
 
     asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("what", ["pause", "update", "resumed"])
-async def test_kill_9_of_who_paused_it(tmp_path, what):
-    toy = Toy()
-    toy.key = "s3cret"
+async def test_kill_9_of_who_paused_some_servers(tmp_path):
+    """One is paused, one in the middle of an update, one was resumed."""
+    toys = [Toy() for _ in range(3)]
     key = tmp_path / "key"
     key.write_text("s3cret")
     updating = asyncio.Event()
@@ -56,27 +55,33 @@ async def test_kill_9_of_who_paused_it(tmp_path, what):
         updating.set()
         await asyncio.sleep(3600)
 
-    toy.faults["/update"] = [stuck]
-    async with serving(toy) as url:
-        code = textwrap.dedent(REPLICA.format(here=str(HERE), url=url, what=what, key=str(key)))
+    for toy in toys:
+        toy.key, toy.faults["/update"] = "s3cret", [stuck]
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(toy)) for toy in toys]
+        code = textwrap.dedent(REPLICA.format(here=str(HERE), urls=urls, key=str(key)))
         replica = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
         try:
-            dog = int(await asyncio.wait_for(replica.stdout.readline(), 60))
-            assert "s3cret" not in " ".join(psutil.Process(dog).cmdline())
-            if what == "update":
-                await asyncio.wait_for(updating.wait(), 30)
-            assert toy.paused == (what != "resumed")
-            before = toy.calls["/resume"]
-            # the first two answers of the server are no help
-            toy.faults["/resume"] = [503, "drop"]
+            dogs = [int(word) for word in (await asyncio.wait_for(replica.stdout.readline(), 60)).split()]
+            assert "s3cret" not in " ".join(word for dog in dogs for word in psutil.Process(dog).cmdline())
+            await asyncio.wait_for(updating.wait(), 30)
+            assert [toy.paused for toy in toys] == [True, True, False]
+            before = [toy.calls["/resume"] for toy in toys]
+            for toy in toys:
+                toy.faults["/resume"] = [503, "drop"]  # the first two answers of the server are no help
             os.kill(replica.pid, signal.SIGKILL)
-            await until(lambda: not psutil.pid_exists(dog) or psutil.Process(dog).status() == psutil.STATUS_ZOMBIE)
-            assert not toy.paused
-            assert toy.calls["/resume"] == before + (0 if what == "resumed" else 3)
+            for dog in dogs:
+                await until(lambda dog=dog: has_ended(dog))
+            assert not any(toy.paused for toy in toys)
+            assert [toy.calls["/resume"] - count for toy, count in zip(toys, before, strict=True)] == [3, 3, 0]
         finally:
             if replica.returncode is None:
                 replica.kill()
             await replica.wait()
+
+
+def has_ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_orderly_end_wakes_nobody():

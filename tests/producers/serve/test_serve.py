@@ -10,18 +10,13 @@ import sys
 from contextlib import suppress
 
 import aiohttp
-import numpy as np
 import pytest
 import torch
 from serve_kit import KEY, TOKEN, Served, caught, client_of, completion_of, request
 
-from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError, Refused, StreamrlError
 from streamrl.producers import tiny
-from streamrl.producers.group.server import ServerEngine
 from streamrl.producers.serve.app import MAX_BODY
-from streamrl.servers.native import NativeDialect
-from streamrl.servers.process import ManagedServer, ServerSettings
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,25 +58,6 @@ async def test_one_response_shows_two_versions(served, version):
     assert (first, before, after) == (0, old.number, new.number)
     assert 0 < boundary < 450
     assert tiny.worst_error({old.number: old_judge, new.number: judge}, [9, 10, 11], completion_of(got)) < 1e-4
-
-
-async def test_recompute_over_http(served, version):
-    (old, _), (new, judge) = version(6), version(7)
-    async with served.engine() as engine, client_of(served) as client:
-        await engine.apply(old)
-        _, (stream, events), got = await caught(client)
-        assert (await client.post("/pause", {"mode": "recompute", "owner": "catcher", "seconds": 600}))[0] == 200
-        await engine.apply(new)
-        await client.post("/resume", {"owner": "catcher"})
-        got += [event async for event in events]
-        await stream.__aexit__(None, None, None)
-    tokens = [token for event in got for token in event["tokens"]]
-    boundary = got[-1]["runs"][1][0]
-    with torch.no_grad():
-        logits = judge(input_ids=torch.tensor([[9, 10, 11, *tokens]])).logits[0, 2:-1]
-    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
-    found = np.asarray([value for event in got for value in event["logprobs"]])
-    np.testing.assert_allclose(found[boundary:], expected[boundary:], atol=1e-4)
 
 
 async def test_abort_returns_what_there_is(served):
@@ -288,26 +264,6 @@ async def test_an_engine_that_dies_takes_the_server_with_it(tmp_path):
         assert "not finite" in server.log.read_text()
     finally:
         server.kill()
-
-
-async def test_a_server_that_streamrl_starts(version, tmp_path):
-    tiny.make_model(tmp_path / "model")
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": str(tmp_path / "model"), "context": 512},
-            "engine": {"device": "cpu", "threads": 1, "slots": 3, "decode": "slots"},
-        }
-    )
-    dialect = NativeDialect(config)
-    server = ManagedServer(dialect, ServerSettings.of_engine(config), tmp_path, "rollout.0.server0", seed=3)
-    engine = ServerEngine(dialect, config, server=server)
-    try:
-        await engine.start()
-        await engine.apply(version(9)[0])
-        done = await engine.generate(request("a", limit=9))
-        assert (len(done.tokens), len(done.runs)) == (9, 1)
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize(

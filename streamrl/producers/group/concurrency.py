@@ -9,8 +9,9 @@ what is in flight has come down to the limit, further congestion is the old one,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
+
+from streamrl.engine import EngineLoad
 
 DECREASE: Final = 0.75
 """What is left of the limit after a preemption; after a queue it never falls deeper either."""
@@ -20,27 +21,6 @@ _FULL: Final = 0.9
 """Cache use above which more requests would soon cost a preemption."""
 _FIRST: Final = 16
 _STEPS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sighting:
-    """What is seen of a server at one moment.
-
-    Attributes:
-        in_flight: requests that it was given and that have not ended, now.
-        peak: the most of them at the same time since the last sighting.
-        running: those that it decodes.
-        waiting: those that it queues.
-        preemptions: of all times; the first sighting tells where they stood, a smaller number is that of a new start.
-        cache_use: 0 to 1.
-    """
-
-    in_flight: int
-    peak: int
-    running: int
-    waiting: int
-    preemptions: int
-    cache_use: float = 0.0
 
 
 class Concurrency:
@@ -65,24 +45,31 @@ class Concurrency:
         self._quiet_since: float | None = None
         self._used = False
 
-    def see(self, now: float, sighting: Sighting) -> int:
-        """Take in what is seen and return the limit from now on."""
-        preempted = self._preemptions is not None and sighting.preemptions > self._preemptions
-        self._preemptions = sighting.preemptions
+    def see(self, now: float, load: EngineLoad, *, in_flight: int, peak: int) -> int:
+        """Take in what is seen of the server and return the limit from now on.
+
+        Args:
+            now: of the clock.
+            load: its own figures. The first preemptions tell where they stood, a smaller number is that of a new start.
+            in_flight: requests that it was given and that have not ended, now.
+            peak: the most of them at the same time since the last look.
+        """
+        preempted = self._preemptions is not None and load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
         # New requests stand in the queue for one step of the server; a real queue is still there at the next look.
-        queued = self._queued and sighting.waiting > 0
-        self._queued = sighting.waiting > 0
-        self._draining = self._draining and sighting.in_flight > self.limit
+        queued = self._queued and load.waiting > 0
+        self._queued = load.waiting > 0
+        self._draining = self._draining and in_flight > self.limit
         if preempted or queued:
             self._quiet_since = None
             self._used = False
             if not self._draining:
-                self._back_off(sighting, preempted=preempted)
+                self._back_off(load.running, in_flight, preempted=preempted)
             return self.limit
         if self._quiet_since is None:
             self._quiet_since = now
-        self._used = self._used or sighting.peak >= self.limit
-        if now - self._quiet_since >= QUIET_SECONDS and self._used and sighting.cache_use < _FULL:
+        self._used = self._used or peak >= self.limit
+        if now - self._quiet_since >= QUIET_SECONDS and self._used and load.cache_use < _FULL:
             self.limit = min(self._most, self.limit * 2 if self._slow_start else self.limit + self._step)
             self._quiet_since = now
             self._used = False
@@ -94,8 +81,8 @@ class Concurrency:
         self._queued = False
         self._used = False
 
-    def _back_off(self, sighting: Sighting, *, preempted: bool) -> None:
+    def _back_off(self, running: int, in_flight: int, *, preempted: bool) -> None:
         floor = max(1, math.floor(self.limit * DECREASE))
-        self.limit = floor if preempted else max(floor, min(self.limit, sighting.running))
+        self.limit = floor if preempted else max(floor, min(self.limit, running))
         self._slow_start = False
-        self._draining = sighting.in_flight > self.limit
+        self._draining = in_flight > self.limit
