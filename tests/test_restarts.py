@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import SupervisorConfig
-from streamrl.restarts import HEALTHY_SECONDS, Deaths, ExitClass, RestartPolicy, classify
+from streamrl.errors import ExitClass, classify
+from streamrl.restarts import HEALTHY_SECONDS, Deaths, RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30.0)
 

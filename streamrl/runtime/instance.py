@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from streamrl.restarts import Deaths, ExitClass, RestartPolicy, classify
+from streamrl.errors import ExitClass, classify
+from streamrl.restarts import Deaths, RestartPolicy
 
 
 class RoleState(StrEnum):

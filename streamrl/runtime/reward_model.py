@@ -20,7 +20,7 @@ from typing import Final
 from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.consumers.models.servers import ASLEEP, READY, RewardServers
-from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.queues.device_lock import DeviceLock, EngineDevices
 from streamrl.queues.role import Role
@@ -92,10 +92,8 @@ async def run_reward_model(role: Role) -> None:
     if config is None or config.url:
         known = ", ".join(role.config.reward_servers) or "none"
         raise ConfigError(f"there is no reward model {name} whose servers streamrl starts", f"known: {known}")
-    try:
+    with unwrapped():
         await ServedModel(role, name, int(number), config).run()
-    except BaseExceptionGroup as error:
-        raise unwrap(error) from error
 
 
 class ServedModel:

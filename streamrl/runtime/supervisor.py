@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.errors import ExitCode
-from streamrl.restarts import ExitClass, classify
+from streamrl.errors import ExitClass, ExitCode, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.leftovers import sweep

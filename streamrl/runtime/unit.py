@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.config import SupervisorConfig
-from streamrl.errors import ExitCode, StreamrlError
-from streamrl.restarts import ExitClass, RestartPolicy, classify
+from streamrl.errors import ExitClass, ExitCode, StreamrlError, classify
+from streamrl.restarts import RestartPolicy
 from streamrl.runtime.events import Event, LogLine, StateChanged
 from streamrl.runtime.instance import FINAL, Instance, RoleState
 from streamrl.runtime.plan import Checkup, UnitSpec
