@@ -23,13 +23,8 @@ def clean(run: RunOption = None, json: JsonOption = False) -> int:
     with supervisor_lock(target.path):
         asyncio.run(_refuse_while_roles_live(target))
         removed = asyncio.run(sweep(target.path))
-    if json:
-        output.write_json("streamrl.clean/1", {"removed": removed})
-        return 0
-    for what in removed:
-        output.write(f"removed  {what}")
-    if not removed:
-        output.write(f"nothing to remove in {target.path}")
+    lines = [f"removed  {what}" for what in removed] or [f"nothing to remove in {target.path}"]
+    output.answer("streamrl.clean/1", {"removed": removed}, lines, json=json)
     return 0
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from streamrl.runtime.preflight import Check
 
 DEFAULT_FILE: Final = Path("run.yaml")
-SHOW_SCHEMA = "streamrl.config/1"
-VALIDATE_SCHEMA = "streamrl.config.validate/1"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -45,16 +43,13 @@ def show(
         raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
     loaded = read_saved(run / "run.json") if run is not None else load(file, overrides or [])
     values = without_secrets(loaded)
-    if json:
-        output.write_json(SHOW_SCHEMA, {"config": values, "origins": loaded.origins})
-        return 0
-    rows = list(leaves(values))
-    width = max(len(key) for key, _ in rows)
-    shown = [orjson.dumps(value).decode() for _, value in rows]
-    value_width = min(60, max(len(value) for value in shown))
-    for (key, _), value in zip(rows, shown, strict=True):
-        source = f"  {origin_of(loaded, key)}" if origin else ""
-        output.write(f"{key:{width}}  {value:{value_width}}{source}".rstrip())
+    rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]
+    width, value_width = max(len(key) for key, _ in rows), min(60, max(len(value) for _, value in rows))
+    lines = (
+        f"{key:{width}}  {value:{value_width}}  {origin_of(loaded, key) if origin else ''}".rstrip()
+        for key, value in rows
+    )
+    output.answer("streamrl.config/1", {"config": values, "origins": loaded.origins}, lines, json=json)
     return 0
 
 
@@ -79,7 +74,9 @@ def validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption
             }
             for check in checks
         ]
-        output.write_json(VALIDATE_SCHEMA, {"valid": failed is None, "name": loaded.config.name, "checks": shown})
+        output.write_json(
+            "streamrl.config.validate/1", {"valid": failed is None, "name": loaded.config.name, "checks": shown}
+        )
     else:
         write_checks(checks)
     if failed is not None:

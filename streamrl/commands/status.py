@@ -22,7 +22,6 @@ from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.replies import read_number
 from streamrl.runtime.plan import role_names
 
-SCHEMA = "streamrl.status/1"
 _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
 
 
@@ -39,7 +38,7 @@ def status(
     async def once() -> int:
         data = await look(target)
         if json:
-            output.write_json(SCHEMA, data)
+            output.write_json("streamrl.status/1", data)
         else:
             _print(data)
         return int(_CODES[data["verdict"]])

@@ -13,12 +13,11 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import orjson
-
 from streamrl.commands import output
 from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, log_line, number, percent, printable
 from streamrl.monitor.roles import KnownRole, RoleStates
+from streamrl.monitor.tail import record_of
 from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def describe(event: Event) -> tuple[str, bool]:
             return f"{event.role} {event.state.value}", True
         return f"{event.role} {event.state.value}: {event.reason}, again in {event.pause:.1f} s", True
     if isinstance(event, LogLine) and not event.tail:
-        record = _record(event.line)
+        record = record_of(event.line)
         if record.get("level") in _LOUD:
             # What ended a role stands in the supervisor's own line.
             details = ("server", "why") if record["level"] == "warning" else ("server",)
@@ -107,7 +106,7 @@ class LogViewer(Viewer):
         del text, bad
         if isinstance(event, LogLine):
             if not event.tail:
-                self._print(event.role, _record(event.line))
+                self._print(event.role, record_of(event.line))
         elif isinstance(event, StateChanged):
             words = f"{event.state.value}{f': {event.reason}' if event.reason else ''}"
             self._print(event.role, {"at": event.at, "event": words})
@@ -259,11 +258,3 @@ class LiveViewer(_Ticking):
         from streamrl.monitor.screen import render
 
         self._live.update(render(self.board, self._console.width), refresh=True)
-
-
-def _record(line: bytes) -> dict[str, object]:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        record = None
-    return record if isinstance(record, dict) else {"event": line.decode(errors="replace")}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,11 +20,6 @@ from streamrl.monitor.tail import Tail
 
 if TYPE_CHECKING:
     from streamrl.weight_sync.manifest import Manifest, Pair
-
-LIST_SCHEMA: Final = "streamrl.weights/1"
-SHOW_SCHEMA: Final = "streamrl.weights.show/1"
-PIN_SCHEMA: Final = "streamrl.weights.pin/1"
-UNPIN_SCHEMA: Final = "streamrl.weights.unpin/1"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 VersionArgument = Annotated[
@@ -48,7 +44,7 @@ def ls(
     if not everything:
         rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
     if json:
-        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": None})
+        output.write_json("streamrl.weights/1", {"versions": rows, "rollback": None})
         return 0
     if not rows:
         output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
@@ -75,20 +71,19 @@ def show(version: VersionArgument, run: RunOption = None, json: JsonOption = Fal
         data["tensors"] = [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "parts": len(t.parts)} for t in manifest.tensors
         ]
-    if json:
-        output.write_json(SHOW_SCHEMA, data)
-        return 0
-    for key, value in {**data, "at": _at(row), "bytes": _bytes(row), "density": _density(row)}.items():
-        if key not in {"shards", "tensors"} and value not in (None, [], ""):
-            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-            output.write(f"{key:10}  {', '.join(text) if isinstance(text, list) else text}")
-    for shard in data["shards"]:
-        output.write(f"file        {shard['file']}  {shard['kind']}  {size(shard['bytes'])}")
-    for tensor in data["tensors"]:
-        output.write(f"tensor      {tensor['name']}  {tensor['dtype']}  {tensor['shape']}")
-    if manifest is None:
+    output.answer("streamrl.weights.show/1", data, _lines(data), json=json)
+    if manifest is None and not json:
         output.note("its files are gone: only the record is left")
     return 0
+
+
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    for key, value in {**data, "at": _at(data), "bytes": _bytes(data), "density": _density(data)}.items():
+        if key not in {"shards", "tensors"} and value not in (None, [], ""):
+            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            yield f"{key:10}  {', '.join(text) if isinstance(text, list) else text}"
+    yield from (f"file        {each['file']}  {each['kind']}  {size(each['bytes'])}" for each in data["shards"])
+    yield from (f"tensor      {each['name']}  {each['dtype']}  {each['shape']}" for each in data["tensors"])
 
 
 @app.command("pin")
@@ -106,10 +101,9 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     manifest, _ = find(number, root, target.path)
     manifest = copy(root, target.path, manifest.pair)
     folder = target.path / "pinned" / manifest.folder
-    if json:
-        output.write_json(PIN_SCHEMA, {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())})
-    else:
-        output.write(f"version {number} is in {folder}, {size(manifest.total_bytes)}")
+    data = {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())}
+    said = f"version {number} is in {folder}, {size(manifest.total_bytes)}"
+    output.answer("streamrl.weights.pin/1", data, [said], json=json)
     return 0
 
 
@@ -125,10 +119,8 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
     if manifest is None:
         raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
     removed = remove(target.path, manifest.pair)
-    if json:
-        output.write_json(UNPIN_SCHEMA, {"version": number, "removed": removed})
-    else:
-        output.write(f"version {number} is no longer pinned")
+    said = f"version {number} is no longer pinned"
+    output.answer("streamrl.weights.unpin/1", {"version": number, "removed": removed}, [said], json=json)
     return 0
 
 

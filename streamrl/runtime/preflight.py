@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from streamrl.config import RedisConfig, RunConfig
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
-from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
+from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, need_packages
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
@@ -79,9 +78,7 @@ def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
 
 
 def _packages() -> str:
-    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"training needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("training", "torch", "transformers", "safetensors")
     return f"Python {sys.version_info.major}.{sys.version_info.minor}"
 
 

@@ -218,7 +218,7 @@ async def test_trace_of_groups_alive_dead_and_unknown(stopped_run: Path):
     assert (closed["state"], closed["prompt"]["text"]) == ("closed", "prompt 0")
     first = closed["responses"][0]
     assert (first["tokens"], first["versions"], first["score"]) == (3, [[0, 3], [2, 4]], 1.0)
-    assert "score 1 (exact 1)" in (await run("trace", "0", "--run", str(stopped_run))).stdout
+    assert "parts  exact 1" in (await run("trace", "0", "--run", str(stopped_run))).stdout
     dead = data_of((await run("trace", "1", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1")
     assert dead["state"] == "dead"
     assert "too long for the engine" in {letter["why"] for letter in dead["letters"]}

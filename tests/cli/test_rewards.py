@@ -266,7 +266,7 @@ def test_a_run_without_an_archive_is_explained(stopped_run: Path):
         ([], 2, "no reward to test"),
         (["exact_match", "--arg", "tolerance"], 2, "no '='"),
         (["exact_match", "--arg", "tolerance=0.1"], 78, "args do not fit"),
-        (["exact_match", "--adapter", "ray"], 2, "--adapter ray is unknown"),
+        (["exact_match", "--adapter", "ray"], 2, "'ray' is not one of 'verl', 'trl'"),
         (["exact_match", "--file", "nothing.yaml"], 78, "does not exist"),
     ],
 )
