@@ -10,8 +10,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import Refused
 from streamrl.monitor.snapshot import take
 from streamrl.queues.keys import BEAT_TTL
-from streamrl.runtime.leftovers import sweep
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock, sweep
 
 
 def clean(run: RunOption = None, json: JsonOption = False) -> int:

@@ -42,6 +42,12 @@ from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RewardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
+    ),
+]
 ConcurrencyOption = Annotated[
     int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
 ]
@@ -56,12 +62,7 @@ PictureOption = Annotated[
 
 def rescore(
     *,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
-        ),
-    ] = None,
+    reward: RewardOption = None,
     into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
     run: RunOption = None,
     source: FromOption = None,
@@ -102,28 +103,20 @@ def rescore(
             new = RescoredSet(target.path, into, _about(config, place), evaluation=evaluation)
             with contextlib.closing(new):
                 scoring = scoring_of(scorer, concurrency)
-                show = _on(progress)
                 outcome = await rescore_groups(
-                    groups, scoring, new, concurrency=concurrency, drop_failed=drop_failed, on_progress=show
+                    groups, scoring, new, concurrency=concurrency, drop_failed=drop_failed, on_progress=_on(progress)
                 )
         return outcome, new.files
 
     with unwrapped(), output.ProgressLine() as progress:
         outcome, folder = asyncio.run(score(progress))
     note_problems(reading)
-    comparison = None
-    if outcome.keys:
-        comparison = compare(outcome.old, outcome.new, [key[:2] for key in outcome.keys], threshold)
-    data = {
-        "run": target.name,
-        "into": into,
-        "directory": str(folder),
-        "rewards": [spec.name or spec.use for spec in config.rewards],
-        **_counts(outcome),
-        "comparison": None if comparison is None else dataclasses.asdict(comparison),
-        "differ": _different(reading, outcome, differ),
-        "problems": list(reading.problems),
-    }
+    keys = [key[:2] for key in outcome.keys]
+    comparison = compare(outcome.old, outcome.new, keys, threshold) if keys else None
+    rewards = [spec.name or spec.use for spec in config.rewards]
+    data = {"run": target.name, "into": into, "directory": str(folder), "rewards": rewards, **_counts(outcome)}
+    data["comparison"] = None if comparison is None else dataclasses.asdict(comparison)
+    data |= {"differ": _different(reading, outcome, differ), "problems": list(reading.problems)}
     output.answer("streamrl.rescore/1", data, report(data, comparison, threshold), json=json)
     if picture is not None and comparison is not None:
         draw(picture, into, comparison, outcome.old, outcome.new)

@@ -97,14 +97,7 @@ async def run_reward_model(role: Role) -> None:
 
 
 class ServedModel:
-    """One server and what is done with it.
-
-    Args:
-        role: its role.
-        name: of the model in `reward_models`.
-        number: which of its servers.
-        config: of the model.
-    """
+    """One server and what is done with it; `name` and `config` are those of its model in `reward_models`."""
 
     def __init__(self, role: Role, name: str, number: int, config: RewardModelConfig) -> None:
         section = f"reward_models.{name}"
@@ -267,9 +260,7 @@ class ServedModel:
 class WorkTurn:
     """A turn that also ends when there is no work, and does not begin without.
 
-    Args:
-        demand: whether there is work.
-        shared: the device lock where the learner shares its devices; None where it does not.
+    `shared` is the device lock where the learner shares its devices, None where it does not.
     """
 
     def __init__(self, demand: Demand, shared: DeviceLock | None) -> None:

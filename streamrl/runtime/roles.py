@@ -26,7 +26,7 @@ from streamrl.isolation import lifeline
 from streamrl.queues import embedded
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
-from streamrl.runtime.status import StatusPipe
+from streamrl.runtime.process import StatusPipe
 from streamrl.weight_sync.files import allow_many_files
 
 if TYPE_CHECKING:
@@ -79,11 +79,6 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
     logging, signals and the lifeline.
-
-    Args:
-        kind: `feeder`, `rollout`, `reward`, `learner`, `recorder`, `player` or `reward_model.NAME`.
-        index: which of several; the rank of a learner.
-        run_dir: directory with `run.json`.
     """
     name = f"{kind}.{index}"
     status = StatusPipe()

@@ -19,8 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitClass, ExitCode, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.leftovers import sweep
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock, sweep
 from streamrl.runtime.logs import log_to_file
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
@@ -74,15 +73,13 @@ async def supervise(
     Must be called in the main thread: it takes SIGINT, SIGTERM, SIGHUP and SIGQUIT for as long as it runs. The first
     drains, the second sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no
     shared memory of the run is left; and if this process is killed, its children notice and end by themselves.
+    Refused when another supervisor runs this run.
 
     Args:
         config: resolved configuration; the roles read the same from `run.json`.
         run_dir: a prepared run directory.
         on_event: is told everything that a person may want to see (see `events`), in a thread of its own.
-        units: what to run instead of the plan of `config` (tests).
-
-    Raises:
-        Refused: another supervisor runs this run.
+        units: what to run instead of the plan of `config`.
     """
     log = run_dir / "logs" / "supervisor.jsonl"
     with (

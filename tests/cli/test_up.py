@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from streamrl.queues.embedded import find_server
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock
 from tests.redis_kit import ForeignRedis
 
 from .run_kit import cli, data_of, process

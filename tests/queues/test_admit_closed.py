@@ -8,7 +8,7 @@ from streamrl.errors import Refused
 from streamrl.queues import Ledgers
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
-from streamrl.runtime.structure import structural_faults
+from streamrl.runtime.audit import structural_faults
 
 from .ledger_kit import admit
 

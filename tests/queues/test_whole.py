@@ -11,7 +11,7 @@ from streamrl.archive.writer import RecordingWriter
 from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
 from streamrl.queues.records import Cause, ReplayOutcome, ScoreOutcome
-from streamrl.runtime.structure import structural_faults
+from streamrl.runtime.audit import structural_faults
 from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, take
 from tests.redis_kit import RedisRun
 

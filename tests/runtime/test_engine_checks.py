@@ -14,8 +14,9 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.runtime import engine_checks
-from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+from streamrl.runtime import preflight
+from streamrl.runtime.limits import shared_memory_copies
+from streamrl.runtime.preflight import look_at_engine, look_at_way
 from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
@@ -96,7 +97,7 @@ def test_the_plug_in_of_every_engine_is_there(kind: str):
 def test_an_installation_without_the_plug_in_is_found(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_checks, "PLUGIN", tmp_path / "plugin")
+    monkeypatch.setattr(preflight, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 

@@ -13,9 +13,9 @@ from streamrl.cli import run as command_line
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
 from streamrl.runfile import load, read_saved
-from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, role_names, starts_after
+from streamrl.runtime.preflight import look_at_reward_models
 from streamrl.servers import environments
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
