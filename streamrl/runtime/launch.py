@@ -61,7 +61,7 @@ def prepare_run(
 ) -> PreparedRun:
     """Check everything, then make the run directory or take up the one that is there, and write `run.json`.
 
-    A directory with a run in it is resumed; with `fresh` it is put aside first, as `DIR.old-TIME`. A repeat is harmless.
+    A directory with a run in it is resumed, or with `fresh` put aside as `DIR.old-TIME`. A repeat does no harm.
 
     Raises:
         UsageError: both flags, or `resume` without a run.

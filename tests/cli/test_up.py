@@ -11,7 +11,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
 from streamrl.queues.embedded import find_server
 from streamrl.runtime.launch import supervisor_lock
@@ -19,65 +18,6 @@ from tests.redis_kit import ForeignRedis
 
 from .run_kit import cli, data_of, process
 from .test_summary import KEYS
-
-REWARD = """
-from streamrl.consumers import Score
-
-def spread(sample):
-    return float(len(set(sample.tokens.tolist())) % 2)
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a random model of 50 thousand parameters, prompts, a reward and a run file."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{chr(code): code for code in range(32, 127)}}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).save_pretrained(folder / "model")
-    lines = b"".join(orjson.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + b"\n" for n in range(64))
-    (folder / "train.jsonl").write_bytes(lines)
-    (folder / "held_out.jsonl").write_bytes(lines)
-    (folder / "spread_reward.py").write_text(REWARD)
-    settings = {
-        "name": "tiny",
-        "model": {"path": "model", "context": 64},
-        "data": {"train": "train.jsonl", "held_out": "held_out.jsonl", "max_prompt_tokens": 16},
-        "sampling": {"group_size": 4, "max_new_tokens": 8},
-        "engine": {"slots": 16, "threads": 1},
-        "rewards": [{"use": "spread_reward:spread"}],
-        "learner": {"groups_per_step": 4, "steps": 3, "lr": 1e-3, "threads": 1},
-        "checkpoint": {"every": 2},
-        "evaluation": {"every": 1, "prompts": 4, "final_prompts": 16},
-        "redis": {"fsync_period": 0.1},
-        "weights": {"transport": "directory"},
-        "supervisor": {"max_restarts": 0},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return folder
 
 
 def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp_path: Path):

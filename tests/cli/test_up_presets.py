@@ -11,14 +11,13 @@ from streamrl.config.presets import PRESETS
 from streamrl.learner.lineage import read_record, record_file
 
 from .run_kit import cli, data_of, process
-from .test_up import tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LONGEST = 300
 """Seconds for a whole run on busy cores."""
 
 
-def up(tiny: Path, folder: Path, *settings: str) -> list[dict]:  # noqa: F811
+def up(tiny: Path, folder: Path, *settings: str) -> list[dict]:
     """A run of three steps; returns what the learner logged of them."""
     flags = [part for setting in ("learner.steps=3", *settings) for part in ("--set", setting)]
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder, seconds=LONGEST)
@@ -31,7 +30,7 @@ def up(tiny: Path, folder: Path, *settings: str) -> list[dict]:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_trains(tiny: Path, tmp_path: Path, name: str):  # noqa: F811
+def test_each_preset_trains(tiny: Path, tmp_path: Path, name: str):
     steps = up(tiny, tmp_path, f"learner.preset={name}")
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert not any(line["skipped"] for line in steps)
@@ -39,7 +38,7 @@ def test_each_preset_trains(tiny: Path, tmp_path: Path, name: str):  # noqa: F81
     assert f"preset {name}" in said
 
 
-def test_remax_has_a_greedy_response_for_every_prompt(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_remax_has_a_greedy_response_for_every_prompt(tiny: Path, tmp_path: Path):
     steps = up(tiny, tmp_path, "learner.advantage.use=remax", "sampling.greedy_baseline=true")
     size = orjson.loads((tmp_path / "runs" / "tiny" / "run.json").read_bytes())["config"]["sampling"]["group_size"]
     assert all(sum(line["lengths_trained"].values()) == 4 * size for line in steps)
