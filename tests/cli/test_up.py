@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.learner.lineage import read_record, record_file
 from streamrl.queues.embedded import find_server
-from streamrl.runtime.launch import supervisor_lock
 from tests.redis_kit import ForeignRedis
 
 from .run_kit import cli, data_of, process
@@ -27,14 +26,6 @@ def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp
     assert started == ["redis", "learner.0", "learner.1", "rollout.0", "reward.0", "feeder.0"]
     assert "value  learner.ranks = 2  (--set)" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_dry_run_fails_with_the_first_failed_check(tiny: Path, tmp_path: Path):
-    run_file = str(tiny / "run.yaml")
-    done = cli("up", run_file, "--dry-run", "--set", "model.path=./none", cwd=tmp_path)
-    assert done.returncode == 78
-    assert "check  model: FAILED" in done.stdout
-    assert "none does not exist" in done.stderr
 
 
 def test_prepare_makes_the_run_directory_and_starts_nothing(tiny: Path, tmp_path: Path):
@@ -56,18 +47,6 @@ def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert cli("up", run_file, "--run", str(tmp_path / "full")).returncode == 73
-
-
-def test_a_second_up_on_the_same_run_is_refused_and_says_who_has_it(tiny: Path, tmp_path: Path):
-    from streamrl.runfile import load, save
-
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    save(load(tiny / "run.yaml", (), {}), run_dir / "run.json")
-    with supervisor_lock(run_dir):
-        done = process("up", str(tiny / "run.yaml"), "--run", str(run_dir))
-    assert done.returncode == 78
-    assert f"supervised by process {os.getpid()}" in done.stderr
 
 
 @pytest.mark.slow
@@ -200,3 +179,19 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (16, 0, 0, 0, 0)
     assert data["trained"] == 16
+
+
+@pytest.mark.slow
+def test_remax_on_a_preset_has_a_greedy_response_for_every_prompt(tiny: Path, tmp_path: Path):
+    """ReMax takes the greedy response of the engine as its baseline."""
+    changes = ["learner.preset=grpo", "learner.advantage.use=remax", "sampling.greedy_baseline=true"]
+    options = [part for change in changes for part in ("--set", change)]
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path, seconds=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "tiny"
+    assert "preset grpo" in cli("config", "show", "--run", str(run_dir), "--origin").stdout
+    steps = [orjson.loads(line) for line in (run_dir / "metrics" / "learner.0.jsonl").read_bytes().splitlines()]
+    assert all(sum(line["lengths_trained"].values()) == 4 * 4 for line in steps if "grad_norm" in line)
+    file = record_file(1)
+    frames = list(read_record(run_dir, [(file, (run_dir / file).stat().st_size)]))
+    assert [len(frame["rewards"]) for frame in frames] == [4] * 12
