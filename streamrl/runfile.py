@@ -86,7 +86,7 @@ def read_saved(path: Path) -> LoadedConfig:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
+            f"{path.parent} is not a run directory: {path.name} is missing", "name one with --run"
         ) from error
     except ValidationError as error:
         raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
@@ -134,7 +134,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
+        raise ConfigError(f"{origin} {key}: {raw!r} is not a YAML value", "quote it as in YAML") from error
     if isinstance(value, str):
         value = _number(value)
     *parents, last = key.split(".")
@@ -143,7 +143,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
             hint = f"{parent} is a list, which is set as a whole" if isinstance(child, list) else _SCHEMA_HINT
-            raise ConfigError(f"{origin} {key}: {parent} is no section", hint)
+            raise ConfigError(f"{origin} {key}: {parent} is not a section", hint)
         node = child
     node[last] = value
     origins[key] = origin

@@ -151,7 +151,7 @@ def since_of(text: str | None, now: float | None = None) -> float:
         return dt.datetime.fromisoformat(value).astimezone().timestamp()
     except (ValueError, OverflowError) as error:
         raise UsageError(
-            f"--since {text} is no time", "write 30m, 2h, 1d, or 2026-01-31 or 2026-01-31T12:00"
+            f"--since {text} is not a time", "write 30m, 2h, 1d, or 2026-01-31 or 2026-01-31T12:00"
         ) from error
 
 

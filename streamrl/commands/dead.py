@@ -32,7 +32,9 @@ Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead l
 @app.command("ls")
 def ls(
     run: RunOption = None,
-    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="Show at most N causes, or letters.")] = 100,
+    limit: Annotated[
+        int, typer.Option("-n", "--lines", min=1, help="Show at most so many causes; with --each letters.")
+    ] = 100,
     each: Annotated[bool, typer.Option("--each", help="One by one, newest first.")] = False,
     evaluation: EvalOption = False,
     json: JsonOption = False,

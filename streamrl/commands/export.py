@@ -28,7 +28,7 @@ def export(
     """Write a checkpoint as a Hugging Face directory. The run need not be running."""
     target = find_run(run)
     if out.exists() and not out.is_dir():
-        raise CannotCreate(f"{out} is no directory", "name another one")
+        raise CannotCreate(f"{out} is not a directory", "name another one")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise CannotCreate(f"{out} is not empty", "name another directory, or replace it with --force")
     need_packages("an export", "torch", "transformers", "safetensors")

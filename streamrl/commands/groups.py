@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
-    """Show all that is known of one prompt group, in Redis and in the run's files. Exit code 1 if nothing is."""
+    """Show all that is known of one prompt group, in Redis and in the run's files. Exit code 1 if nothing is known."""
     target = find_run(run)
     known, state = asyncio.run(_known(target, group, evaluation=evaluation))
     found = {"group": group, "evaluation": evaluation, "letters": [], "record": None, **known}

@@ -26,7 +26,7 @@ FILES: Final = {
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the files; made when missing.")] = Path(),
     template: Annotated[
         Literal["own", "sort"],
         typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),

@@ -26,7 +26,7 @@ def lag(
 ) -> int:
     """Show what waits in each stream, for how long, and who holds it.
 
-    Rates need two looks: --watch.
+    Rates need two snapshots: use --watch.
     """
     if warn is not None and crit is not None and warn > crit:
         raise UsageError(f"--warn {warn} is over --crit {crit}")

@@ -45,7 +45,9 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RewardOption = Annotated[
     str | None,
     typer.Option(
-        "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
+        "--reward",
+        metavar="REWARD",
+        help="Built-in name, module:Name, or a name in the run or --file; if left out, all.",
     ),
 ]
 ConcurrencyOption = Annotated[
@@ -127,12 +129,12 @@ def rescore(
 def _check(into: str, threshold: float, picture: Path | None) -> None:
     """Find mistakes of the command line before anything is opened."""
     if not _NAME.fullmatch(into):
-        raise UsageError(f"--into {into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
+        raise UsageError(f"--into {into} is not a valid name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(threshold):
-        raise UsageError(f"--threshold {threshold} is no score", "a number, e.g. 0.5")
+        raise UsageError(f"--threshold {threshold} is not a finite number", "a number, e.g. 0.5")
     if picture is not None:
         if not picture.absolute().parent.is_dir():
-            raise CannotCreate(f"{picture}: there is no directory {picture.parent}", "make it first")
+            raise CannotCreate(f"{picture}: there is not a directory {picture.parent}", "make it first")
         need_packages("a picture", "matplotlib")
 
 

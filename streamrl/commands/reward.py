@@ -71,7 +71,7 @@ app.add_typer(reward_servers.app, name="servers")
 def new(
     module: Annotated[str, typer.Argument(metavar="NAME", help="Name of the module, e.g. my_reward; makes NAME.py.")],
     folder: Annotated[
-        Path, typer.Option("--in", metavar="DIR", help="Where; a run looks for it beside its run file.")
+        Path, typer.Option("--in", metavar="DIR", help="Directory for the files; a run looks beside its run file.")
     ] = Path(),
     form: Annotated[
         Literal["sample", "group"],

@@ -96,7 +96,7 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
         try:
             found[key.strip()] = yaml.safe_load(raw)
         except yaml.YAMLError as error:
-            raise UsageError(f"--arg {item}: {raw!r} is no YAML value", "quote it as in YAML") from error
+            raise UsageError(f"--arg {item}: {raw!r} is not a YAML value", "quote it as in YAML") from error
     return found
 
 

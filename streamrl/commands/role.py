@@ -47,4 +47,4 @@ def _served(run: RunDirectory, model: str | None) -> str:
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
     if model is None:
         raise UsageError("name the reward model with --model", hint)
-    raise UsageError(f"--model {model} is no reward model of this run whose servers streamrl starts", hint)
+    raise UsageError(f"--model {model} is not a reward model of this run whose servers streamrl starts", hint)

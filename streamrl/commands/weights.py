@@ -124,15 +124,6 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
     return 0
 
 
-@app.command("rollback", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def rollback() -> int:
-    """Refused: a run does not go back to earlier weights."""
-    raise UsageError(
-        "weights rollback is gone: a running learner does not go back to earlier weights",
-        "`streamrl export --checkpoint STEP --out DIR`, and start a new run with model.path DIR",
-    )
-
-
 def _number(run: RunDirectory, version: str) -> int:
     """The number of a version that is named by its number, or as `newest` of those whose files are here.
 
@@ -145,7 +136,7 @@ def _number(run: RunDirectory, version: str) -> int:
             raise UsageError("no version is here", "`streamrl weights ls --all` lists those whose files are gone")
         return max(found)[1]
     if not (version.isascii() and version.isdigit()):
-        raise UsageError(f"{version} is no version", "name a number that `streamrl weights ls` shows, or newest")
+        raise UsageError(f"{version} is not a version", "name a number that `streamrl weights ls` shows, or newest")
     return int(version)
 
 

@@ -197,7 +197,7 @@ def _evaluated(path: Path) -> Iterator[int]:
         try:
             yield int(orjson.loads(line)["gid"])
         except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"{path} line {number} is no evaluated group: {error}") from error
+            raise WireError(f"{path} line {number} is not an evaluated group: {error}") from error
 
 
 async def structural_faults(ledger: Ledger) -> list[str]:
@@ -231,7 +231,7 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     listed = set(waiting) | set(closed) | {group_id for group_id, _ in samples}
     live = {int(group_id) for group_id in reply[5] if replies.is_number(group_id)}
     faults += [
-        f"{keys.live}: {shown(group_id)} is no id of a group"
+        f"{keys.live}: {shown(group_id)} is not the id of a group"
         for group_id in reply[5]
         if not replies.is_number(group_id)
     ]
@@ -335,7 +335,7 @@ def _breaches(
 def _stream_faults(stream: str, entries: set[str], delivered: str, pending: set[str]) -> list[str]:
     last = _order(delivered)
     orphans = [entry for entry in entries if _order(entry) <= last and entry not in pending]
-    faults = [f"{stream}: entry {entry} was delivered and is with nobody" for entry in sorted(orphans)]
+    faults = [f"{stream}: entry {entry} was delivered, and no consumer holds it" for entry in sorted(orphans)]
     return faults + [f"{stream}: {entry} is pending and gone" for entry in sorted(pending - entries)]
 
 

@@ -264,7 +264,7 @@ def _answers(engine: EngineConfig, url: str) -> str:
         raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
     if status == http.HTTPStatus.NOT_FOUND and engine.kind != "openai":
         raise ConfigError(
-            f"the server at {url} is no {engine.kind} server: it has no {guarded}",
+            f"the server at {url} is not of kind {engine.kind}: it has no {guarded}",
             "let engine.kind say what runs there",
         )
     return url

@@ -278,7 +278,7 @@ async def test_entries_that_nobody_holds_are_faults(book):
     await read("XACK", keys.prompts, "g", first.entry)
     await read("XDEL", keys.prompts, second.entry)
     faults = (await book.audit()).faults
-    assert any("is with nobody" in fault for fault in faults)
+    assert any("no consumer holds it" in fault for fault in faults)
     assert any("is pending and gone" in fault for fault in faults)
 
 

@@ -137,7 +137,7 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
         (tmp_path / "other").write_text("friend")
         with pytest.raises(ConfigError, match="refuses our key"):
             look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
-    with pytest.raises(ConfigError, match=f"server at {url} is no hf server: it has no /about"):
+    with pytest.raises(ConfigError, match=f"server at {url} is not of kind hf: it has no /about"):
         look_at_engine(config(engine={"kind": "hf", "url": [url], "api_key_file": key}))
     with pytest.raises(ConfigError, match="api_key_file"):
         look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from streamrl.errors import CannotCreate, ConfigError, DataError, PluginError, Refused, Unreachable, UsageError
+from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, UsageError
 from streamrl.queues import embedded
 from streamrl.runfile import load
 from streamrl.runtime import limits, preflight
@@ -88,22 +88,6 @@ def test_wrong_flags_and_directories(home):
     (home / "file").write_text("x")
     with pytest.raises(CannotCreate):
         prepare_run(loaded(home), home / "file" / "run")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (["model.path=nowhere"], ConfigError, "model.path nowhere does not exist"),
-        (["model.path=model/gone"], ConfigError, "does not exist"),
-        (["data.train=gone.jsonl"], DataError, "cannot be read"),
-        (["rewards=[{use: exact_mach}]"], PluginError, "exact_mach is unknown"),
-        (["redis.url=unix:///nowhere.sock"], Unreachable, "nowhere.sock"),
-    ],
-)
-def test_a_mistake_is_found_before_anything_starts(home, overrides, error, message):
-    with pytest.raises(error, match=message):
-        prepare_run(loaded(home, *overrides))
-    assert not (home / "runs").exists()
 
 
 JUDGE = "{use: judge, args: {model: critic}}"
