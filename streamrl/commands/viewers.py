@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
+
+from typing_extensions import override
 
 from streamrl.commands import output
 from streamrl.monitor.board import Board
@@ -33,12 +34,7 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class Viewer(ABC):
-    """Base of the viewers: keeps the board and `supervisor.json`, and hands every event on.
-
-    Args:
-        board: what is shown.
-        states: what other shells see.
-    """
+    """Base of the viewers: keeps the board, and `supervisor.json` for other shells, and hands every event on."""
 
     def __init__(self, board: Board, states: RoleStates) -> None:
         self.board = board
@@ -47,9 +43,7 @@ class Viewer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._states.close()
 
     def on_event(self, event: Event) -> None:
@@ -101,8 +95,8 @@ def _ends(value: object) -> str:
 class LogViewer(Viewer):
     """Prints every log line with the name of its role, and every change of state."""
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Print one event."""
         del text, bad
         if isinstance(event, LogLine):
             if not event.tail:
@@ -138,13 +132,11 @@ class _Ticking(Viewer):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def _run(self) -> None:
         while not self._stop.wait(self.seconds):
@@ -172,15 +164,15 @@ class PlainViewer(_Ticking):
 
     seconds = PLAIN_SECONDS
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Print news, and the states of roles as they become ready."""
         if isinstance(event, StateChanged) and event.state.value == "ready":
             text = f"{event.role} ready"
         if text:
             output.write(f"{'!' if bad else ' '} {clock(time.time())} {text}")
 
+    @override
     def tick(self) -> None:
-        """Print the line."""
         if self.board.progress.steps or self.board.snapshot is not None:
             output.write(plain_line(self.board))
 
@@ -242,19 +234,18 @@ class LiveViewer(_Ticking):
         self._live.start()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__(*error)
         finally:
             self._live.stop()
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Nothing: the next redraw shows it."""
+        """The next redraw shows it."""
 
+    @override
     def tick(self) -> None:
-        """Redraw."""
         from streamrl.monitor.screen import render
 
         self._live.update(render(self.board, self._console.width), refresh=True)

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Self, TypeAlias
 
 from streamrl.runtime.instance import RoleState
@@ -117,9 +116,7 @@ class EventPump:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._wake:
             self._closed = True
             self._wake.notify()

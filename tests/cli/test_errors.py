@@ -264,7 +264,7 @@ def test_looking_needs_no_torch(module: str):
 async def test_lag_loads_nothing_heavy(live_run: Path):
     code = (
         "import sys; from streamrl.cli import run; code = run(['lag', '--run', sys.argv[1]]);"
-        "heavy = ('torch', 'structlog', 'numpy', 'streamrl.commands.up');"
+        "heavy = ('torch', 'numpy', 'streamrl.commands.up');"
         "print(code, [name for name in heavy if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(live_run)]
