@@ -189,9 +189,8 @@ def plain_line(board: Board) -> str:
     points = board.accuracy()
     if points:
         parts.append(f"accuracy {points[-1][1]:.3f} (v{points[-1][0]})")
-    staleness = _mean_staleness(board)
-    if staleness is not None:
-        parts.append(f"stale {staleness:.1f}")
+    if tokens := sum((stale := board.recent_staleness()).values()):
+        parts.append(f"stale {sum(age * count for age, count in stale.items()) / tokens:.1f}")
     if board.snapshot is not None:
         lags = " ".join(f"{stream.name} {stream.lag}" for stream in board.snapshot.train.streams)
         parts.append(f"waiting {lags}")
@@ -201,23 +200,16 @@ def plain_line(board: Board) -> str:
     for name, side in sorted(progress.rollouts.items()):
         parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
     quiet = ("ready", "stopped")
-    not_ready = [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
-    parts.extend(not_ready)
+    parts += [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
     if board.snapshot is not None:
         shown = board.snapshot.roles.items()
-        parts.extend(f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked")
-    if board.snapshot is not None and board.snapshot.train.dead:
-        parts.append(f"{board.snapshot.train.dead} dead letters")
+        parts += [f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked"]
+        if board.snapshot.train.dead:
+            parts.append(f"{board.snapshot.train.dead} dead letters")
     if board.restarts:
         parts.append(f"{board.restarts} restarts")
     parts += [f"{name}: {printable(trouble)}" for name, trouble in board.troubles()]
     return " | ".join(parts)
-
-
-def _mean_staleness(board: Board) -> float | None:
-    counts = board.recent_staleness()
-    tokens = sum(counts.values())
-    return sum(age * count for age, count in counts.items()) / tokens if tokens else None
 
 
 class LiveViewer(_Ticking):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -44,10 +43,10 @@ def test_each_server_is_a_role_of_its_own(tmp_path):
     assert command.argv[-3:] == ("reward_model.critic", "1", str(tmp_path))
     assert "OMP_NUM_THREADS" not in command.env
     assert units["reward.0"].command(0, "token").env["OMP_NUM_THREADS"] == "1"
-
-
-def test_a_run_that_only_trains_has_none(tmp_path):
-    assert set(processes(config(recording={"mode": "read", "path": str(tmp_path)}))) == {"learner", "player"}
+    named = [name for name in role_names(config()) if name.startswith("reward_model.")]
+    assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
+    only_trains = config(recording={"mode": "read", "path": str(tmp_path)})
+    assert set(processes(only_trains)) == {"learner", "player"}
 
 
 def test_only_those_that_score_wait_for_them():
@@ -83,11 +82,6 @@ def test_a_learner_waits_for_a_server_that_loads_on_its_devices(tmp_path):
     seconds = {unit.kind: unit.start_seconds for unit in plan(shared, tmp_path)}
     assert seconds["learner"] == 927.0
     assert {unit.kind: unit.start_seconds for unit in plan(alone, tmp_path)}["learner"] == 0
-
-
-def test_status_expects_them():
-    named = [name for name in role_names(config()) if name.startswith("reward_model.")]
-    assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
 
 
 def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
@@ -132,19 +126,6 @@ def test_a_model_beside_the_run_file_is_found_from_everywhere(tmp_path):
     assert {name: model.model for name, model in models.items()} == {
         "a": str(tmp_path / "critic"), "b": "owner/name", "c": "critic"
     }  # fmt: skip
-
-
-def test_keys_and_environments_beside_the_run_file_are_found_from_everywhere(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "reward_models:\n  a: {model: m, environment: env}\n"
-        "  b: {url: ['http://b:1'], api_key_file: b.key}\n  c: {url: ['http://c:1']}\n"
-        "engine: {kind: vllm, environment: env, api_key_file: /keys/engine}\n"
-    )
-    config = load(tmp_path / "run.yaml", environ={}).config
-    models, engine = config.reward_models, config.engine
-    assert (models["a"].environment, models["b"].api_key_file) == (tmp_path / "env", tmp_path / "b.key")
-    assert (models["c"].environment, models["c"].api_key_file) == (None, None)
-    assert (engine.environment, engine.api_key_file) == (tmp_path / "env", Path("/keys/engine"))
 
 
 @pytest.mark.parametrize(
