@@ -76,7 +76,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.url=http://a"], "engine.url: must be a list"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),
         (["engine.url=[http://a:1, http://a:1/]"], "twice"),
-        (["engine.url=[ftp://a]"], "no URL"),
+        (["engine.url=[ftp://a]"], "not the URL of a server"),
         (["engine.url=[http://me:secret@a:1]"], "api_key_file"),
         (["engine.environment=/tmp"], "engine.environment"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.flags={seed: 1}"], "engine.flags"),

@@ -15,7 +15,7 @@ FIELD: Final = "rewards"
 
 @dataclass(frozen=True, slots=True)
 class RewardView:
-    """One reward in all workers that live now; docs/reference/json.md says what each figure means."""
+    """One reward in all workers that live now; docs/guides/lag.md says what each figure means."""
 
     name: str
     workers: int
