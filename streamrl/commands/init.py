@@ -42,11 +42,11 @@ def init(
     there = [name for name in files if (folder / name).exists()]
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
-    if template == "sort":
-        _make_sort_task(folder)
     templates = resources.files("streamrl.commands") / "templates"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if template == "sort":
+            _make_sort_task(folder)
         for name, source in files.items():
             (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:

@@ -36,7 +36,7 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """One stream of ids; docs/guides/lag.md says what each figure means, and docs/reference/json.md what may be null."""
+    """One stream of ids; docs/guides/lag.md says what each figure means."""
 
     name: str
     depth: int

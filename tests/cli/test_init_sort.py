@@ -77,7 +77,7 @@ def test_model_and_prompts_are_made_once_and_leave_the_process_as_it_was(made: P
 
 def test_nothing_is_written_where_it_cannot_be(new: Path, tmp_path: Path):
     (tmp_path / "file").touch()
-    done = process("init", str(tmp_path / "file" / "new"), "--template", "sort")
+    done = cli("init", str(tmp_path / "file" / "new"), "--template", "sort")
     assert done.returncode == 73
     assert "Not a directory" in done.stderr
     assert "Traceback" not in done.stderr
