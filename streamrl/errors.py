@@ -208,6 +208,18 @@ def unwrapped() -> Iterator[None]:
         raise unwrap(group) from group
 
 
+@contextlib.contextmanager
+def writing(path: object = None) -> Iterator[None]:
+    """Raise CannotCreate for an OSError of this block; it names `path`, or the file that the error names."""
+    try:
+        yield
+    except StreamrlError:
+        raise
+    except OSError as error:
+        what = f"{path or error.filename}: {error.strerror or error}"
+        raise CannotCreate(what, "check space and permissions") from error
+
+
 def need_packages(purpose: str, *names: str, extra: str = "train") -> None:
     """Raise ConfigError when packages are missing that an extra of streamrl installs.
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime as dt
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, need_packages
+from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, need_packages, writing
 from streamrl.monitor.lines import date_time, duration, size
 from streamrl.wire import Prompt
 
@@ -224,17 +223,16 @@ def export_rows(
         raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
     draft = out.with_name(f".{out.name}.draft")
     try:
-        if kind == "parquet":
-            count = _to_parquet(rows, draft, tokens=tokens)
-        else:
-            with draft.open("wb") as file:
-                count = _to_jsonl(rows, file.write)
-        draft.replace(out)
-    except OSError as error:
-        raise CannotCreate(f"{out}: {error.strerror or error}", "check space and permissions") from error
+        with writing(out):
+            if kind == "parquet":
+                count = _to_parquet(rows, draft, tokens=tokens)
+            else:
+                with draft.open("wb") as file:
+                    count = _to_jsonl(rows, file.write)
+            draft.replace(out)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)  # noqa: PTH108 (one call, whatever became of it)
+        with contextlib.suppress(OSError):
+            draft.unlink()
     return count
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from streamrl.commands import output
-from streamrl.errors import CannotCreate, need_packages
+from streamrl.errors import CannotCreate, need_packages, writing
 
 FILES: Final = {
     "own": {
@@ -43,14 +43,12 @@ def init(
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
     templates = resources.files("streamrl.commands") / "templates"
-    try:
+    with writing():
         folder.mkdir(parents=True, exist_ok=True)
         if template == "sort":
             _make_sort_task(folder)
         for name, source in files.items():
             (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
-    except OSError as error:
-        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     for name in files:
         output.write(f"wrote {folder / name}")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "

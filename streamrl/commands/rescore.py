@@ -37,7 +37,7 @@ from streamrl.consumers.rescoring import (
 )
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import CannotCreate, ExitCode, StreamrlError, UsageError, need_packages, unwrapped
+from streamrl.errors import CannotCreate, ExitCode, StreamrlError, UsageError, need_packages, unwrapped, writing
 from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar
 
@@ -317,11 +317,7 @@ def _failures(data: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], new: Sequence[float]) -> None:
-    """Write a picture (PNG): each response as a point, new over old, and both histograms.
-
-    Raises:
-        CannotCreate: the file cannot be written.
-    """
+    """Write a picture (PNG): each response as a point, new over old, and both histograms."""
     # A figure of its own: no pyplot, so no global state and no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -338,7 +334,5 @@ def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], ne
     bars.set_xticks(list(places), [f"{each.low:.3g}" for each in bins], rotation=45, ha="right")
     bars.set(xlabel="score", ylabel="responses")
     bars.legend(frameon=False)
-    try:
+    with writing(path):
         figure.savefig(path, format="png", bbox_inches="tight")
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror or error}", "check space and permissions") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import keyword
@@ -31,7 +32,7 @@ from streamrl.commands.reward_choice import (
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import CannotCreate, ExitCode, UsageError, unwrapped
+from streamrl.errors import CannotCreate, ExitCode, UsageError, unwrapped, writing
 from streamrl.monitor.lines import folded, printable, shortened
 
 if TYPE_CHECKING:
@@ -95,17 +96,13 @@ def new(
     }
     if there := [path.name for path in files if path.exists()]:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another name, or --in DIR")
-    written: list[Path] = []
-    try:
+    with contextlib.ExitStack() as undo, writing():
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that appeared meanwhile
-                written.append(path)
+                undo.callback(path.unlink, missing_ok=True)
                 file.write(text)
-    except OSError as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
+        undo.pop_all()
     for path in files:
         output.note(f"wrote {path}")
     output.note("lines for the run file; a run looks for modules beside it and in plugin_paths:")

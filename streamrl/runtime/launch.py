@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError
+from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
 from streamrl.queues import embedded
 from streamrl.runfile import RUNS, LoadedConfig, read_saved, save
 from streamrl.runtime.plan import RENDEZVOUS, plan
@@ -84,7 +84,7 @@ def prepare_run(
     changed = _changed(config, folder) if there and not fresh else ()
     checks = tuple(preflight(config, folder))
     put_aside = None
-    with _os_errors(folder):
+    with writing():
         if there:
             with supervisor_lock(folder):  # refused while the run is running
                 put_aside = _put_aside(folder) if fresh else None
@@ -142,26 +142,14 @@ def _put_aside(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _os_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except CannotCreate:
-        raise
-    except OSError as error:
-        raise CannotCreate(f"{error.filename or folder}: {error.strerror}", "check space and permissions") from error
-
-
-@contextlib.contextmanager
 def supervisor_lock(run_dir: Path) -> Iterator[None]:
     """Hold `supervisor.lock` of a run for this block; Refused when another process does.
 
     No child inherits the lock, and the kernel releases it when its holder dies.
     """
     path = run_dir / "supervisor.lock"
-    try:
+    with writing(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

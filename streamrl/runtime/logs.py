@@ -17,7 +17,7 @@ from typing import Any, Final
 import orjson
 from typing_extensions import override
 
-from streamrl.errors import CannotCreate
+from streamrl.errors import writing
 
 RECORD_FIELDS: Final = frozenset({"at", "level", "role", "logger", "event", "exception"})
 """What a line says of itself. Something else that is given under such a name is written as `NAME_`."""
@@ -64,11 +64,9 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
 
     The file is rotated at `max_bytes`; one old file is kept. `CannotCreate` when it cannot be opened.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LossyFile(path, maxBytes=max_bytes, backupCount=1)
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
     handler.setFormatter(_JsonLine(role))
     target = logging.getLogger()
     before = target.level

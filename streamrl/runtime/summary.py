@@ -19,7 +19,7 @@ import orjson
 
 from streamrl.atomic import write_whole
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, StreamrlError
+from streamrl.errors import StreamrlError, writing
 from streamrl.monitor.tail import Tail
 from streamrl.producers.meter import TICK_SECONDS
 from streamrl.runtime.offline import OnProgress, measure_accuracy, with_model
@@ -75,7 +75,9 @@ def write_summary(
     """Write `summary.json` and `curve.png`, and return the summary; CannotCreate when a file cannot be written."""
     learner = read_learner(run_dir)
     summary = summarize(config, run_dir, learner, counts, accuracies)
-    _write(run_dir / SUMMARY_FILE, orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    with writing(run_dir / SUMMARY_FILE):
+        options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        write_whole(run_dir / SUMMARY_FILE, orjson.dumps(summary, option=options))
     draw_curve(run_dir / CURVE_FILE, config.name, learner.steps, summary, read_rounds(run_dir, learner))
     return summary
 
@@ -170,10 +172,8 @@ def draw_curve(
         axes.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    try:
+    with writing(path):
         figure.savefig(path, bbox_inches="tight")
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
 
 
 def _title(name: str, summary: Mapping[str, Any]) -> str:
@@ -181,13 +181,6 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
         f"{name}: {summary['steps']} steps in {summary['train_seconds']:.1f} s, "
         f"staleness {summary['staleness_mean']:.2f} (at most {summary['staleness_max']})"
     )
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_whole(path, data + b"\n")
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
 
 
 @dataclass(slots=True)
