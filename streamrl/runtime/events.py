@@ -82,10 +82,8 @@ OnEvent: TypeAlias = Callable[[Event], None]
 class EventPump:
     """Carries events to a callback in a thread of its own; a context manager, whose end waits for it.
 
-    Args:
-        on_event: called with each event in order. What it raises ends the delivery and is kept in `broken`.
-        capacity: log lines that may wait.
-        linger: seconds to wait at the end for a reader that takes nothing; one that goes on reading gets more.
+    What the callback raises ends the delivery and is kept in `broken`. At most `capacity` log lines wait. The end waits
+    `linger` seconds for a reader that takes nothing; one that goes on reading gets more.
     """
 
     def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:

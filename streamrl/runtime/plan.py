@@ -57,11 +57,8 @@ _FINISHES: Final = END_OF_RUN | {"feeder"}
 class Checkup:
     """Health checks for a process that sends no heartbeats (Redis).
 
-    Args:
-        ready: returns when it can do its work; called at each start.
-        answers: whether it answers now; asked once a second while it is ready.
-        silence: seconds without an answer after which it is killed.
-        describe: what is known of a process, by its id, that does not answer; for the log.
+    `ready` returns when it can do its work. `answers` is asked once a second from then on: after `silence` seconds
+    without an answer the process is killed, and what `describe` knows of it by its pid goes to the log.
     """
 
     ready: Callable[[], Awaitable[None]]

@@ -138,9 +138,7 @@ class RoleProcess:
     async def wait(self, on_status: OnStatus, on_lines: OnLines) -> int:
         """Copy its output to the log until it ends, then kill its session. Returns the exit code (negative: a signal).
 
-        Args:
-            on_status: called with name and value of each line on the status pipe.
-            on_lines: called with the lines it logs, in batches.
+        `on_status` gets name and value of each line on the status pipe, `on_lines` the lines it logs, in batches.
         """
         readers = [
             asyncio.create_task(self._copy_output(on_lines)),
@@ -183,16 +181,12 @@ class RoleProcess:
 
 
 class RoleLog:
-    """Takes what a process writes to stdout and stderr.
+    """The log of one process: takes what it writes to stdout and stderr.
 
     Lines that are JSON objects are kept as they are; anything else (a traceback of the interpreter, a warning of a
     library) becomes one with `event`, `role`, `at` and `level: "raw"`. A line over 64 KiB is cut. When the file cannot
-    be written (full disk) lines are lost from the file, counted in `lost`, and the process goes on.
-
-    Args:
-        role: name of the role instance, `rollout.0`.
-        path: the file; its predecessor is `path` with `.1` appended.
-        max_bytes: size at which the file is rotated.
+    be written (full disk) lines are lost from the file, counted in `lost`, and the process goes on. At `max_bytes`
+    the file is rotated: its predecessor is `path` with `.1` appended.
     """
 
     def __init__(self, role: str, path: Path, max_bytes: int) -> None:
