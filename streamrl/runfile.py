@@ -22,7 +22,7 @@ from streamrl.atomic import write_whole
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
-from streamrl.config.words import said
+from streamrl.config.words import explain
 from streamrl.errors import ConfigError
 
 RUNS: Final = Path("runs")
@@ -179,7 +179,7 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
         where = f" ({origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {said(first)}{where}", _SCHEMA_HINT) from error
+        raise ConfigError(f"{key or 'configuration'}: {explain(first)}{where}", _SCHEMA_HINT) from error
 
 
 def _floats(node: Any) -> Any:
@@ -202,7 +202,7 @@ def _suggest(location: Sequence[str | int]) -> str:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {said(first)}"
+    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {explain(first)}"
 
 
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:

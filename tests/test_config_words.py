@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import ErrorDetails
 
 from streamrl import runfile
-from streamrl.config.words import WORDS, said
+from streamrl.config.words import WORDS, explain
 from streamrl.errors import ConfigError
 from streamrl.runfile import load, read_saved
 from tests.test_config import places
@@ -35,12 +35,12 @@ def wrong() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
 
     def spy(error: ErrorDetails) -> str:
-        words = said(error)
+        words = explain(error)
         found[error["type"]].append(words)
         return words
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runfile, "said", spy)
+        patch.setattr(runfile, "explain", spy)
         for key, _ in places():
             for value in VALUES:
                 values: Any = {}

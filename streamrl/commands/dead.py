@@ -185,10 +185,10 @@ async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[li
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:
-    """Queue the groups, and admit those that there is room for now: the run may have no feeder at the moment.
+    """Queue the groups, and admit as many as there is room for: the run may have no feeder at the moment.
 
     Held-out groups have no staleness to keep within, so there is room for all of them. They are not queued: the feeder
-    does not look at a queue of theirs, and one that was cut off would wait for ever.
+    reads the training queue only, so a queued held-out group would wait forever.
     """
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train

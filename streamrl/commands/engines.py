@@ -156,7 +156,7 @@ def remove(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Take a server out of a run. It ends its requests; those that take too long continue on another server."""
+    """Take a server out of a run. It finishes its requests; slow ones continue on another server."""
     target = find_run(run)
     _expect_servers(target)
     name = server.rstrip("/")
@@ -234,7 +234,7 @@ def _managed(run: RunDirectory) -> list[str]:
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """What is known of every server: those that a replica speaks of, those of the configuration, those added."""
+    """All servers that a replica reports, that the configuration names, or that were added, with what is known."""
     async with ledgers_to_look(run) as opened:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}

@@ -151,7 +151,7 @@ def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: 
         groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(group_id)
         for group in groups:
             if group.attempt != attempt:
-                continue  # other responses than those that are shown
+                continue  # these scores belong to other responses
             found[folder.name] = {
                 str(number): {"score": score.value, "parts": score.parts, "seconds": score.seconds}
                 for number, score in ((sample.number, sample.score) for sample in group.samples)

@@ -65,7 +65,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of past lines.")] = 100,
     json: JsonOption = False,
 ) -> int:
-    """Show the logs of all roles, or of some, in order of time; with those of the engine servers that they start."""
+    """Show the logs of all roles, or of some, in order of time, with the logs of the engine servers that they start."""
     roles = roles or []
     folder = find_run(run).path / "logs"
     files = [LogFile(path) for path in _wanted(folder, roles)]

@@ -134,7 +134,7 @@ def _check(into: str, threshold: float, picture: Path | None) -> None:
         raise UsageError(f"--threshold {threshold} is not a finite number", "a number, e.g. 0.5")
     if picture is not None:
         if not picture.absolute().parent.is_dir():
-            raise CannotCreate(f"{picture}: there is not a directory {picture.parent}", "make it first")
+            raise CannotCreate(f"{picture}: there is no directory {picture.parent}", "make it first")
         need_packages("a picture", "matplotlib")
 
 

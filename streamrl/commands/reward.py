@@ -210,17 +210,17 @@ def _expect_servers(config: RunConfig) -> None:
     """Refuse models without servers where there is no run that could have started some."""
     if not (lacking := started_models(config)):
         return
-    message = f"reward_models.{lacking[0]} has no url, and its servers are those of a run"
+    message = f"reward_models.{lacking[0]} has no url, so only a run has its servers"
     hint = "name the run with --run DIR, or give the model a url"
     if all_built_in(config):
         raise UsageError(message, hint)
-    output.note(f"warning: {message}: {hint}")  # nobody knows whether the reward asks it
+    output.note(f"warning: {message}: {hint}")  # the user's own code may ask no model at all
 
 
 async def _try(
     config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None, wait: float
 ) -> list[Trial]:
-    """Score all samples; in their order, those of a group together where a reward compares."""
+    """Score all samples, in their order; where a reward compares, the samples of a group together."""
     from streamrl.consumers.gateway.reward import GatewayReward
     from streamrl.consumers.sandbox.sandbox import own_folder, sweep
 
@@ -313,7 +313,7 @@ def _print(rows: Sequence[dict[str, Any]], summary: dict[str, Any], names: Seque
 
 
 def _parts(parts: Mapping[str, float], names: Sequence[str]) -> str:
-    """The parts; those of a reward that is alone without its name."""
+    """The parts on one line; without the name of the reward when there is only one."""
     if len(names) == 1:
         parts = {name.removeprefix(f"{names[0]}/"): part for name, part in parts.items() if name != names[0]}
     return "  ".join(f"{name} {part:.4g}" for name, part in parts.items())

@@ -55,8 +55,8 @@ def choose(
         adapter: of a function of another system.
 
     Returns:
-        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Of the models only those that
-        the rewards ask; all of them where that is a reward of somebody else.
+        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Only the models that the
+        rewards ask; all models if a reward is the user's own code, which may ask any of them.
 
     Raises:
         ConfigError: the run file is wrong.
@@ -114,7 +114,8 @@ async def opened(
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
         run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
-        say: is told every ten seconds who is waited for, and after five seconds which line of a reward blocks.
+        say: gets a line every ten seconds about the service that the rewards wait for, and one after five seconds
+            about the line of a reward that blocks.
         patience: seconds for which a service that is away is waited for; None: as long as a run does.
 
     Raises:
@@ -141,14 +142,14 @@ async def opened(
         scorer = PatientScorer(loaded, config.lease, left)
         stack.enter_context(Foreground(scorer.calls, lambda text: say(printable(text))).watching())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="who is waited for")
+        telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="tell what is waited for")
         yield scorer
         telling.cancel()
 
 
 def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
     """Raise Unreachable when the rewards ask servers of a run that is away."""
-    if not is_running(run) and all_built_in(config):  # nobody knows whether a reward of somebody else asks it
+    if not is_running(run) and all_built_in(config):  # the user's own code may ask no model at all
         raise Unreachable(
             f"run {run.name} is not running, and with it the servers of reward_models.{model}",
             "do this while it runs, or give the model a url in a file for --file",

@@ -44,7 +44,7 @@ def ls(
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
+    """Servers that others run are `listed`; servers that streamrl starts are `ready`, `asleep` or `down`."""
     rows = []
     async with ledgers_to_look(run) as opened:
         servers = RewardServers(opened)

@@ -52,8 +52,8 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 async def look(run: RunDirectory) -> dict[str, Any]:
     """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
-    Roles are those of the plan, those the supervisor knows and those on the board of Redis: roles
-    on other machines are not started by this supervisor, so only their heartbeat is known.
+    Roles come from the plan, from the supervisor and from the heartbeats in Redis: this supervisor does not start the
+    roles on other machines, so only their heartbeat is known.
     """
     supervised = read_states(run.path)
     board, rewards, reachable = await _board(run)

@@ -36,8 +36,8 @@ def ls(
 ) -> int:
     """List versions, newest first: step, size, share of changed values, where they are, which replicas have them.
 
-    The files of a version are removed when newer ones come; those of a pinned one stay until `weights unpin`. Sizes are
-    those of the files: a delta holds only the values that changed since the version before.
+    The files of a version are removed when newer versions come; a pinned version stays until `weights unpin`. A size is
+    that of the files: a delta holds only the values that changed since the version before.
     """
     target = find_run(run)
     rows = _rows(target)
@@ -47,7 +47,7 @@ def ls(
         output.write_json("streamrl.weights/1", {"versions": rows, "rollback": None})
         return 0
     if not rows:
-        output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
+        output.note("no version is here" + ("" if everything else "; --all also lists versions without files"))
         return 0
     _print(rows)
     return 0
@@ -125,7 +125,7 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
 
 
 def _number(run: RunDirectory, version: str) -> int:
-    """The number of a version that is named by its number, or as `newest` of those whose files are here.
+    """The number of a version that is named by its number, or as `newest`: the newest with files here.
 
     Raises:
         UsageError: it is neither, or no files are here.
@@ -133,7 +133,7 @@ def _number(run: RunDirectory, version: str) -> int:
     if version == "newest":
         found = _places(run)
         if not found:
-            raise UsageError("no version is here", "`streamrl weights ls --all` lists those whose files are gone")
+            raise UsageError("no version is here", "`streamrl weights ls --all` also lists versions without files")
         return max(found)[1]
     if not (version.isascii() and version.isdigit()):
         raise UsageError(f"{version} is not a version", "name a number that `streamrl weights ls` shows, or newest")

@@ -47,7 +47,7 @@ WORDS: Final[Mapping[str, str]] = {
 """By the type of pydantic's error; `tests/test_config_words.py` makes every one that a run file can lead to."""
 
 
-def said(error: Mapping[str, Any]) -> str:
+def explain(error: Mapping[str, Any]) -> str:
     """One error of pydantic (an item of `ValidationError.errors()`) in the words of a run file.
 
     An entry that is missing in a list has a number as the last part of its place.

@@ -1,4 +1,4 @@
-"""What the supervisor tells whoever shows it: a live screen, plain lines, a test.
+"""The supervisor's events, for whatever shows them: a live screen, plain lines, a test.
 
 The callback is called from one thread of its own, event after event, so a terminal that does not read blocks neither
 the supervisor nor a role. Log lines that do not fit into the queue are dropped and counted; changes of state never are.

@@ -124,8 +124,7 @@ def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")
 def memory(config: RunConfig, model_float32: int) -> Need:
     """Bytes of host memory that a run takes: processes, weights on the CPU, versions in /dev/shm.
 
-    The two counts differ in the versions: those that a replica still pulls, or has in its staging folder, are not there
-    always.
+    The two counts differ in the versions: a version that a replica still pulls, or has staged, is not always there.
     """
     counts = processes(config)
     sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}
@@ -243,7 +242,7 @@ def shared_memory_copies(config: RunConfig) -> int:
     """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
 
     Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more
-    where somebody may still be pulling, and two in the staging folder of each replica that fetches versions or
+    where a replica may still be pulling, and two in the staging folder of each replica that fetches versions or
     completes deltas.
     """
     weights = config.weights

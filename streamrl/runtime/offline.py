@@ -112,7 +112,7 @@ async def _scores(
             on_progress(done, total)
 
     async with asyncio.TaskGroup() as beside:
-        telling = beside.create_task(scorer.tell(logger.warning), name="who is waited for")
+        telling = beside.create_task(scorer.tell(logger.warning), name="tell what is waited for")
         async with asyncio.TaskGroup() as tasks:
             for number in range(total):
                 tasks.create_task(one(number, prompts[number % len(prompts)]))

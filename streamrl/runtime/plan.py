@@ -186,7 +186,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
 
 
 def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> RoleCommand:
-    # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
+    # -P: the working directory must not shadow installed modules (a user's `redis/` or `queue.py`).
     argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
     return RoleCommand(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
 

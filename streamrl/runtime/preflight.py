@@ -160,7 +160,7 @@ def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
 
 
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
-    """See that the rewards can measure versions when the run is over; only those that `open` can ask a model."""
+    """See that the rewards can measure versions after the run. Only a reward with its own `open` can ask a model."""
     asking = [reward.spec for reward in rewards if getattr(type(reward.life), "open", None) not in (None, Reward.open)]
     started = [name for name, model in models_asked(asking, config.reward_models).items() if model.managed]
     if started:

@@ -124,7 +124,7 @@ def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
 
 
 def _detach_terminals(terminals: Sequence[int]) -> None:
-    """Write to nobody from now on: a terminal that was closed answers every write with an error."""
+    """Send all output to /dev/null from now on: every write to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     for terminal in terminals:
         os.dup2(nowhere, terminal)
