@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
+from tests.http_kit import answering
 
 
 def config(**sections: Any) -> RunConfig:
@@ -107,24 +107,14 @@ def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """A server that wants the key `sesame`; yields its URL and what it was asked."""
     asked: list[tuple[str, str | None]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            key = self.headers.get("Authorization")
-            asked.append((self.path, key))
-            there = self.path in {"/model_info", "/v1/models"}
-            self.send_response((200 if there else 404) if key == "Bearer sesame" else 401)
-            self.end_headers()
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        key = request.headers.get("Authorization")
+        asked.append((request.path, key))
+        there = request.path in {"/model_info", "/v1/models"}
+        return (200 if there else 404) if key == "Bearer sesame" else 401, b""
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}", asked
-    listening.shutdown()
-    thread.join()
-    listening.server_close()
+    with answering(answer) as url:
+        yield url, asked
 
 
 def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Path):
