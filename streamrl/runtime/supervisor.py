@@ -21,7 +21,7 @@ from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEven
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.launch import supervisor_lock, sweep
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, UnitSpec, plan
+from streamrl.runtime.plan import ROLE_KINDS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.roles import stop_signals
 from streamrl.runtime.unit import KILL_SECONDS, Unit
@@ -221,7 +221,7 @@ class Supervisor:
                 RunOutcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
             )
             self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
-        elif unit.spec.kind in END_OF_RUN:
+        elif ROLE_KINDS[unit.spec.kind].ends_run:
             self._end(RunOutcome(ExitCode.OK, finished=True, reason="finished"))
 
     async def _drain(self, running: dict[Unit, asyncio.Task[None]]) -> None:
@@ -231,8 +231,8 @@ class Supervisor:
         for unit in self.units:
             if unit.spec.kind not in _STAYS_UP:
                 unit.forbid_restart()
-        for kind in DRAIN_ORDER:
-            share += DRAIN_SHARE[kind]
+        for kind, known in ROLE_KINDS.items():
+            share += known.drain_share
             stage = {unit: running[unit] for unit in self.units if unit.spec.kind == kind and not running[unit].done()}
             if stage:
                 await self._drain_stage(stage, started + share * self._config.drain_deadline)
@@ -277,7 +277,8 @@ class Supervisor:
         outcome = replace(outcome, restarts=restarts)
         for unit in self.units:
             code = unit.instance.exit_code
-            if unit.spec.kind in END_OF_RUN and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
+            ends_run = ROLE_KINDS[unit.spec.kind].ends_run
+            if ends_run and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
                 reason = f"{outcome.reason}, but {unit.spec.name} {unit.instance.reason}"
                 outcome = replace(outcome, exit_code=_exit_code(code), reason=reason)
         return outcome

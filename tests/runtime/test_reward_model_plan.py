@@ -13,7 +13,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, role_names, starts_after
+from streamrl.runtime.plan import ROLE_KINDS, plan, processes, role_names, starts_after
 from streamrl.runtime.preflight import look_at_reward_models
 from streamrl.servers import environments
 from tests.runtime.played_model_server import make_environment
@@ -50,12 +50,13 @@ def test_each_server_is_a_role_of_its_own(tmp_path):
 
 
 def test_only_those_that_score_wait_for_them():
-    assert {kind for kind in WAITS_FOR if "reward_model" in starts_after(kind)} == {"reward"}
-    assert {kind for kind in WAITS_FOR if "reward_model" in WAITS_FOR[kind]} == {"reward"}
+    assert {kind for kind in ROLE_KINDS if "reward_model" in starts_after(kind)} == {"reward"}
+    assert {kind for kind, known in ROLE_KINDS.items() if "reward_model" in known.waits_for} == {"reward"}
     assert starts_after("reward_model") == frozenset()
-    assert DRAIN_ORDER.index("reward") < DRAIN_ORDER.index("reward_model")
-    assert set(DRAIN_ORDER) == set(WAITS_FOR) == set(DRAIN_SHARE)
-    assert sum(DRAIN_SHARE.values()) == pytest.approx(1.0)
+    order = list(ROLE_KINDS)
+    assert order.index("reward") < order.index("reward_model")
+    assert order[-1] == "redis"
+    assert sum(known.drain_share for known in ROLE_KINDS.values()) == pytest.approx(1.0)
 
 
 async def test_a_replica_starts_beside_a_server_and_a_worker_after_it(tmp_path):

@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.plan import WAITS_FOR, UnitSpec, starts_after
+from streamrl.runtime.plan import ROLE_KINDS, UnitSpec, starts_after
 from streamrl.runtime.process import RoleCommand
 from streamrl.runtime.supervisor import supervise
 from streamrl.weight_sync.files import shm_store
@@ -32,7 +32,7 @@ def unit(folder, name, *behaviours, kind=None, finishes=False, names=None, start
     kind = kind or name.split(".")[0]
     return UnitSpec(
         kind, tuple(names or [name]), command, finishes=finishes, start_seconds=start_seconds,
-        starts_after=starts_after(kind), waits_for=WAITS_FOR[kind],
+        starts_after=starts_after(kind), waits_for=ROLE_KINDS[kind].waits_for,
     )  # fmt: skip
 
 
