@@ -52,7 +52,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     origins: dict[str, str] = {}
     if path is not None:
         values = _read_yaml(path)
-        origins.update({key: f"file {path}" for key, _ in _leaves(values)})
+        origins.update({key: f"file {path}" for key, _ in leaves(values)})
     variables = os.environ if environ is None else environ
     for name, raw in sorted(variables.items()):
         if name.startswith("STREAMRL_") and name.removeprefix("STREAMRL_").split("__")[0].lower() in _SECTIONS:
@@ -68,7 +68,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     config = _validate(values, origins)
     if path is not None:
         config = _anchor(config, path.resolve().parent)
-    for key, _ in _leaves(config.model_dump(mode="json")):
+    for key, _ in leaves(config.model_dump(mode="json")):
         origins.setdefault(key, "default")
     return LoadedConfig(config=config, origins=origins)
 
@@ -157,10 +157,11 @@ def _number(text: str) -> str | float:
         return text
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `(dotted key, value)` of nested mappings; lists are values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
 

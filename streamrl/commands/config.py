@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,7 +15,7 @@ from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.access import redact
-from streamrl.runfile import RUNS, LoadedConfig, load, read_saved
+from streamrl.runfile import RUNS, LoadedConfig, leaves, load, read_saved
 
 if TYPE_CHECKING:
     from streamrl.runtime.preflight import Check
@@ -124,15 +124,6 @@ def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
     if values["redis"]["url"] is not None:
         values["redis"]["url"] = redact(values["redis"]["url"])
     return values
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(dotted key, value)` of nested mappings; lists are values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def origin_of(loaded: LoadedConfig, key: str) -> str:

@@ -113,8 +113,9 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
         output.write(f"trained model   {run_dir / 'model'}")
     output.write("")
     output.write("next:")
-    for command in next_commands(config, run_dir):
-        output.write(f"  {command}")
+    last = max(0, config.learner.groups_per_step - 1)
+    for command in (f"audit --run {run_dir}", f"trace {last} --run {run_dir}", "init my-run"):
+        output.write(f"  streamrl {command}")
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -135,16 +136,6 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("groups admitted / trained / dropped / dead", groups),
         ("responses dead", str(summary["samples_dead"])),
         ("held-out groups evaluated", str(summary["groups_evaluated"])),
-    ]
-
-
-def next_commands(config: RunConfig, run_dir: Path) -> list[str]:
-    """Three commands worth a try after this run."""
-    group = max(0, config.learner.groups_per_step - 1)
-    return [
-        f"streamrl audit --run {run_dir}",
-        f"streamrl trace {group} --run {run_dir}",
-        "streamrl init my-run",
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
+from streamrl.commands.config import configuration, origin_of, without_secrets, write_checks
 from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
@@ -22,7 +22,7 @@ from streamrl.monitor.roles import RoleStates
 from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
-from streamrl.runfile import RUNS, LoadedConfig
+from streamrl.runfile import RUNS, LoadedConfig, leaves
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import RunOutcome, supervise
