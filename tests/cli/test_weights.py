@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import map_version
 
-from .run_kit import cli, data_of, make_run
+from .run_kit import answered, cli, data_of, make_run
 
 SETTINGS = ("weights.transport=directory", "weights.delta.enabled=true", "weights.dtype=bfloat16")
 
@@ -63,10 +62,6 @@ async def live(tmp_path: Path):
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
         await ledgers.roles.beat("rollout.0", {"version": 3, "state": "ready"}, 60)
         yield run_dir, ledgers
-
-
-async def run(*arguments: str):
-    return await asyncio.to_thread(cli, *arguments)
 
 
 def test_ls_and_show_of_a_stopped_run(stopped: Path):
@@ -135,7 +130,7 @@ def test_a_disk_without_room_is_73_and_leaves_nothing(stopped: Path, monkeypatch
 
 async def test_ls_says_which_replicas_hold_a_version(live):
     run_dir, _ = live
-    rows = data_of((await run("weights", "ls", "--run", str(run_dir), "--json")).stdout, "streamrl.weights/1")
+    rows = await answered("streamrl.weights/1", run_dir, "weights", "ls")
     assert {row["version"]: row["replicas"] for row in rows["versions"]} == {4: [], 3: ["rollout.0"], 2: [], 1: []}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.records import Cause
 from tests.queues.ledger_kit import lease
 
-from .run_kit import admit, cli, data_of, make_run, sample
+from .run_kit import admit, answered, command, make_run, sample
 
 
 @pytest.fixture
@@ -41,19 +39,13 @@ async def live_run(tmp_path: Path):
         yield run_dir
 
 
-async def answered(schema: str, run_dir: Path, *arguments: str) -> Any:
-    done = await asyncio.to_thread(cli, *arguments, "--run", str(run_dir), "--json")
-    assert done.returncode == 0, done.stderr
-    return data_of(done.stdout, schema)
-
-
 async def test_lag_and_trace_say_that_groups_are_scored_whole(live_run: Path):
     data = await answered("streamrl.lag/1", live_run, "lag")
     streams = {stream["name"]: stream for stream in data["train"]["streams"]}
     assert (streams["rollouts"]["depth"], streams["rollouts"]["lag"], streams["rollouts"]["unit"]) == (1, 0, "groups")
     assert streams["rollouts"]["out_per_second"] is None, "workers count samples"
     assert streams["prompts"]["unit"] == "groups"
-    assert "rollouts (groups)" in (await asyncio.to_thread(cli, "lag", "--run", str(live_run))).stdout
+    assert "rollouts (groups)" in (await command("lag", "--run", str(live_run))).stdout
     closed, dead, leased, half = [
         await answered("streamrl.trace/1", live_run, "trace", str(group_id)) for group_id in range(4)
     ]
@@ -63,7 +55,7 @@ async def test_lag_and_trace_say_that_groups_are_scored_whole(live_run: Path):
     assert dead["state"] == "dead"
     assert (leased["without_payload"], leased["without_score"]) == (0, 2)
     assert (half["without_payload"], half["without_score"]) == (1, 2)
-    assert "scored whole" in (await asyncio.to_thread(cli, "trace", "2", "--run", str(live_run))).stdout
+    assert "scored whole" in (await command("trace", "2", "--run", str(live_run))).stdout
 
 
 async def test_a_dead_group_is_audited_listed_replayed_and_whole_again(live_run: Path):
