@@ -190,12 +190,12 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def _rank(error: BaseException) -> int:
-    if not isinstance(error, Exception):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return 0
     if isinstance(error, Fenced):
         return 4
     if not isinstance(error, StreamrlError):
-        return 3
+        return 3 if isinstance(error, Exception) else 5
     return 1 if classify(error.exit_code) is ExitClass.HOPELESS else 2
 
 
