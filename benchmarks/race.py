@@ -32,8 +32,7 @@ from spread import ratios, spread, table
 
 from streamrl.monitor.tail import Tail
 from streamrl.producers.meter import TICK_SECONDS
-from streamrl.runtime.figures import read_learner, read_rollouts
-from streamrl.runtime.summary import SUMMARY_FILE
+from streamrl.runtime.summary import SUMMARY_FILE, read_learner, read_rollouts
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "sort"

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,7 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "status": ("status:status", "Show each role: state, pid, restarts, version, progress. Starts nothing."),
     "lag": ("lag:lag", "Show what waits in each stream, for how long, and who holds it."),
     "logs": ("logs:logs", "Show the logs of all roles, or of some, in order of time."),
-    "trace": ("trace:trace", "Show all that is known of one prompt group."),
+    "trace": ("groups:trace", "Show all that is known of one prompt group."),
     "audit": ("audit:audit", "Prove that no group was lost and none was trained twice."),
     "clean": ("clean:clean", "Remove what killed processes of a stopped run left behind."),
     "export": ("export:export", "Write a checkpoint as a Hugging Face directory."),
@@ -36,8 +35,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "dead": ("dead:app", "Dead letters: list, show, replay, drop."),
     "config": ("config:app", "The configuration: show with origins, validate, JSON schema."),
     "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
-    "reward": ("rewards:app", "Rewards: write one with its test, try it on samples; servers."),
-    "score": ("score:app", "Scores: what the rewards said of each response of a group."),
+    "reward": ("reward:app", "Rewards: write one with its test, try it on samples; servers."),
+    "score": ("groups:app", "Scores: what the rewards said of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
     "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }
@@ -83,14 +82,6 @@ app = typer.Typer(
 )
 
 
-class Colour(StrEnum):
-    """Values of `--color`."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
 def _show_version(asked: bool) -> None:
     if asked:
         from streamrl.commands.version import version
@@ -101,8 +92,9 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def options(
     colour: Annotated[
-        Colour, typer.Option("--color", envvar="STREAMRL_COLOR", help="Colour on stdout and stderr.")
-    ] = Colour.auto,
+        Literal["auto", "always", "never"],
+        typer.Option("--color", envvar="STREAMRL_COLOR", help="Colour on stdout and stderr."),
+    ] = "auto",
     debug: Annotated[bool, typer.Option("--debug", envvar="STREAMRL_DEBUG", help="Show tracebacks of errors.")] = False,
     _: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Same as the command `version`.")
@@ -111,7 +103,7 @@ def options(
     """Asynchronous, off-policy, streaming reinforcement learning of language models."""
     from streamrl.commands.output import choose_colour
 
-    choose_colour(colour.value)
+    choose_colour(colour)
     _debug[0] = debug
 
 

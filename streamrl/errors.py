@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from importlib.util import find_spec
 
 
 class ExitCode(IntEnum):
@@ -46,6 +47,34 @@ class ExitCode(IntEnum):
     CONFIG = 78
     INTERRUPTED = 130
     TERMINATED = 143
+
+
+class ExitClass(StrEnum):
+    """What an exit code means for the restart."""
+
+    FINISHED = "finished"
+    HOPELESS = "hopeless"
+    CRASHED = "crashed"
+
+
+def classify(code: int) -> ExitClass:
+    """Return the class of an exit code; negative codes are signals, as in `asyncio.subprocess`.
+
+    | exit code | meaning | what the supervisor does |
+    |---|---|---|
+    | 0 | finished | nothing; the learner's means that the run is finished |
+    | 3 | failed before it was ready | no restart, the run fails |
+    | 64-78, without 69 and 75 | configuration, data, plug-in or a broken promise | no restart, the run fails |
+    | 69, 75 | a service is away, or a deadline is over | restart |
+    | anything else, every signal | crash | restart |
+    """
+    if code == ExitCode.OK:
+        return ExitClass.FINISHED
+    if code in {ExitCode.UNREACHABLE, ExitCode.TEMPORARY}:
+        return ExitClass.CRASHED
+    if code == ExitCode.NOT_READY or 64 <= code <= 78:
+        return ExitClass.HOPELESS
+    return ExitClass.CRASHED
 
 
 class StreamrlError(Exception):
@@ -153,21 +182,54 @@ class Forgotten(StreamrlError):
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """Return the first `StreamrlError` inside nested exception groups, else the first error."""
-    found = list(leaves(error))
-    return next((leaf for leaf in found if isinstance(leaf, StreamrlError)), found[0])
+    """Return the error inside nested exception groups that says most: the one that decides the end of a process.
+
+    First what no restart can cure, then other known errors, then bugs, then `Fenced`. Ctrl-C comes before all of them.
+    """
+    return min(leaves(error), key=_rank)
+
+
+def _rank(error: BaseException) -> int:
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return 0
+    if isinstance(error, Fenced):
+        return 4
+    if not isinstance(error, StreamrlError):
+        return 3 if isinstance(error, Exception) else 5
+    return 1 if classify(error.exit_code) is ExitClass.HOPELESS else 2
 
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise an error that a task group wraps instead of the group; a group of several errors stays one."""
+    """Raise what `unwrap` finds instead of the exception group of a task group."""
     try:
         yield
     except BaseExceptionGroup as group:
-        first, *more = leaves(group)
-        if more:
-            raise
-        raise first from group
+        raise unwrap(group) from group
+
+
+@contextlib.contextmanager
+def writing(path: object = None) -> Iterator[None]:
+    """Raise CannotCreate for an OSError of this block; it names `path`, or the file that the error names."""
+    try:
+        yield
+    except StreamrlError:
+        raise
+    except OSError as error:
+        what = f"{path or error.filename}: {error.strerror or error}"
+        raise CannotCreate(what, "check space and permissions") from error
+
+
+def need_packages(purpose: str, *names: str, extra: str = "train") -> None:
+    """Raise ConfigError when packages are missing that an extra of streamrl installs.
+
+    Args:
+        purpose: what needs them, as the subject of a sentence.
+        names: of the packages.
+        extra: of streamrl.
+    """
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise ConfigError(f"{purpose} needs {', '.join(missing)}", f"pip install 'streamrl[{extra}]'")
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

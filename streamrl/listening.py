@@ -53,7 +53,9 @@ def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socke
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"{host!r} is no address: {error}", "--host 127.0.0.1, or an address of this host") from error
+        raise ConfigError(
+            f"{host!r} is not an address: {error}", "--host 127.0.0.1, or an address of this host"
+        ) from error
     family, kind, protocol, _, address = found[0]
     if key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(f"{host} can be reached from other hosts", "give the server a key with --api-key-file")

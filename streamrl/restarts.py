@@ -1,45 +1,13 @@
-"""How long to wait, and how often to try, before a dead role or engine server is restarted. Pure, without a clock.
-
-Of roles:
-
-| exit code | meaning | what the supervisor does |
-|---|---|---|
-| 0 | finished | nothing; the learner's means that the run is finished |
-| 3 | failed before it was ready | no restart, the run fails |
-| 64-78, without 69 and 75 | configuration, data, plug-in or a broken promise | no restart, the run fails |
-| 69, 75 | a service is away, or a deadline is over | restart |
-| anything else, every signal | crash | restart |
-"""
+"""How long to wait, and how often to try, before a dead role or engine server is restarted. Pure, without a clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from streamrl.config import SupervisorConfig
-from streamrl.errors import ExitCode
 
 HEALTHY_SECONDS = 60.0
 """After being ready for this long, the backoff starts from the beginning."""
-
-
-class ExitClass(StrEnum):
-    """What an exit code means for the restart."""
-
-    FINISHED = "finished"
-    HOPELESS = "hopeless"
-    CRASHED = "crashed"
-
-
-def classify(code: int) -> ExitClass:
-    """Return the class of an exit code; negative codes are signals, as in `asyncio.subprocess`."""
-    if code == ExitCode.OK:
-        return ExitClass.FINISHED
-    if code in {ExitCode.UNREACHABLE, ExitCode.TEMPORARY}:
-        return ExitClass.CRASHED
-    if code == ExitCode.NOT_READY or 64 <= code <= 78:
-        return ExitClass.HOPELESS
-    return ExitClass.CRASHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from streamrl.atomic import write_whole
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.config.presets import lay_beneath
-from streamrl.config.words import said
+from streamrl.config.words import explain
 from streamrl.errors import ConfigError
 
 RUNS: Final = Path("runs")
@@ -52,7 +52,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     origins: dict[str, str] = {}
     if path is not None:
         values = _read_yaml(path)
-        origins.update({key: f"file {path}" for key, _ in _leaves(values)})
+        origins.update({key: f"file {path}" for key, _ in leaves(values)})
     variables = os.environ if environ is None else environ
     for name, raw in sorted(variables.items()):
         if name.startswith("STREAMRL_") and name.removeprefix("STREAMRL_").split("__")[0].lower() in _SECTIONS:
@@ -68,7 +68,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     config = _validate(values, origins)
     if path is not None:
         config = _anchor(config, path.resolve().parent)
-    for key, _ in _leaves(config.model_dump(mode="json")):
+    for key, _ in leaves(config.model_dump(mode="json")):
         origins.setdefault(key, "default")
     return LoadedConfig(config=config, origins=origins)
 
@@ -86,7 +86,7 @@ def read_saved(path: Path) -> LoadedConfig:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{path.parent} is no run directory: {path.name} is missing", "name one with --run"
+            f"{path.parent} is not a run directory: {path.name} is missing", "name one with --run"
         ) from error
     except ValidationError as error:
         raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
@@ -134,7 +134,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{origin} {key}: {raw!r} is no YAML value", "quote it as in YAML") from error
+        raise ConfigError(f"{origin} {key}: {raw!r} is not a YAML value", "quote it as in YAML") from error
     if isinstance(value, str):
         value = _number(value)
     *parents, last = key.split(".")
@@ -143,7 +143,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
             hint = f"{parent} is a list, which is set as a whole" if isinstance(child, list) else _SCHEMA_HINT
-            raise ConfigError(f"{origin} {key}: {parent} is no section", hint)
+            raise ConfigError(f"{origin} {key}: {parent} is not a section", hint)
         node = child
     node[last] = value
     origins[key] = origin
@@ -157,10 +157,11 @@ def _number(text: str) -> str | float:
         return text
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `(dotted key, value)` of nested mappings; lists are values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
 
@@ -179,7 +180,7 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str]) -> RunConfig:
         where = f" ({origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown key {key}{where}", _suggest(first["loc"])) from error
-        raise ConfigError(f"{key or 'configuration'}: {said(first)}{where}", _SCHEMA_HINT) from error
+        raise ConfigError(f"{key or 'configuration'}: {explain(first)}{where}", _SCHEMA_HINT) from error
 
 
 def _floats(node: Any) -> Any:
@@ -202,7 +203,7 @@ def _suggest(location: Sequence[str | int]) -> str:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {said(first)}"
+    return f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {explain(first)}"
 
 
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:

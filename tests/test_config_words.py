@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import ErrorDetails
 
 from streamrl import runfile
-from streamrl.config.words import WORDS, said
+from streamrl.config.words import WORDS, explain
 from streamrl.errors import ConfigError
 from streamrl.runfile import load, read_saved
 from tests.test_config import places
@@ -35,12 +35,12 @@ def wrong() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
 
     def spy(error: ErrorDetails) -> str:
-        words = said(error)
+        words = explain(error)
         found[error["type"]].append(words)
         return words
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runfile, "said", spy)
+        patch.setattr(runfile, "explain", spy)
         for key, _ in places():
             for value in VALUES:
                 values: Any = {}
@@ -80,10 +80,13 @@ def test_every_type_of_error_has_its_words_and_is_made_here(wrong: dict[str, lis
         ("sampling.temperature=0", "sampling.temperature: must be more than 0, not 0 (--set)"),
         ("scoring.clip=[1]", "scoring.clip.1: is missing: the list is too short"),
         ("scoring.clip=[1, 2, 3]", "scoring.clip: must have 2 or fewer entries, and has 3 (--set)"),
-        ("lease.seconds=soon", "lease.seconds: 'soon' is no duration (write 500ms, 30s, 10m or a number of seconds)"),
+        (
+            "lease.seconds=soon",
+            "lease.seconds: 'soon' is not a duration (write 500ms, 30s, 10m or a number of seconds)",
+        ),
         ("redis.maxmemory=.inf", "redis.maxmemory: must be a finite number, not inf (--set)"),
-        ("redis.maxmemory=lots", "redis.maxmemory: 'lots' is no size (write 512MiB, 8GiB or a number of bytes)"),
-        ("name=2024-13-45", "--set name: '2024-13-45' is no YAML value"),
+        ("redis.maxmemory=lots", "redis.maxmemory: 'lots' is not a size (write 512MiB, 8GiB or a number of bytes)"),
+        ("name=2024-13-45", "--set name: '2024-13-45' is not a YAML value"),
         ("name=2024-12-24", "name: must be text; put it in quotes (--set)"),
         ("model=x", "model: must be a mapping: {key: value} (--set)"),
         ("data.train=5", "data.train: must be the path of a file or directory (--set)"),

@@ -12,7 +12,7 @@ from streamrl.config.learner import Preset
 from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.runfile import load
+from streamrl.runfile import leaves, load
 from tests.docs_kit import hooks
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference" / "presets"
@@ -46,14 +46,6 @@ def test_each_is_a_run_that_starts(name):
     recipe = Recipe.of(config)
     assert recipe.estimator.name == config.learner.advantage.use
     assert recipe.streams == (name in {"grpo", "egpo_zhao", "high_staleness", "on_policy"})
-
-
-def leaves(node, path=()):
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from leaves(value, (*path, key))
-    else:
-        yield ".".join(path), node
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,14 @@
 """When what died comes back: exit codes, pauses, and how often."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import SupervisorConfig
-from streamrl.restarts import HEALTHY_SECONDS, Deaths, ExitClass, RestartPolicy, classify
+from streamrl.errors import ConfigError, ExitClass, Fenced, Unreachable, classify, unwrap, unwrapped
+from streamrl.restarts import HEALTHY_SECONDS, Deaths, RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30.0)
 
@@ -32,6 +35,16 @@ POLICY = RestartPolicy(max_restarts=3, window=100.0, backoff=0.5, max_backoff=30
 )
 def test_what_an_exit_code_asks_for(code, kind):
     assert classify(code) is kind
+
+
+def test_of_several_errors_the_one_counts_that_no_restart_can_cure():
+    away, wrong, bug, old = Unreachable("a"), ConfigError("c"), ValueError("b"), Fenced("f")
+    assert unwrap(ExceptionGroup("tasks", [old, bug, ExceptionGroup("in", [away, wrong])])) is wrong
+    assert unwrap(ExceptionGroup("tasks", [old, bug, away])) is away
+    assert unwrap(ExceptionGroup("tasks", [old, bug])) is bug
+    assert unwrap(BaseExceptionGroup("tasks", [asyncio.CancelledError(), old])) is old
+    with pytest.raises(ConfigError), unwrapped():
+        raise ExceptionGroup("tasks", [away, wrong])
 
 
 def test_pauses_double_to_a_limit_and_jitter_is_full():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import orjson
 import typer
@@ -21,12 +19,10 @@ from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError
+from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, need_packages, writing
 from streamrl.monitor.lines import date_time, duration, size
 from streamrl.wire import Prompt
 
-LIST_SCHEMA: Final = "streamrl.archive/1"
-EXPORT_SCHEMA: Final = "streamrl.archive.export/1"
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ROWS_AT_ONCE: Final = 512
 """Rows of one row group of Parquet: what is held in memory."""
@@ -43,11 +39,7 @@ SinceOption = Annotated[
 ]
 
 
-class RowFormat(StrEnum):
-    """Values of `--format`."""
-
-    jsonl = "jsonl"
-    parquet = "parquet"
+RowFormat = Literal["jsonl", "parquet"]
 
 
 @app.command("ls")
@@ -65,19 +57,19 @@ def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = Fals
     if not files:
         read_archive(path)  # says how one comes to be
     code = int(ExitCode.FAILURE if any(found["problem"] for found in files) else ExitCode.OK)
-    if json:
-        output.write_json(LIST_SCHEMA, {"source": str(path), "files": files})
-        return code
-    for found in files:
-        kind = "held-out groups" if found["evaluation"] else "groups"
-        when = f"{date_time(found['from'])} to {date_time(found['to'])}" if found["from"] else "time unknown"
-        line = f"{found['file']}  {size(found['bytes'])}  {found['groups']} {kind}  {found['samples']} samples  {when}"
-        output.write(line + (f"  DAMAGED: {found['problem']}" if found["problem"] else ""))
+    data = {"source": str(path), "files": files}
+    output.answer("streamrl.archive/1", data, map(_file_line, files), json=json)
     return code
 
 
+def _file_line(found: dict[str, Any]) -> str:
+    kind = "held-out groups" if found["evaluation"] else "groups"
+    when = f"{date_time(found['from'])} to {date_time(found['to'])}" if found["from"] else "time unknown"
+    line = f"{found['file']}  {size(found['bytes'])}  {found['groups']} {kind}  {found['samples']} samples  {when}"
+    return line + (f"  DAMAGED: {found['problem']}" if found["problem"] else "")
+
+
 def _file(file: Path, *, evaluation: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"file": str(file), "bytes": file.stat().st_size, "evaluation": evaluation}
     groups = samples = dead = 0
     first, last, problem = 0.0, 0.0, None
     try:
@@ -88,7 +80,10 @@ def _file(file: Path, *, evaluation: bool) -> dict[str, Any]:
             first, last = first or group.at, max(last, group.at)
     except (WireError, ConfigError) as error:
         problem = error.message
-    return found | {
+    return {
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "evaluation": evaluation,
         "groups": groups,
         "samples": samples,
         "dead": dead,
@@ -119,8 +114,8 @@ def export(
     could not be read.
     """
     path = None if out == "-" else Path(out)
-    kind = kind or (RowFormat.parquet if path is not None and path.suffix == ".parquet" else RowFormat.jsonl)
-    if path is None and (kind is RowFormat.parquet or json):
+    kind = kind or ("parquet" if path is not None and path.suffix == ".parquet" else "jsonl")
+    if path is None and (kind == "parquet" or json):
         raise UsageError("--out - writes JSON lines and nothing else", "name a file")
     reading = read_archive(source or find_run(run).path, evaluation=evaluation)
     started = time.monotonic()
@@ -129,14 +124,10 @@ def export(
     code = int(ExitCode.FAILURE if reading.problems else ExitCode.OK)
     if path is None:
         return code
-    written = path.stat().st_size
-    data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": written}
-    data["problems"] = reading.problems
-    if json:
-        output.write_json(EXPORT_SCHEMA, data)
-    else:
-        took = duration(time.monotonic() - started)
-        output.write(f"{count} responses are in {path} ({kind}, {size(written)}, {took})")
+    written, took = path.stat().st_size, duration(time.monotonic() - started)
+    data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": written, "problems": reading.problems}
+    said = f"{count} responses are in {path} ({kind}, {size(written)}, {took})"
+    output.answer("streamrl.archive.export/1", data, [said], json=json)
     return code
 
 
@@ -148,13 +139,7 @@ def later_than(groups: ArchiveReading, since: float) -> Iterator[ArchivedGroup]:
 def since_of(text: str | None, now: float | None = None) -> float:
     """What `--since` says, in seconds since 1970; 0 for None.
 
-    Args:
-        text: `90s`, `30m`, `2h`, `1d` before now, or a date with or without a time (ISO 8601; local time unless it says
-            otherwise).
-        now: for tests.
-
-    Raises:
-        UsageError: it is neither.
+    `90s`, `30m`, `2h`, `1d` before now, or a date with or without a time (ISO 8601, local time without a zone).
     """
     if text is None:
         return 0.0
@@ -165,7 +150,7 @@ def since_of(text: str | None, now: float | None = None) -> float:
         return dt.datetime.fromisoformat(value).astimezone().timestamp()
     except (ValueError, OverflowError) as error:
         raise UsageError(
-            f"--since {text} is no time", "write 30m, 2h, 1d, or 2026-01-31 or 2026-01-31T12:00"
+            f"--since {text} is not a time", "write 30m, 2h, 1d, or 2026-01-31 or 2026-01-31T12:00"
         ) from error
 
 
@@ -176,12 +161,7 @@ def note_problems(reading: ArchiveReading) -> None:
 
 
 def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
-    """The rows of one group in the order of its responses; a dead response has a cause and no score.
-
-    Args:
-        group: from `read_archive`.
-        tokens: with the ids of prompt and response and the log-probabilities (null where the archive has none).
-    """
+    """The rows of one group in the order of its responses; a dead response has a cause and no score."""
     shared = _shared(group)
     found: dict[int, dict[str, Any]] = {
         number: {**shared, "sample": number, "cause": why} for number, why in group.causes.items()
@@ -233,44 +213,27 @@ def _shared(group: ArchivedGroup) -> dict[str, Any]:
 def export_rows(
     groups: Iterable[ArchivedGroup], out: Path | None, kind: RowFormat, *, tokens: bool, force: bool
 ) -> int:
-    """Write the rows of groups and return their number.
-
-    Args:
-        groups: in the order of the rows.
-        out: file to write; None: stdout (JSON lines only).
-        kind: `jsonl` or `parquet`.
-        tokens: as of `rows_of`.
-        force: replace a file that is there.
-
-    Raises:
-        CannotCreate: a file is there, or there is no room; nothing is left behind.
-        ConfigError: pyarrow is missing.
-    """
+    """Write the rows of groups to a file, or to stdout (None), and return their number. A failure leaves nothing."""
     rows = (row for group in groups for row in rows_of(group, tokens=tokens))
     if out is None:
-        return _to_jsonl(rows, sys.stdout.buffer.write if hasattr(sys.stdout, "buffer") else _write_text)
-    if kind is RowFormat.parquet and not find_spec("pyarrow"):
-        raise ConfigError("Parquet needs pyarrow", "pip install 'streamrl[parquet]'; or --format jsonl")
+        return _to_jsonl(rows, lambda line: sys.stdout.write(line.decode()))
+    if kind == "parquet":
+        need_packages("Parquet", "pyarrow", extra="parquet")
     if out.exists() and not force:
         raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
     draft = out.with_name(f".{out.name}.draft")
     try:
-        if kind is RowFormat.parquet:
-            count = _to_parquet(rows, draft, tokens=tokens)
-        else:
-            with draft.open("wb") as file:
-                count = _to_jsonl(rows, file.write)
-        draft.replace(out)
-    except OSError as error:
-        raise CannotCreate(f"{out}: {error.strerror or error}", "check space and permissions") from error
+        with writing(out):
+            if kind == "parquet":
+                count = _to_parquet(rows, draft, tokens=tokens)
+            else:
+                with draft.open("wb") as file:
+                    count = _to_jsonl(rows, file.write)
+            draft.replace(out)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)  # noqa: PTH108 (one call, whatever became of it)
+        with contextlib.suppress(OSError):
+            draft.unlink()
     return count
-
-
-def _write_text(line: bytes) -> object:
-    return sys.stdout.write(line.decode())
 
 
 def _to_jsonl(rows: Iterable[dict[str, Any]], write: Callable[[bytes], object]) -> int:
@@ -288,22 +251,12 @@ def _to_parquet(rows: Iterable[dict[str, Any]], path: Path, *, tokens: bool) -> 
 
     schema = _schema(pa, tokens=tokens)
     count = 0
+    flat = map(_flat, rows)
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for block in _blocks(rows):
-            writer.write_table(pa.Table.from_pylist([_flat(row) for row in block], schema=schema))
+        while block := list(itertools.islice(flat, _ROWS_AT_ONCE)):
+            writer.write_table(pa.Table.from_pylist(block, schema=schema))
             count += len(block)
     return count
-
-
-def _blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    block: list[dict[str, Any]] = []
-    for row in rows:
-        block.append(row)
-        if len(block) == _ROWS_AT_ONCE:
-            yield block
-            block = []
-    if block:
-        yield block
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 
@@ -13,17 +14,13 @@ from streamrl.errors import ExitCode
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.audit import audit as run_audit
 
-SCHEMA = "streamrl.audit/1"
 COUNTS = ("admitted", "trained", "dropped", "dead", "evaluated", "live", "lost", "twice")
 
 
 def audit(run: RunOption = None, json: JsonOption = False) -> int:
     """Prove that no group was lost and none was trained twice. Exit code 1 if that cannot be proved."""
     found = asyncio.run(audit_run(find_run(run)))
-    if json:
-        output.write_json(SCHEMA, msgspec.to_builtins(found))
-    else:
-        _print(found)
+    output.answer("streamrl.audit/1", msgspec.to_builtins(found), _lines(found), json=json)
     return int(ExitCode.OK if found.proved else ExitCode.FAILURE)
 
 
@@ -33,17 +30,14 @@ async def audit_run(run: RunDirectory) -> Audit:
         return await run_audit(run.config, run.path, opened)
 
 
-def _print(found: Audit) -> None:
-    for name in COUNTS:
-        output.write(f"{name:10} {getattr(found, name)}")
-    output.write(f"responses  {found.dead_samples} dead")
-    output.write(f"checkpoint {found.checkpoint or 'none yet'}")
-    for kind, ids in (("lost", found.lost_ids), ("twice", found.twice_ids)):
-        if ids:
-            output.write(f"{kind} ids: {' '.join(ids)}")
-    for reason in found.unproved:
-        output.write(f"unproved: {reason}")
-    for fault in found.faults:
-        output.write(f"fault: {fault}")
+def _lines(found: Audit) -> Iterator[str]:
+    yield from (f"{name:10} {getattr(found, name)}" for name in COUNTS)
+    yield f"responses  {found.dead_samples} dead"
+    yield f"checkpoint {found.checkpoint or 'none yet'}"
+    yield from (
+        f"{kind} ids: {' '.join(ids)}" for kind, ids in (("lost", found.lost_ids), ("twice", found.twice_ids)) if ids
+    )
+    yield from (f"unproved: {reason}" for reason in found.unproved)
+    yield from (f"fault: {fault}" for fault in found.faults)
     dead = f"; {found.dead} groups and {found.dead_samples} responses are dead" if found.dead_samples else ""
-    output.write(f"nothing lost, nothing trained twice{dead}" if found.proved else "NOT PROVED: see above")
+    yield f"nothing lost, nothing trained twice{dead}" if found.proved else "NOT PROVED: see above"

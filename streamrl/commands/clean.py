@@ -10,8 +10,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.errors import Refused
 from streamrl.monitor.snapshot import take
 from streamrl.queues.keys import BEAT_TTL
-from streamrl.runtime.leftovers import sweep
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock, sweep
 
 
 def clean(run: RunOption = None, json: JsonOption = False) -> int:
@@ -23,13 +22,8 @@ def clean(run: RunOption = None, json: JsonOption = False) -> int:
     with supervisor_lock(target.path):
         asyncio.run(_refuse_while_roles_live(target))
         removed = asyncio.run(sweep(target.path))
-    if json:
-        output.write_json("streamrl.clean/1", {"removed": removed})
-        return 0
-    for what in removed:
-        output.write(f"removed  {what}")
-    if not removed:
-        output.write(f"nothing to remove in {target.path}")
+    lines = [f"removed  {what}" for what in removed] or [f"nothing to remove in {target.path}"]
+    output.answer("streamrl.clean/1", {"removed": removed}, lines, json=json)
     return 0
 
 

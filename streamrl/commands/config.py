@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,14 +15,12 @@ from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.access import redact
-from streamrl.runfile import RUNS, LoadedConfig, load, read_saved
+from streamrl.runfile import RUNS, LoadedConfig, leaves, load, read_saved
 
 if TYPE_CHECKING:
     from streamrl.runtime.preflight import Check
 
 DEFAULT_FILE: Final = Path("run.yaml")
-SHOW_SCHEMA = "streamrl.config/1"
-VALIDATE_SCHEMA = "streamrl.config.validate/1"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -45,16 +43,13 @@ def show(
         raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
     loaded = read_saved(run / "run.json") if run is not None else load(file, overrides or [])
     values = without_secrets(loaded)
-    if json:
-        output.write_json(SHOW_SCHEMA, {"config": values, "origins": loaded.origins})
-        return 0
-    rows = list(leaves(values))
-    width = max(len(key) for key, _ in rows)
-    shown = [orjson.dumps(value).decode() for _, value in rows]
-    value_width = min(60, max(len(value) for value in shown))
-    for (key, _), value in zip(rows, shown, strict=True):
-        source = f"  {origin_of(loaded, key)}" if origin else ""
-        output.write(f"{key:{width}}  {value:{value_width}}{source}".rstrip())
+    rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]
+    width, value_width = max(len(key) for key, _ in rows), min(60, max(len(value) for _, value in rows))
+    lines = (
+        f"{key:{width}}  {value:{value_width}}  {origin_of(loaded, key) if origin else ''}".rstrip()
+        for key, value in rows
+    )
+    output.answer("streamrl.config/1", {"config": values, "origins": loaded.origins}, lines, json=json)
     return 0
 
 
@@ -79,7 +74,9 @@ def validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption
             }
             for check in checks
         ]
-        output.write_json(VALIDATE_SCHEMA, {"valid": failed is None, "name": loaded.config.name, "checks": shown})
+        output.write_json(
+            "streamrl.config.validate/1", {"valid": failed is None, "name": loaded.config.name, "checks": shown}
+        )
     else:
         write_checks(checks)
     if failed is not None:
@@ -127,15 +124,6 @@ def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
     if values["redis"]["url"] is not None:
         values["redis"]["url"] = redact(values["redis"]["url"])
     return values
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(dotted key, value)` of nested mappings; lists are values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def origin_of(loaded: LoadedConfig, key: str) -> str:

@@ -10,20 +10,20 @@ from typing import Annotated, Any, Final
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.letters import cause_data, letter_data
+from streamrl.commands.groups import letter_data
 from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, is_running, ledgers, ledgers_to_look
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.lines import date_time, folded, printable
 from streamrl.queues.records import DeadCause, DeadLetter, ReplayOutcome, by_cause
 
-LIST_SCHEMA = "streamrl.dead/1"
-SHOW_SCHEMA = "streamrl.dead.show/1"
-REPLAY_SCHEMA = "streamrl.dead.replay/1"
-DROP_SCHEMA = "streamrl.dead.drop/1"
 _SHOWN_IDS: Final = 3
 _ROOM_FOR_ALL: Final = sys.maxsize >> 1
 _REPLAYED: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.QUEUED, ReplayOutcome.LIVE})
+_ADVICE: Final[dict[ReplayOutcome, str]] = {
+    ReplayOutcome.NO_PROMPT: ": its prompt was lost, drop it",
+    ReplayOutcome.GONE: ": only samples of a group that lives are dead, or it was replayed before",
+}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead ls` shows them, or all.")]
@@ -32,7 +32,9 @@ Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead l
 @app.command("ls")
 def ls(
     run: RunOption = None,
-    limit: Annotated[int, typer.Option("-n", "--lines", min=1, help="Show at most N causes, or letters.")] = 100,
+    limit: Annotated[
+        int, typer.Option("-n", "--lines", min=1, help="Show at most so many causes; with --each letters.")
+    ] = 100,
     each: Annotated[bool, typer.Option("--each", help="One by one, newest first.")] = False,
     evaluation: EvalOption = False,
     json: JsonOption = False,
@@ -41,16 +43,12 @@ def ls(
     letters, queued = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
     causes = by_cause(letters)
     shown = letters[::-1][:limit]
+    data = {"count": len(letters), "queued": queued, "causes": [_cause_data(cause) for cause in causes]}
+    data["letters"] = [letter_data(letter) for letter in shown]
+    lines = map(_letter_line, shown) if each else ("\n".join(_cause_lines(cause)) + "\n" for cause in causes[:limit])
+    output.answer("streamrl.dead/1", data, lines, json=json)
     if json:
-        data = {"count": len(letters), "queued": queued, "causes": [cause_data(cause) for cause in causes]}
-        output.write_json(LIST_SCHEMA, {**data, "letters": [letter_data(letter) for letter in shown]})
         return 0
-    if each:
-        for letter in shown:
-            who = "whole group" if letter.sample is None else f"sample {letter.sample}"
-            output.write(f"{letter.entry:18}  group {letter.group_id}  {who}  {letter.stage}  {printable(letter.why)}")
-    else:
-        output.write("\n\n".join("\n".join(_cause_lines(cause)) for cause in causes[:limit]))
     count, kind = (len(letters), "letters") if each else (len(causes), "causes")
     if count > limit:
         output.note(f"{count - limit} more {kind}; -n {count} shows all")
@@ -61,6 +59,25 @@ def ls(
     elif not each:
         output.note("--each lists them one by one; streamrl dead show ID, replay ID or drop ID, or all")
     return 0
+
+
+def _letter_line(letter: DeadLetter) -> str:
+    who = "whole group" if letter.sample is None else f"sample {letter.sample}"
+    return f"{letter.entry:18}  group {letter.group_id}  {who}  {letter.stage}  {printable(letter.why)}"
+
+
+def _cause_data(cause: DeadCause) -> dict[str, Any]:
+    """Dead letters of one cause as plain data; `id` is the newest letter with a traceback, times are seconds."""
+    newest = cause.newest
+    return {
+        "why": newest.why,
+        "stage": newest.stage,
+        "samples": cause.samples,
+        "groups": cause.groups,
+        "first": cause.letters[0].at,
+        "last": cause.letters[-1].at,
+        "id": newest.entry,
+    }
 
 
 def _cause_lines(cause: DeadCause) -> list[str]:
@@ -88,16 +105,14 @@ def show(
     letters, _ = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
     [found] = _chosen(letters, [letter])
     data = letter_data(found)
-    if json:
-        output.write_json(SHOW_SCHEMA, data)
-        return 0
-    for key, value in data.items():
-        if key not in ("detail", "prompt") and value is not None:
-            output.write(f"{key:10}  {date_time(value) if key == 'at' else printable(str(value))}")
-    for key, value in (data["prompt"] or {}).items():
-        output.write(f"prompt {key}  {value!r}")
-    if found.detail:
-        output.write("\n".join(printable(line) for line in found.detail.splitlines()))
+    lines = [
+        f"{key:10}  {date_time(value) if key == 'at' else printable(str(value))}"
+        for key, value in data.items()
+        if key not in ("detail", "prompt") and value is not None
+    ]
+    lines += [f"prompt {key}  {value!r}" for key, value in (data["prompt"] or {}).items()]
+    lines += [printable(line) for line in found.detail.splitlines()]
+    output.answer("streamrl.dead.show/1", data, lines, json=json)
     return 0
 
 
@@ -115,18 +130,14 @@ def replay(letters: Letters, run: RunOption = None, evaluation: EvalOption = Fal
     running = is_running(target)
     outcomes = asyncio.run(_replay(target, letters, evaluation=evaluation))
     waiting = sum(outcome is ReplayOutcome.QUEUED for outcome in outcomes.values())
-    if json:
-        output.write_json(
-            REPLAY_SCHEMA, [{"group": group_id, "outcome": said.value} for group_id, said in outcomes.items()]
-        )
-    else:
-        for group_id, outcome in outcomes.items():
-            output.write(f"group {group_id}: {outcome.value}{_advice(outcome)}")
-        if waiting:
-            groups = _counted(waiting, "group waits", "groups wait")
-            output.note(f"{groups} for room: the feeder admits them, before anything new")
-        if waiting or ReplayOutcome.REPLAYED in outcomes.values():
-            _say_how_it_goes_on(target, running=running)
+    data = [{"group": group_id, "outcome": said.value} for group_id, said in outcomes.items()]
+    lines = (f"group {group_id}: {said.value}{_ADVICE.get(said, '')}" for group_id, said in outcomes.items())
+    output.answer("streamrl.dead.replay/1", data, lines, json=json)
+    if waiting and not json:
+        groups = _counted(waiting, "group waits", "groups wait")
+        output.note(f"{groups} for room: the feeder admits them, before anything new")
+    if not json and (waiting or ReplayOutcome.REPLAYED in outcomes.values()):
+        _say_how_it_goes_on(target, running=running)
     done = all(outcome in _REPLAYED for outcome in outcomes.values())
     return int(ExitCode.OK if done else ExitCode.FAILURE)
 
@@ -162,10 +173,7 @@ def drop(
     if not yes and not _confirmed(letters):
         return int(ExitCode.FAILURE)
     removed = asyncio.run(_drop(target, letters, evaluation=evaluation))
-    if json:
-        output.write_json(DROP_SCHEMA, {"removed": removed})
-    else:
-        output.write(f"removed {removed}")
+    output.answer("streamrl.dead.drop/1", {"removed": removed}, [f"removed {removed}"], json=json)
     return 0
 
 
@@ -177,10 +185,10 @@ async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[li
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:
-    """Queue the groups, and admit those that there is room for now: the run may have no feeder at the moment.
+    """Queue the groups, and admit as many as there is room for: the run may have no feeder at the moment.
 
     Held-out groups have no staleness to keep within, so there is room for all of them. They are not queued: the feeder
-    does not look at a queue of theirs, and one that was cut off would wait for ever.
+    reads the training queue only, so a queued held-out group would wait forever.
     """
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
@@ -232,14 +240,6 @@ def _chosen(letters: Sequence[DeadLetter], entries: Sequence[str]) -> list[DeadL
     if missing:
         raise UsageError(f"no dead letter {', '.join(missing)}", "`streamrl dead ls` shows the ids")
     return [known[entry] for entry in entries]
-
-
-def _advice(outcome: ReplayOutcome) -> str:
-    advice: dict[Any, str] = {
-        ReplayOutcome.NO_PROMPT: ": its prompt was lost, drop it",
-        ReplayOutcome.GONE: ": only samples of a group that lives are dead, or it was replayed before",
-    }
-    return advice.get(outcome, "")
 
 
 def _confirmed(entries: Sequence[str]) -> bool:

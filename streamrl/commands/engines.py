@@ -9,25 +9,20 @@ import os
 import shutil
 import sys
 import tempfile
-from enum import StrEnum
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.options import JsonOption, RunOption, expect_server_url
+from streamrl.commands.options import JsonOption, RunOption, change_line, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
-from streamrl.errors import ConfigError, ExitCode, StreamrlError, Unreachable, UsageError, unwrap
+from streamrl.errors import ConfigError, ExitCode, Unreachable, UsageError, need_packages
 
 if TYPE_CHECKING:
     from streamrl.producers.examination import Finding
-    from streamrl.queues.registry import Enlisted
 
-LIST_SCHEMA: Final = "streamrl.engines/1"
-CHANGE_SCHEMA: Final = "streamrl.engines.change/1"
-CHECK_SCHEMA: Final = "streamrl.engines.check/1"
 _SERVES: Final = frozenset({"ready", "leaving"})
 # What a run file must have and a server does not use; small, so that no check of a run's sizes gets in the way.
 _UNUSED: Final = (
@@ -41,19 +36,7 @@ _UNUSED: Final = (
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-class ServerKind(StrEnum):
-    """Engines with an environment of their own."""
-
-    vllm = "vllm"
-    sglang = "sglang"
-
-
-class CheckedKind(StrEnum):
-    """Engines that `check` knows."""
-
-    vllm = "vllm"
-    sglang = "sglang"
-    hf = "hf"
+ServerKind = Literal["vllm", "sglang"]
 
 
 @app.command("install")
@@ -74,8 +57,8 @@ def install(
     from streamrl.servers.environments import computes_on_cpu, default_folder
     from streamrl.servers.installation import install as make
 
-    folder = (into if into is not None else default_folder(kind.value)).expanduser().absolute()
-    make(kind.value, folder, cpu=computes_on_cpu("auto") if cpu is None else cpu, say=output.note)
+    folder = (into if into is not None else default_folder(kind)).expanduser().absolute()
+    make(kind, folder, cpu=computes_on_cpu("auto") if cpu is None else cpu, say=output.note)
     if into is not None:
         output.note(f"runs use it with  engine.environment: {folder}")
     output.write(str(folder))
@@ -84,7 +67,7 @@ def install(
 
 @app.command("check")
 def check(
-    kind: Annotated[CheckedKind, typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
+    kind: Annotated[Literal["vllm", "sglang", "hf"], typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
     environment: Annotated[
         Path | None,
         typer.Option("--environment", metavar="DIR", help="Environment of its servers; .engines/KIND if left out."),
@@ -97,13 +80,11 @@ def check(
     """
     from streamrl.servers import environments
 
-    if kind is CheckedKind.hf and environment is not None:
+    if kind != "hf":
+        environment = environments.find_environment(environment, kind, key="--environment")
+    elif environment is not None:
         raise UsageError("hf runs in this process and has no environment", "leave out --environment")
-    if kind is not CheckedKind.hf:
-        environment = environments.find_environment(environment, ServerKind(kind).value, key="--environment")
-    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the check needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("the check", "torch", "transformers", "safetensors")
     from streamrl.producers.examination import Examination
 
     logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # what is killed and refused here is so on purpose
@@ -113,24 +94,22 @@ def check(
             output.write(f"{finding.verdict:6}  {finding.name:28}  {finding.detail}")
 
     if not json:
-        output.write(f"{kind.value} in {environment or 'this process'}")
-    folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind.value}-"))
+        output.write(f"{kind} in {environment or 'this process'}")
+    folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind}-"))
     with contextlib.ExitStack() as left:
         left.callback(shutil.rmtree, folder, ignore_errors=True)
-        findings = asyncio.run(Examination(kind.value, folder, heard, environment=environment).run())
+        findings = asyncio.run(Examination(kind, folder, heard, environment=environment).run())
         failed = any(finding.verdict == "failed" for finding in findings)
         if failed:
             left.pop_all()  # the log that a finding names is in it
     if json:
         data: dict[str, Any] = {
-            "kind": kind.value,
+            "kind": kind,
             "environment": None if environment is None else str(environment),
             "ok": not failed,
-            "findings": [
-                {"name": finding.name, "verdict": finding.verdict, "detail": finding.detail} for finding in findings
-            ],
+            "findings": [{"name": each.name, "verdict": each.verdict, "detail": each.detail} for each in findings],
         }
-        output.write_json(CHECK_SCHEMA, data)
+        output.write_json("streamrl.engines.check/1", data)
     return int(ExitCode.FAILURE if failed else ExitCode.OK)
 
 
@@ -139,17 +118,13 @@ def ls(run: RunOption = None, json: JsonOption = False) -> int:
     """List the engine servers of a run: state, weights, requests in flight. Exit code 1 if one of them cannot serve."""
     rows = asyncio.run(_rows(find_run(run)))
     code = ExitCode.OK if all(row["state"] in _SERVES for row in rows) else ExitCode.FAILURE
-    if json:
-        output.write_json(LIST_SCHEMA, {"servers": rows})
-        return code
-    if rows:
-        _print(rows)
-    else:
+    if not rows and not json:
         output.note("no engine servers: this run generates in the processes of its replicas")
+    output.answer("streamrl.engines/1", {"servers": rows}, _table(rows) if rows else (), json=json)
     return code
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     lines = [("SERVER", "STATE", "REPLICA", "WEIGHTS", "RUNNING", "CACHE", "WHY")]
     for row in rows:
         known = bool(row["limit"])
@@ -157,7 +132,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         version = f"v{row['version']}" if row["version"] else "-"
         cache = f"{row['cache_use']:.0%}" if known else "-"
         lines.append((row["name"], row["state"], row["replica"] or "-", version, running, cache, row["why"]))
-    output.write_columns(lines)
+    return output.columns(lines)
 
 
 @app.command("add")
@@ -181,7 +156,7 @@ def remove(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Take a server out of a run. It ends its requests; those that take too long continue on another server."""
+    """Take a server out of a run. It finishes its requests; slow ones continue on another server."""
     target = find_run(run)
     _expect_servers(target)
     name = server.rstrip("/")
@@ -210,9 +185,7 @@ def serve(
 
     The URL goes to stderr when requests are taken.
     """
-    missing = [name for name in ("torch", "transformers", "safetensors") if not find_spec(name)]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("the server", "torch", "transformers", "safetensors")
     from streamrl.http import read_key
     from streamrl.listening import take_address
     from streamrl.runfile import load
@@ -227,8 +200,9 @@ def serve(
         try:
             asyncio.run(run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}")))
         except Unreachable as error:
-            # a thread that hangs in a step would keep the process alive
-            _leave(error)
+            output.note(f"error: {error}")
+            sys.stdout.flush()
+            os._exit(error.exit_code)  # a thread that hangs in a step would keep the process alive
     return 0
 
 
@@ -238,11 +212,8 @@ def _change(run: RunDirectory, name: str, *, present: bool, json: bool) -> int:
             return await opened.servers.enlist(name, present=present)
 
     changed = asyncio.run(enlist())
-    if json:
-        output.write_json(CHANGE_SCHEMA, {"server": name, "present": present, "changed": changed})
-        return 0
-    done = "added" if present else "removed"
-    output.write(f"{name} {done}" if changed else f"{name} was {done} before")
+    data = {"server": name, "present": present, "changed": changed}
+    output.answer("streamrl.engines.change/1", data, [change_line(name, present=present, changed=changed)], json=json)
     return 0
 
 
@@ -263,7 +234,7 @@ def _managed(run: RunDirectory) -> list[str]:
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """What is known of every server: those that a replica speaks of, those of the configuration, those added."""
+    """All servers that a replica reports, that the configuration names, or that were added, with what is known."""
     async with ledgers_to_look(run) as opened:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}
@@ -274,15 +245,5 @@ async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     for replica, servers in reports.items():
         for name, row in servers.items():
             rows[name] = {"name": name, "replica": replica, **nothing, **row}
-    return [row for name, row in rows.items() if row["replica"] or _is_wanted(enlisted.get(name))]
-
-
-def _is_wanted(entry: Enlisted | None) -> bool:
-    return entry is None or entry.present
-
-
-def _leave(error: StreamrlError) -> None:
-    cause = unwrap(error)
-    output.note(f"error: {cause}")
-    sys.stdout.flush()
-    os._exit(error.exit_code)
+    gone = {name for name, entry in enlisted.items() if not entry.present}
+    return [row for name, row in rows.items() if row["replica"] or name not in gone]

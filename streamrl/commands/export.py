@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import CannotCreate, ConfigError
+from streamrl.errors import CannotCreate, need_packages
 from streamrl.monitor.lines import size
-
-SCHEMA: Final = "streamrl.export/1"
 
 
 def export(
@@ -32,19 +28,22 @@ def export(
     """Write a checkpoint as a Hugging Face directory. The run need not be running."""
     target = find_run(run)
     if out.exists() and not out.is_dir():
-        raise CannotCreate(f"{out} is no directory", "name another one")
+        raise CannotCreate(f"{out} is not a directory", "name another one")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise CannotCreate(f"{out} is not empty", "name another directory, or replace it with --force")
-    missing = [name for name in ("torch", "transformers", "safetensors") if not find_spec(name)]
-    if missing:
-        raise ConfigError(f"an export needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("an export", "torch", "transformers", "safetensors")
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.export import choose_checkpoint, export_checkpoint
 
     checkpoints = Checkpoints(target.path / "checkpoints", make=False)
     meta = choose_checkpoint(checkpoints, checkpoint)
     folder = checkpoints.path(meta.position)
-    found = export_checkpoint(target.config, folder, meta, out, average=average, on_progress=_progress)
+    with output.ProgressLine() as progress:
+
+        def written(done: int, total: int) -> None:
+            progress.show(f"exported {size(done)} of {size(total)}")
+
+        found = export_checkpoint(target.config, folder, meta, out, average=average, on_progress=written)
     data = {
         "run": target.name,
         "checkpoint": found.checkpoint,
@@ -54,13 +53,6 @@ def export(
         "files": found.files,
         "bytes": found.bytes,
     }
-    if json:
-        output.write_json(SCHEMA, data)
-    else:
-        output.write(f"ckpt-{meta.name} (step {meta.step}) is in {out}: {size(found.bytes)}")
+    said = f"ckpt-{meta.name} (step {meta.step}) is in {out}: {size(found.bytes)}"
+    output.answer("streamrl.export/1", data, [said], json=json)
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty() or done < total:
-        output.note(f"exported {size(done)} of {size(total)}")

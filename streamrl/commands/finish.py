@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any
 
 from streamrl.archive.reader import FOLDER, recording_files
 from streamrl.commands import output
@@ -17,8 +17,6 @@ from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
 
-_NOTE_EVERY: Final = 0.25
-
 
 def finish(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run, write its summary and its picture, print the table; returns whether the audit holds.
@@ -30,8 +28,12 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
     found = asyncio.run(audit_run(find_run(run_dir)))
     names = ("admitted", "trained", "dropped", "dead", "evaluated", "dead_samples")
     counts = {name: getattr(found, name) for name in names}
-    with Measuring() as measuring:
-        accuracies = asyncio.run(measure(config, run_dir, measuring.on_progress))
+    with output.ProgressLine() as progress:
+
+        def measured(label: str, done: int, total: int) -> None:
+            progress.show(f"measuring the {label}: {done}/{total}", last=done == total)
+
+        accuracies = asyncio.run(measure(config, run_dir, measured))
     show(config, run_dir, write_summary(config, run_dir, counts, accuracies), found)
     if accuracies.failure is not None:
         raise accuracies.failure
@@ -88,44 +90,6 @@ async def most_died_of(run: RunDirectory) -> str:
     return causes[0].newest.why if causes else "of nothing that left a letter"
 
 
-class Measuring:
-    """Progress of the measurement: a bar on a terminal, elsewhere a line at each quarter. On stderr."""
-
-    def __init__(self) -> None:
-        import sys
-
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._bar = Progress(
-            TextColumn("measuring the {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            console=output.console(sys.stderr),
-            disable=not sys.stderr.isatty(),
-        )
-        self._plain = not sys.stderr.isatty()
-        self._tasks: dict[str, Any] = {}
-        self._noted: dict[str, float] = {}
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def on_progress(self, label: str, done: int, total: int) -> None:
-        """Show that `done` of `total` responses of a measurement are there."""
-        if self._plain:
-            if done / total >= self._noted.get(label, 0.0) + _NOTE_EVERY:
-                self._noted[label] = done / total
-                output.note(f"measuring the {label}: {done}/{total}")
-            return
-        if label not in self._tasks:
-            self._tasks[label] = self._bar.add_task(label, total=total)
-        self._bar.update(self._tasks[label], completed=done)
-
-
 def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit) -> None:
     """Print the table, the places of the files and the next three commands."""
     from rich.table import Table
@@ -149,8 +113,9 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
         output.write(f"trained model   {run_dir / 'model'}")
     output.write("")
     output.write("next:")
-    for command in next_commands(config, run_dir):
-        output.write(f"  {command}")
+    last = max(0, config.learner.groups_per_step - 1)
+    for command in (f"audit --run {run_dir}", f"trace {last} --run {run_dir}", "init my-run"):
+        output.write(f"  streamrl {command}")
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -171,16 +136,6 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("groups admitted / trained / dropped / dead", groups),
         ("responses dead", str(summary["samples_dead"])),
         ("held-out groups evaluated", str(summary["groups_evaluated"])),
-    ]
-
-
-def next_commands(config: RunConfig, run_dir: Path) -> list[str]:
-    """Three commands worth a try after this run."""
-    group = max(0, config.learner.groups_per_step - 1)
-    return [
-        f"streamrl audit --run {run_dir}",
-        f"streamrl trace {group} --run {run_dir}",
-        "streamrl init my-run",
     ]
 
 

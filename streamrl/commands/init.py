@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from enum import StrEnum
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
 from streamrl.commands import output
-from streamrl.errors import CannotCreate, ConfigError
+from streamrl.errors import CannotCreate, need_packages, writing
 
 FILES: Final = {
     "own": {
@@ -27,19 +25,12 @@ FILES: Final = {
 """Files of each template, by name."""
 
 
-class RunTemplate(StrEnum):
-    """Values of `--template`."""
-
-    own = "own"
-    sort = "sort"
-
-
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where; made when missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the files; made when missing.")] = Path(),
     template: Annotated[
-        RunTemplate,
+        Literal["own", "sort"],
         typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),
-    ] = RunTemplate.own,
+    ] = "own",
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> int:
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
@@ -51,19 +42,17 @@ def init(
     there = [name for name in files if (folder / name).exists()]
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
-    if template is RunTemplate.sort:
-        _make_sort_task(folder)
     templates = resources.files("streamrl.commands") / "templates"
-    try:
+    with writing():
         folder.mkdir(parents=True, exist_ok=True)
+        if template == "sort":
+            _make_sort_task(folder)
         for name, source in files.items():
             (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
-    except OSError as error:
-        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     for name in files:
         output.write(f"wrote {folder / name}")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    first = "" if template is RunTemplate.sort else "look through run.yaml, then "
+    first = "" if template == "sort" else "look through run.yaml, then "
     output.note(f"next: {first}`{here}streamrl up run.yaml`")
     return 0
 
@@ -76,9 +65,7 @@ def _make_sort_task(folder: Path) -> None:
     if (folder / "cache").exists():
         output.note(f"the model and the prompts are in {folder / 'cache'} already")
         return
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"training needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("training", "torch", "transformers")
     command = [sys.executable, "-m", "streamrl.demo.prepare", str(folder)]
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:

@@ -14,8 +14,6 @@ from streamrl.commands.rundir import find_run, looking
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.snapshot import Snapshot, take, with_rates
 
-SCHEMA = "streamrl.lag/1"
-
 
 def lag(
     *,
@@ -28,7 +26,7 @@ def lag(
 ) -> int:
     """Show what waits in each stream, for how long, and who holds it.
 
-    Rates need two looks: --watch.
+    Rates need two snapshots: use --watch.
     """
     if warn is not None and crit is not None and warn > crit:
         raise UsageError(f"--warn {warn} is over --crit {crit}")
@@ -44,7 +42,12 @@ def lag(
                 shown = now if previous is None else with_rates(now, previous)
                 previous = now
                 code = verdict(shown, warn, crit)
-                _show(shown, json=json, code=code)
+                if json:
+                    output.write_json("streamrl.lag/1", {**asdict(shown), "verdict": code.name.lower()})
+                else:
+                    from streamrl.monitor.tables import lag_table
+
+                    output.console().print(lag_table(shown))
                 return int(code)
 
             return await output.repeat(once, every if watch else None)
@@ -60,12 +63,3 @@ def verdict(snapshot: Snapshot, warn: int | None, crit: int | None) -> ExitCode:
     if warn is not None and worst >= warn:
         return ExitCode.FAILURE
     return ExitCode.OK
-
-
-def _show(snapshot: Snapshot, *, json: bool, code: ExitCode) -> None:
-    if json:
-        output.write_json(SCHEMA, {**asdict(snapshot), "verdict": code.name.lower()})
-        return
-    from streamrl.monitor.tables import lag_table
-
-    output.console().print(lag_table(snapshot))

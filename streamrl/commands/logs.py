@@ -19,7 +19,6 @@ from streamrl.errors import UsageError
 from streamrl.monitor.lines import log_line
 from streamrl.monitor.tail import Tail
 
-SCHEMA: Final = "streamrl.logs/1"
 _POLL: Final = 0.2
 # vLLM: "(APIServer pid=7) INFO 11-20 13:15:21 [file.py:1] words"; SGLang and uvicorn: "[2026-11-20 13:15:21] words".
 _STAMP: Final = re.compile(r"(?:(\d{4})-)?(\d\d)-(\d\d) (\d\d:\d\d:\d\d)")
@@ -66,7 +65,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of past lines.")] = 100,
     json: JsonOption = False,
 ) -> int:
-    """Show the logs of all roles, or of some, in order of time; with those of the engine servers that they start."""
+    """Show the logs of all roles, or of some, in order of time, with the logs of the engine servers that they start."""
     roles = roles or []
     folder = find_run(run).path / "logs"
     files = [LogFile(path) for path in _wanted(folder, roles)]
@@ -115,7 +114,7 @@ def _follow(folder: Path, roles: Sequence[str], files: list[LogFile], *, json: b
 
 def _show(line: PrintedLine, width: int, *, json: bool) -> None:
     if json:
-        output.write_json(SCHEMA, {"role": line.role, **line.record})
+        output.write_json("streamrl.logs/1", {"role": line.role, **line.record})
     else:
         output.write(log_line(line.role, line.at, line.record, width))
 
@@ -123,9 +122,7 @@ def _show(line: PrintedLine, width: int, *, json: bool) -> None:
 def server_record(record: dict[str, Any], now: float) -> dict[str, Any]:
     """Return a record with the time and level that its text tells, and its text without colours.
 
-    Args:
-        record: with the line in `event`; one with a time of its own is returned as it is.
-        now: seconds since 1970; a stamp without a year is the last such day before tomorrow.
+    One with a time of its own is returned as it is. A stamp without a year is the last such day before tomorrow.
     """
     if "at" in record or "event" not in record:
         return record

@@ -32,3 +32,9 @@ def expect_server_url(url: str, hint: str) -> None:
         raise UsageError(f"{url!r} is not the URL of a server", "write http://HOST:PORT")
     if parts.username or parts.password:
         raise UsageError("a URL with a password would be shown to everybody", hint)
+
+
+def change_line(server: str, *, present: bool, changed: bool) -> str:
+    """What `add` and `remove` say of a server."""
+    done = "added" if present else "removed"
+    return f"{server} {done}" if changed else f"{server} was {done} before"

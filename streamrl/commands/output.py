@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import orjson
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Colour = Literal["auto", "always", "never"]
 
 _WIDE: Final = 200  # columns where there is no terminal: a table in a file or a pipe is never cut
+_NOTE_SECONDS: Final = 10.0
+_DRAW_SECONDS: Final = 0.2
 _chosen: list[Colour] = ["auto"]
 
 
@@ -81,26 +83,71 @@ def write_json(schema: str, data: Any) -> None:
     write(envelope(schema, data).decode())
 
 
+def answer(schema: str, data: Any, lines: Iterable[str], *, json: bool) -> None:
+    """Write what a command found: one envelope with `--json`, else these lines, which are made only then."""
+    if json:
+        write_json(schema, data)
+    else:
+        for line in lines:
+            write(line)
+
+
 def write(text: str) -> None:
     """Write a line to stdout and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def write_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Write rows of cells below each other; the first row is the heading."""
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table; the first row is the heading."""
     from streamrl.monitor.lines import printable
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        write(printable("  ".join(cells).rstrip()))
+        yield printable("  ".join(cells).rstrip())
 
 
 def note(text: str) -> None:
     """Write a line of diagnostics to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+class ProgressLine:
+    """Progress on stderr: one line that changes on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._pause = _DRAW_SECONDS if self._terminal else _NOTE_SECONDS
+        self._next = time.monotonic() + self._pause
+        self._drawn = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn:
+            note("")
+
+    def say(self, text: str) -> None:
+        """Write a line of its own, in the place of the one that changes."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+        note(text)
+
+    def show(self, text: str, *, last: bool = False) -> None:
+        """Show how far it is, unless that was shown a moment ago; the last state always."""
+        now = time.monotonic()
+        if now < self._next and not last:
+            return
+        self._next = now + self._pause
+        if self._terminal:
+            self._drawn = True
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        else:
+            note(text)
 
 
 async def repeat(once: Callable[[], Awaitable[int]], seconds: float | None) -> int:

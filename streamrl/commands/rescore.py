@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import math
 import re
-import sys
 import time
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
@@ -21,10 +20,10 @@ from streamrl import wire
 from streamrl.archive.reader import ArchiveReading, read_archive
 from streamrl.commands import output
 from streamrl.commands.archive import FromOption, SinceOption, later_than, note_problems, since_of
-from streamrl.commands.letters import parts_line
+from streamrl.commands.groups import parts_line
 from streamrl.commands.options import EvalOption, JsonOption, RunOption, SetOption
-from streamrl.commands.reward_choice import choose, opened
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.reward_choice import AdapterOption, ArgOption, FileOption, choose, opened
+from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.rescoring import (
     Bin,
@@ -38,90 +37,50 @@ from streamrl.consumers.rescoring import (
 )
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import CannotCreate, ConfigError, ExitCode, StreamrlError, UsageError, unwrapped
+from streamrl.errors import CannotCreate, ExitCode, StreamrlError, UsageError, need_packages, unwrapped, writing
 from streamrl.monitor.lines import duration, number, printable, shortened
 from streamrl.monitor.plots import bar
-from streamrl.runfile import load
 
-SCHEMA: Final = "streamrl.rescore/1"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_NOTE_SECONDS: Final = 10.0
-_DRAW_SECONDS: Final = 0.2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the command line says; `streamrl rescore --help` explains each."""
-
-    into: str
-    source: Path | None = None
-    reward: str | None = None
-    file: Path | None = None
-    overrides: Sequence[str] = ()
-    arguments: Sequence[str] = ()
-    adapter: str | None = None
-    since: str | None = None
-    evaluation: bool = False
-    concurrency: int = 16
-    limit: int | None = None
-    threshold: float = 0.5
-    differ: int = 10
-    drop_failed: bool = False
-    force: bool = False
-    picture: Path | None = None
-
-    def config(self, run: RunDirectory) -> RunConfig:
-        """The configuration with the rewards that are meant.
-
-        Raises:
-            ConfigError: the run file is wrong.
-            UsageError: options that do not go together.
-        """
-        if self.file is None and self.overrides:
-            raise UsageError("--set changes a run file", "name it with --file")
-        whole = run.config if self.file is None else load(self.file, self.overrides).config
-        return choose(whole, self.reward, self.arguments, self.adapter)
+RewardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reward",
+        metavar="REWARD",
+        help="Built-in name, module:Name, or a name in the run or --file; if left out, all.",
+    ),
+]
+ConcurrencyOption = Annotated[
+    int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
+]
+ThresholdOption = Annotated[
+    float, typer.Option("--threshold", help="A response above this counts as right, for `same side`.")
+]
+DropOption = Annotated[bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")]
+PictureOption = Annotated[
+    Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
+]
 
 
 def rescore(
     *,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            "--reward", metavar="REWARD", help="Built-in name, module:Name, or one of the run or --file; else all."
-        ),
-    ] = None,
+    reward: RewardOption = None,
     into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new scores: RUN_DIR/rescored/NAME.")],
     run: RunOption = None,
     source: FromOption = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="RUN.yaml", help="Rewards, scoring and models of a run file; else of the run."),
-    ] = None,
+    file: FileOption = None,
     overrides: SetOption = None,
-    arguments: Annotated[
-        list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="One of its args, e.g. tolerance=0.1")
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="verl|trl", help="The function is one of verl or of TRL.")
-    ] = None,
+    arguments: ArgOption = None,
+    adapter: AdapterOption = None,
     since: SinceOption = None,
     evaluation: EvalOption = False,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
-    ] = 16,
+    concurrency: ConcurrencyOption = 16,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
-    threshold: Annotated[
-        float, typer.Option("--threshold", help="Where `same side` draws the line: right is above.")
-    ] = 0.5,
+    threshold: ThresholdOption = 0.5,
     differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,
-    drop_failed: Annotated[
-        bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")
-    ] = False,
+    drop_failed: DropOption = False,
     force: Annotated[bool, typer.Option("--force", help="Throw away the scores of this name first.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
-    ] = None,
+    picture: PictureOption = None,
     json: JsonOption = False,
 ) -> int:
     """Score recorded groups with another reward, and compare: agreement, correlation, histogram, what differs most.
@@ -131,88 +90,63 @@ def rescore(
     goes on where the last call stopped, and tries again what failed. A sample that the reward fails on is listed and
     gets no new score, never a 0. Exit code 1 if there was one, or if groups could not be read.
     """
-    options = Options(
-        into=into,
-        source=source,
-        reward=reward,
-        file=file,
-        overrides=overrides or [],
-        arguments=arguments or [],
-        adapter=adapter,
-        since=since,
-        evaluation=evaluation,
-        concurrency=concurrency,
-        limit=limit,
-        threshold=threshold,
-        differ=differ,
-        drop_failed=drop_failed,
-        force=force,
-        picture=picture,
-    )
-    return _rescore(find_run(run), options, json=json)
+    _check(into, threshold, picture)
+    target = find_run(run)
+    config = choose(target, file, overrides, reward=reward, arguments=arguments, adapter=adapter)
+    place = source or target.path
+    reading = read_archive(place, evaluation=evaluation)
+    groups = itertools.islice(later_than(reading, since_of(since)), limit)
 
+    async def score(progress: output.ProgressLine) -> tuple[RescoreResult, Path]:
+        """Open the rewards, then the folder of the new scores: what cannot be opened changes nothing there."""
+        async with opened(config, target.path, target, progress.say) as scorer:
+            if force:
+                RescoredSet.remove(target.path, into, evaluation=evaluation)
+            new = RescoredSet(target.path, into, _about(config, place), evaluation=evaluation)
+            with contextlib.closing(new):
+                scoring = scoring_of(scorer, concurrency)
+                outcome = await rescore_groups(
+                    groups, scoring, new, concurrency=concurrency, drop_failed=drop_failed, on_progress=_on(progress)
+                )
+        return outcome, new.files
 
-def _rescore(run: RunDirectory, options: Options, *, json: bool) -> int:
-    if not _NAME.fullmatch(options.into):
-        raise UsageError(f"--into {options.into} is no name", "letters, digits, dots, dashes, underscores, at most 64")
-    if not math.isfinite(options.threshold):
-        raise UsageError(f"--threshold {options.threshold} is no score", "a number, e.g. 0.5")
-    if options.picture is not None:
-        check_drawing(options.picture)
-    config = options.config(run)
-    reading = read_archive(options.source or run.path, evaluation=options.evaluation)
-    with unwrapped(), Counting() as counting:
-        outcome, folder = asyncio.run(_score(run, config, reading, options, counting))
-    problems = list(reading.problems)
+    with unwrapped(), output.ProgressLine() as progress:
+        outcome, folder = asyncio.run(score(progress))
     note_problems(reading)
-    groups = [key[:2] for key in outcome.keys]
-    comparison = compare(outcome.old, outcome.new, groups, options.threshold) if groups else None
-    data = {
-        "run": run.name,
-        "into": options.into,
-        "directory": str(folder),
-        "rewards": [spec.name or spec.use for spec in config.rewards],
-        **_counts(outcome),
-        "comparison": None if comparison is None else dataclasses.asdict(comparison),
-        "differ": _different(reading, outcome, options.differ),
-        "problems": problems,
-    }
-    if json:
-        output.write_json(SCHEMA, data)
-    else:
-        output.write("\n".join(report(data, comparison, options.threshold)))
-    if options.picture is not None and comparison is not None:
-        draw(options.picture, options.into, comparison, outcome.old, outcome.new)
-        output.note(f"wrote {options.picture}")
-    return int(ExitCode.FAILURE if outcome.failures or problems else ExitCode.OK)
+    keys = [key[:2] for key in outcome.keys]
+    comparison = compare(outcome.old, outcome.new, keys, threshold) if keys else None
+    rewards = [spec.name or spec.use for spec in config.rewards]
+    data = {"run": target.name, "into": into, "directory": str(folder), "rewards": rewards, **_counts(outcome)}
+    data["comparison"] = None if comparison is None else dataclasses.asdict(comparison)
+    data |= {"differ": _different(reading, outcome, differ), "problems": list(reading.problems)}
+    output.answer("streamrl.rescore/1", data, report(data, comparison, threshold), json=json)
+    if picture is not None and comparison is not None:
+        draw(picture, into, comparison, outcome.old, outcome.new)
+        output.note(f"wrote {picture}")
+    return int(ExitCode.FAILURE if outcome.failures or reading.problems else ExitCode.OK)
 
 
-async def _score(
-    run: RunDirectory,
-    config: RunConfig,
-    reading: ArchiveReading,
-    options: Options,
-    counting: Counting,
-) -> tuple[RescoreResult, Path]:
-    """Open the rewards, then the folder of the new scores; returns what came of it, and the folder."""
-    groups = itertools.islice(later_than(reading, since_of(options.since)), options.limit)
-    about = _about(config, options.source or run.path)
-    async with opened(config, run.path, run, counting.say) as scorer:
-        if options.force:
-            RescoredSet.remove(run.path, options.into, evaluation=options.evaluation)
-        new = RescoredSet(run.path, options.into, about, evaluation=options.evaluation)
-        try:
-            outcome = await rescore_groups(
-                groups,
-                scoring_of(scorer, options.concurrency),
-                new,
-                concurrency=options.concurrency,
-                drop_failed=options.drop_failed,
-                on_progress=counting.show,
-            )
-        finally:
-            new.close()
-    return outcome, new.files
+def _check(into: str, threshold: float, picture: Path | None) -> None:
+    """Find mistakes of the command line before anything is opened."""
+    if not _NAME.fullmatch(into):
+        raise UsageError(f"--into {into} is not a valid name", "letters, digits, dots, dashes, underscores, at most 64")
+    if not math.isfinite(threshold):
+        raise UsageError(f"--threshold {threshold} is not a finite number", "a number, e.g. 0.5")
+    if picture is not None:
+        if not picture.absolute().parent.is_dir():
+            raise CannotCreate(f"{picture}: there is no directory {picture.parent}", "make it first")
+        need_packages("a picture", "matplotlib")
+
+
+def _on(progress: output.ProgressLine) -> Callable[[RescoreResult], None]:
+    def show(outcome: RescoreResult) -> None:
+        rate = outcome.scored / outcome.seconds if outcome.seconds else 0.0
+        progress.show(
+            f"{outcome.groups} groups, {outcome.scored} responses scored, {outcome.kept} kept,"
+            f" {len(outcome.failures)} failed, {duration(outcome.seconds)}, {rate:.0f}/s"
+        )
+
+    return show
 
 
 def scoring_of(scorer: PatientScorer, concurrency: int) -> ScoreGroup:
@@ -292,46 +226,6 @@ def _different(reading: ArchiveReading, outcome: RescoreResult, count: int) -> l
             }
         )
     return rows
-
-
-class Counting:
-    """Progress on stderr: one line that changes on a terminal, elsewhere a line every ten seconds."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._next = 0.0 if self._terminal else time.monotonic() + _NOTE_SECONDS
-        self._drawn = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._drawn:
-            output.note("")
-
-    def say(self, text: str) -> None:
-        """Write a line of its own, in the place of the one that changes."""
-        if self._drawn:
-            sys.stderr.write("\r\x1b[K")
-        output.note(text)
-
-    def show(self, outcome: RescoreResult) -> None:
-        """Show what is done, unless that was a moment ago."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        rate = outcome.scored / outcome.seconds if outcome.seconds else 0.0
-        text = (
-            f"{outcome.groups} groups, {outcome.scored} responses scored, {outcome.kept} kept,"
-            f" {len(outcome.failures)} failed, {duration(outcome.seconds)}, {rate:.0f}/s"
-        )
-        if self._terminal:
-            self._next, self._drawn = now + _DRAW_SECONDS, True
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-        else:
-            self._next = now + _NOTE_SECONDS
-            output.note(text)
 
 
 _BAR: Final = 24
@@ -422,25 +316,8 @@ def _failures(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def check_drawing(path: Path) -> None:
-    """See that a picture can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-        CannotCreate: there is no directory for it.
-    """
-    if not path.absolute().parent.is_dir():
-        raise CannotCreate(f"{path}: there is no directory {path.parent}", "make it first")
-    if not find_spec("matplotlib"):
-        raise ConfigError("a picture needs matplotlib", "pip install 'streamrl[train]', or leave --picture out")
-
-
 def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], new: Sequence[float]) -> None:
-    """Write a picture (PNG): each response as a point, new over old, and both histograms.
-
-    Raises:
-        CannotCreate: the file cannot be written.
-    """
+    """Write a picture (PNG): each response as a point, new over old, and both histograms."""
     # A figure of its own: no pyplot, so no global state and no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -457,7 +334,5 @@ def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], ne
     bars.set_xticks(list(places), [f"{each.low:.3g}" for each in bins], rotation=45, ha="right")
     bars.set(xlabel="score", ylabel="responses")
     bars.legend(frameon=False)
-    try:
+    with writing(path):
         figure.savefig(path, format="png", bbox_inches="tight")
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror or error}", "check space and permissions") from error

@@ -7,8 +7,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 import yaml
 
 from streamrl.commands import output
@@ -17,6 +18,7 @@ from streamrl.config import RewardSpec, RunConfig, ScoringConfig
 from streamrl.consumers.plugins import BUILT_IN, models_asked
 from streamrl.errors import Unreachable, UsageError
 from streamrl.monitor.lines import printable
+from streamrl.runfile import load
 
 if TYPE_CHECKING:
     from streamrl.commands.rundir import RunDirectory
@@ -24,35 +26,54 @@ if TYPE_CHECKING:
     from streamrl.queues import Ledgers
 
 Adapter = Literal["verl", "trl"]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", metavar="RUN.yaml", help="Take rewards, scoring and models of this run file.")
+]
+ArgOption = Annotated[
+    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward, e.g. tolerance=0.1")
+]
+AdapterOption = Annotated[Adapter | None, typer.Option("--adapter", help="Call it as a function of verl or of TRL.")]
 
 
-def choose(config: RunConfig, reward: str | None, arguments: Sequence[str], adapter: str | None) -> RunConfig:
-    """Return the configuration with the rewards that are meant.
+def choose(
+    run: RunDirectory | None,
+    file: Path | None,
+    overrides: Sequence[str] | None,
+    *,
+    reward: str | None,
+    arguments: Sequence[str] | None,
+    adapter: Adapter | None,
+) -> RunConfig:
+    """Return the configuration with the rewards that a command line means.
 
     Args:
-        config: of the run or the run file.
+        run: whose rewards are meant without a file.
+        file: run file.
+        overrides: `--set` of the run file.
         reward: name or `use` of one of its rewards, or any other `use`; None: all of its rewards, as they stand.
         arguments: `KEY=VALUE`, values as in YAML; they go over the reward's own.
         adapter: of a function of another system.
 
     Returns:
-        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Of the models only those that
-        the rewards ask; all of them where that is a reward of somebody else.
+        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Only the models that the
+        rewards ask; all models if a reward is the user's own code, which may ask any of them.
 
     Raises:
-        UsageError: an argument without `=`, an unknown adapter, or arguments for no reward.
+        ConfigError: the run file is wrong.
+        UsageError: options that do not go together, or an argument without `=`.
     """
+    if run is not None and file is None and overrides:
+        raise UsageError("--set changes a run file", "name it with --file")
+    config = run.config if run is not None and file is None else load(file, overrides or ()).config
     if reward is None:
         if arguments or adapter:
             raise UsageError("--arg and --adapter are of one reward, and none is named", "name it")
         return _with_models(config)
-    if adapter is not None and adapter not in get_args(Adapter):
-        raise UsageError(f"--adapter {adapter} is unknown", f"one of {', '.join(get_args(Adapter))}")
     named = [spec for spec in config.rewards if reward in {spec.name, spec.use}]
     spec = named[0] if named else RewardSpec(use=reward)
-    changes: dict[str, Any] = {"args": {**spec.args, **_parsed(arguments)}, "weight": 1.0, "gate": None}
+    changes: dict[str, Any] = {"args": {**spec.args, **_parsed(arguments or ())}, "weight": 1.0, "gate": None}
     if adapter is not None:
-        changes["adapter"] = cast("Adapter", adapter)
+        changes["adapter"] = adapter
     alone = {"rewards": (spec.model_copy(update=changes),), "scoring": ScoringConfig()}
     return _with_models(config.model_copy(update=alone))
 
@@ -75,7 +96,7 @@ def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
         try:
             found[key.strip()] = yaml.safe_load(raw)
         except yaml.YAMLError as error:
-            raise UsageError(f"--arg {item}: {raw!r} is no YAML value", "quote it as in YAML") from error
+            raise UsageError(f"--arg {item}: {raw!r} is not a YAML value", "quote it as in YAML") from error
     return found
 
 
@@ -93,7 +114,8 @@ async def opened(
         config: from `choose`.
         run_dir: where rewards may write; it need not exist.
         run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
-        say: is told every ten seconds who is waited for, and after five seconds which line of a reward blocks.
+        say: gets a line every ten seconds about the service that the rewards wait for, and one after five seconds
+            about the line of a reward that blocks.
         patience: seconds for which a service that is away is waited for; None: as long as a run does.
 
     Raises:
@@ -120,18 +142,14 @@ async def opened(
         scorer = PatientScorer(loaded, config.lease, left)
         stack.enter_context(Foreground(scorer.calls, lambda text: say(printable(text))).watching())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="who is waited for")
+        telling = tasks.create_task(scorer.tell(lambda text: say(printable(text))), name="tell what is waited for")
         yield scorer
         telling.cancel()
 
 
 def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
-    """See that a run whose servers are asked is there: without its own Redis none of them is.
-
-    Raises:
-        Unreachable: it is not, and the rewards, which came along, ask a model.
-    """
-    if not is_running(run) and all_built_in(config):  # nobody knows whether a reward of somebody else asks it
+    """Raise Unreachable when the rewards ask servers of a run that is away."""
+    if not is_running(run) and all_built_in(config):  # the user's own code may ask no model at all
         raise Unreachable(
             f"run {run.name} is not running, and with it the servers of reward_models.{model}",
             "do this while it runs, or give the model a url in a file for --file",

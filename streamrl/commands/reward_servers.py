@@ -10,14 +10,12 @@ from urllib.parse import urlparse
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.options import JsonOption, RunOption, expect_server_url
+from streamrl.commands.options import JsonOption, RunOption, change_line, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.config import RewardModelConfig
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.errors import ExitCode, UsageError
 
-LIST_SCHEMA: Final = "streamrl.reward.servers/1"
-CHANGE_SCHEMA: Final = "streamrl.reward.servers.change/1"
 _DOWN: Final = "down"
 
 
@@ -37,19 +35,16 @@ def ls(
         _expect_model(target, model)
     rows = [row for row in asyncio.run(_rows(target)) if model in {None, row["model"]}]
     code = ExitCode.FAILURE if any(row["state"] == _DOWN for row in rows) else ExitCode.OK
-    if json:
-        output.write_json(LIST_SCHEMA, {"servers": rows})
-        return code
-    if not rows:
+    if not rows and not json:
         output.note("no servers: this run has no reward_models")
-        return code
     cells = [(row["model"], row["name"], row["state"], row["url"]) for row in rows]
-    output.write_columns([("MODEL", "SERVER", "STATE", "URL"), *cells])
+    table = output.columns([("MODEL", "SERVER", "STATE", "URL"), *cells]) if rows else ()
+    output.answer("streamrl.reward.servers/1", {"servers": rows}, table, json=json)
     return code
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """State is `listed` (somebody else's: the workers know how it is), `ready`, `asleep`, `down` (ours), `removed`."""
+    """Servers that others run are `listed`; servers that streamrl starts are `ready`, `asleep` or `down`."""
     rows = []
     async with ledgers_to_look(run) as opened:
         servers = RewardServers(opened)
@@ -117,11 +112,10 @@ def _change(run: RunDirectory, model: str, server: str, *, present: bool, json: 
             return await servers.enlist(model, name, present=present)
 
     changed = asyncio.run(enlist())
-    if json:
-        output.write_json(CHANGE_SCHEMA, {"model": model, "server": name, "present": present, "changed": changed})
-        return 0
-    done = "added" if present else "removed"
-    output.write(f"{name} {done}" if changed else f"{name} was {done} before")
+    data = {"model": model, "server": name, "present": present, "changed": changed}
+    output.answer(
+        "streamrl.reward.servers.change/1", data, [change_line(name, present=present, changed=changed)], json=json
+    )
     return 0
 
 

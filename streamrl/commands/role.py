@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,18 +11,7 @@ from streamrl.commands.options import RunOption
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.errors import UsageError
 
-
-class Kind(StrEnum):
-    """Roles that `run` starts."""
-
-    redis = "redis"
-    feeder = "feeder"
-    rollout = "rollout"
-    reward = "reward"
-    reward_model = "reward_model"
-    learner = "learner"
-    recorder = "recorder"
-    player = "player"
+Kind = Literal["redis", "feeder", "rollout", "reward", "reward_model", "learner", "recorder", "player"]
 
 
 def run_role(
@@ -41,12 +29,11 @@ def run_role(
     from streamrl.runtime.roles import run as run_to_its_end
 
     target = find_run(run)
-    kind = role.value
-    if role is Kind.reward_model:
-        kind = f"{kind}.{_served(target, model)}"
-    elif model is not None:
-        raise UsageError(f"role {kind} has no --model", "leave it out: it belongs to role reward_model")
-    run_to_its_end(kind, index, target.path)
+    if role == "reward_model":
+        run_to_its_end(f"{role}.{_served(target, model)}", index, target.path)
+    if model is not None:
+        raise UsageError(f"role {role} has no --model", "leave it out: it belongs to role reward_model")
+    run_to_its_end(role, index, target.path)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:
@@ -60,4 +47,4 @@ def _served(run: RunDirectory, model: str | None) -> str:
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
     if model is None:
         raise UsageError("name the reward model with --model", hint)
-    raise UsageError(f"--model {model} is no reward model of this run whose servers streamrl starts", hint)
+    raise UsageError(f"--model {model} is not a reward model of this run whose servers streamrl starts", hint)

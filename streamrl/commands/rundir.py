@@ -40,16 +40,12 @@ def find_run(chosen: Path | None) -> RunDirectory:
     Raises:
         ConfigError: there is no run, or its `run.json` does not fit this version of streamrl.
     """
-    path = chosen if chosen is not None else newest_run(RUNS)
+    written = [file for file in RUNS.glob("*/run.json") if file.is_file()] if chosen is None else []
+    newest = max(written, key=lambda file: file.stat().st_mtime_ns, default=None)
+    path = newest.parent if newest is not None else chosen
     if path is None:
         raise ConfigError(f"no run in {RUNS.resolve()}", "start one: `streamrl up RUN.yaml`; or name one: --run DIR")
     return RunDirectory(path, read_saved(path / "run.json").config)
-
-
-def newest_run(folder: Path) -> Path | None:
-    """The directory in `folder` whose `run.json` was written last; None when there is none."""
-    files = [file for file in folder.glob("*/run.json") if file.is_file()]
-    return max(files, key=lambda file: file.stat().st_mtime_ns).parent if files else None
 
 
 def is_running(run: RunDirectory) -> bool:

@@ -22,7 +22,6 @@ from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.replies import read_number
 from streamrl.runtime.plan import role_names
 
-SCHEMA = "streamrl.status/1"
 _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
 
 
@@ -39,7 +38,7 @@ def status(
     async def once() -> int:
         data = await look(target)
         if json:
-            output.write_json(SCHEMA, data)
+            output.write_json("streamrl.status/1", data)
         else:
             _print(data)
         return int(_CODES[data["verdict"]])
@@ -53,8 +52,8 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 async def look(run: RunDirectory) -> dict[str, Any]:
     """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
-    Roles are those of the plan, those the supervisor knows and those on the board of Redis: roles
-    on other machines are not started by this supervisor, so only their heartbeat is known.
+    Roles come from the plan, from the supervisor and from the heartbeats in Redis: this supervisor does not start the
+    roles on other machines, so only their heartbeat is known.
     """
     supervised = read_states(run.path)
     board, rewards, reachable = await _board(run)

@@ -6,39 +6,28 @@ import asyncio
 import contextlib
 import sys
 from contextlib import AsyncExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.config import configuration, leaves, origin_of, without_secrets, write_checks
+from streamrl.commands.config import configuration, origin_of, without_secrets, write_checks
 from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
-from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Unreachable, UsageError
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.roles import RoleStates
 from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
-from streamrl.runfile import RUNS, LoadedConfig
+from streamrl.runfile import RUNS, LoadedConfig, leaves
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import RunOutcome, supervise
 
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
-
-
-class Screen(StrEnum):
-    """Values of `--screen`."""
-
-    auto = "auto"
-    live = "live"
-    plain = "plain"
-    logs = "logs"
 
 
 def up(
@@ -64,8 +53,9 @@ def up(
         Path | None, typer.Option("--train-only", metavar="FILE|DIR", help="Train recorded groups; generate nothing.")
     ] = None,
     screen: Annotated[
-        Screen, typer.Option(help="What is shown meanwhile; auto: live on a terminal, else plain.")
-    ] = Screen.auto,
+        Literal["auto", "live", "plain", "logs"],
+        typer.Option(help="What is shown meanwhile; auto: live on a terminal, else plain."),
+    ] = "auto",
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished.
 
@@ -83,7 +73,7 @@ def up(
     _announce(prepared)
     if prepare:
         return 0
-    outcome = _supervise(prepared, screen.value)
+    outcome = _supervise(prepared, screen)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:
             output.note(f"stopped; go on with: streamrl up --resume --run {prepared.run_dir}")
@@ -139,22 +129,15 @@ def _supervise(prepared: PreparedRun, screen: str) -> RunOutcome:
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
     look = Look(find_run(prepared.run_dir))
-    board = Board(
-        name=prepared.config.name,
-        run_dir=prepared.run_dir,
-        goal=_goal(prepared.config),
-        look=look,
-    )
-    with contextlib.closing(look), VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
-        return asyncio.run(supervise(prepared.config, prepared.run_dir, viewer.on_event))
-
-
-def _goal(config: RunConfig) -> Goal:
-    return Goal(
+    config = prepared.config
+    goal = Goal(
         steps=config.learner.steps,
         accuracy=config.learner.stop_at_accuracy,
         round_responses=config.evaluation.prompts * config.evaluation.samples,
     )
+    board = Board(config.name, prepared.run_dir, goal, look)
+    with contextlib.closing(look), VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
+        return asyncio.run(supervise(config, prepared.run_dir, viewer.on_event))
 
 
 class Look:

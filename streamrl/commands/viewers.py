@@ -10,15 +10,15 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import orjson
+from typing_extensions import override
 
 from streamrl.commands import output
 from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, log_line, number, percent, printable
 from streamrl.monitor.roles import KnownRole, RoleStates
+from streamrl.monitor.tail import record_of
 from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class Viewer(ABC):
-    """Base of the viewers: keeps the board and `supervisor.json`, and hands every event on.
-
-    Args:
-        board: what is shown.
-        states: what other shells see.
-    """
+    """Base of the viewers: keeps the board, and `supervisor.json` for other shells, and hands every event on."""
 
     def __init__(self, board: Board, states: RoleStates) -> None:
         self.board = board
@@ -48,9 +43,7 @@ class Viewer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._states.close()
 
     def on_event(self, event: Event) -> None:
@@ -82,7 +75,7 @@ def describe(event: Event) -> tuple[str, bool]:
             return f"{event.role} {event.state.value}", True
         return f"{event.role} {event.state.value}: {event.reason}, again in {event.pause:.1f} s", True
     if isinstance(event, LogLine) and not event.tail:
-        record = _record(event.line)
+        record = record_of(event.line)
         if record.get("level") in _LOUD:
             # What ended a role stands in the supervisor's own line.
             details = ("server", "why") if record["level"] == "warning" else ("server",)
@@ -102,12 +95,12 @@ def _ends(value: object) -> str:
 class LogViewer(Viewer):
     """Prints every log line with the name of its role, and every change of state."""
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Print one event."""
         del text, bad
         if isinstance(event, LogLine):
             if not event.tail:
-                self._print(event.role, _record(event.line))
+                self._print(event.role, record_of(event.line))
         elif isinstance(event, StateChanged):
             words = f"{event.state.value}{f': {event.reason}' if event.reason else ''}"
             self._print(event.role, {"at": event.at, "event": words})
@@ -139,13 +132,11 @@ class _Ticking(Viewer):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def _run(self) -> None:
         while not self._stop.wait(self.seconds):
@@ -173,15 +164,15 @@ class PlainViewer(_Ticking):
 
     seconds = PLAIN_SECONDS
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Print news, and the states of roles as they become ready."""
         if isinstance(event, StateChanged) and event.state.value == "ready":
             text = f"{event.role} ready"
         if text:
             output.write(f"{'!' if bad else ' '} {clock(time.time())} {text}")
 
+    @override
     def tick(self) -> None:
-        """Print the line."""
         if self.board.progress.steps or self.board.snapshot is not None:
             output.write(plain_line(self.board))
 
@@ -198,9 +189,8 @@ def plain_line(board: Board) -> str:
     points = board.accuracy()
     if points:
         parts.append(f"accuracy {points[-1][1]:.3f} (v{points[-1][0]})")
-    staleness = _mean_staleness(board)
-    if staleness is not None:
-        parts.append(f"stale {staleness:.1f}")
+    if tokens := sum((stale := board.recent_staleness()).values()):
+        parts.append(f"stale {sum(age * count for age, count in stale.items()) / tokens:.1f}")
     if board.snapshot is not None:
         lags = " ".join(f"{stream.name} {stream.lag}" for stream in board.snapshot.train.streams)
         parts.append(f"waiting {lags}")
@@ -210,23 +200,16 @@ def plain_line(board: Board) -> str:
     for name, side in sorted(progress.rollouts.items()):
         parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
     quiet = ("ready", "stopped")
-    not_ready = [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
-    parts.extend(not_ready)
+    parts += [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
     if board.snapshot is not None:
         shown = board.snapshot.roles.items()
-        parts.extend(f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked")
-    if board.snapshot is not None and board.snapshot.train.dead:
-        parts.append(f"{board.snapshot.train.dead} dead letters")
+        parts += [f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked"]
+        if board.snapshot.train.dead:
+            parts.append(f"{board.snapshot.train.dead} dead letters")
     if board.restarts:
         parts.append(f"{board.restarts} restarts")
     parts += [f"{name}: {printable(trouble)}" for name, trouble in board.troubles()]
     return " | ".join(parts)
-
-
-def _mean_staleness(board: Board) -> float | None:
-    counts = board.recent_staleness()
-    tokens = sum(counts.values())
-    return sum(age * count for age, count in counts.items()) / tokens if tokens else None
 
 
 class LiveViewer(_Ticking):
@@ -243,27 +226,18 @@ class LiveViewer(_Ticking):
         self._live.start()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__(*error)
         finally:
             self._live.stop()
 
+    @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Nothing: the next redraw shows it."""
+        """The next redraw shows it."""
 
+    @override
     def tick(self) -> None:
-        """Redraw."""
         from streamrl.monitor.screen import render
 
         self._live.update(render(self.board, self._console.width), refresh=True)
-
-
-def _record(line: bytes) -> dict[str, object]:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        record = None
-    return record if isinstance(record, dict) else {"event": line.decode(errors="replace")}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,11 +20,6 @@ from streamrl.monitor.tail import Tail
 
 if TYPE_CHECKING:
     from streamrl.weight_sync.manifest import Manifest, Pair
-
-LIST_SCHEMA: Final = "streamrl.weights/1"
-SHOW_SCHEMA: Final = "streamrl.weights.show/1"
-PIN_SCHEMA: Final = "streamrl.weights.pin/1"
-UNPIN_SCHEMA: Final = "streamrl.weights.unpin/1"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 VersionArgument = Annotated[
@@ -40,18 +36,18 @@ def ls(
 ) -> int:
     """List versions, newest first: step, size, share of changed values, where they are, which replicas have them.
 
-    The files of a version are removed when newer ones come; those of a pinned one stay until `weights unpin`. Sizes are
-    those of the files: a delta holds only the values that changed since the version before.
+    The files of a version are removed when newer versions come; a pinned version stays until `weights unpin`. A size is
+    that of the files: a delta holds only the values that changed since the version before.
     """
     target = find_run(run)
     rows = _rows(target)
     if not everything:
         rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
     if json:
-        output.write_json(LIST_SCHEMA, {"versions": rows, "rollback": None})
+        output.write_json("streamrl.weights/1", {"versions": rows, "rollback": None})
         return 0
     if not rows:
-        output.note("no version is here" + ("" if everything else "; --all lists those whose files are gone"))
+        output.note("no version is here" + ("" if everything else "; --all also lists versions without files"))
         return 0
     _print(rows)
     return 0
@@ -75,20 +71,19 @@ def show(version: VersionArgument, run: RunOption = None, json: JsonOption = Fal
         data["tensors"] = [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "parts": len(t.parts)} for t in manifest.tensors
         ]
-    if json:
-        output.write_json(SHOW_SCHEMA, data)
-        return 0
-    for key, value in {**data, "at": _at(row), "bytes": _bytes(row), "density": _density(row)}.items():
-        if key not in {"shards", "tensors"} and value not in (None, [], ""):
-            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-            output.write(f"{key:10}  {', '.join(text) if isinstance(text, list) else text}")
-    for shard in data["shards"]:
-        output.write(f"file        {shard['file']}  {shard['kind']}  {size(shard['bytes'])}")
-    for tensor in data["tensors"]:
-        output.write(f"tensor      {tensor['name']}  {tensor['dtype']}  {tensor['shape']}")
-    if manifest is None:
+    output.answer("streamrl.weights.show/1", data, _lines(data), json=json)
+    if manifest is None and not json:
         output.note("its files are gone: only the record is left")
     return 0
+
+
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    for key, value in {**data, "at": _at(data), "bytes": _bytes(data), "density": _density(data)}.items():
+        if key not in {"shards", "tensors"} and value not in (None, [], ""):
+            text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            yield f"{key:10}  {', '.join(text) if isinstance(text, list) else text}"
+    yield from (f"file        {each['file']}  {each['kind']}  {size(each['bytes'])}" for each in data["shards"])
+    yield from (f"tensor      {each['name']}  {each['dtype']}  {each['shape']}" for each in data["tensors"])
 
 
 @app.command("pin")
@@ -106,10 +101,9 @@ def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fals
     manifest, _ = find(number, root, target.path)
     manifest = copy(root, target.path, manifest.pair)
     folder = target.path / "pinned" / manifest.folder
-    if json:
-        output.write_json(PIN_SCHEMA, {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())})
-    else:
-        output.write(f"version {number} is in {folder}, {size(manifest.total_bytes)}")
+    data = {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())}
+    said = f"version {number} is in {folder}, {size(manifest.total_bytes)}"
+    output.answer("streamrl.weights.pin/1", data, [said], json=json)
     return 0
 
 
@@ -125,24 +119,13 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
     if manifest is None:
         raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
     removed = remove(target.path, manifest.pair)
-    if json:
-        output.write_json(UNPIN_SCHEMA, {"version": number, "removed": removed})
-    else:
-        output.write(f"version {number} is no longer pinned")
+    said = f"version {number} is no longer pinned"
+    output.answer("streamrl.weights.unpin/1", {"version": number, "removed": removed}, [said], json=json)
     return 0
 
 
-@app.command("rollback", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def rollback() -> int:
-    """Refused: a run does not go back to earlier weights."""
-    raise UsageError(
-        "weights rollback is gone: a running learner does not go back to earlier weights",
-        "`streamrl export --checkpoint STEP --out DIR`, and start a new run with model.path DIR",
-    )
-
-
 def _number(run: RunDirectory, version: str) -> int:
-    """The number of a version that is named by its number, or as `newest` of those whose files are here.
+    """The number of a version that is named by its number, or as `newest`: the newest with files here.
 
     Raises:
         UsageError: it is neither, or no files are here.
@@ -150,10 +133,10 @@ def _number(run: RunDirectory, version: str) -> int:
     if version == "newest":
         found = _places(run)
         if not found:
-            raise UsageError("no version is here", "`streamrl weights ls --all` lists those whose files are gone")
+            raise UsageError("no version is here", "`streamrl weights ls --all` also lists versions without files")
         return max(found)[1]
     if not (version.isascii() and version.isdigit()):
-        raise UsageError(f"{version} is no version", "name a number that `streamrl weights ls` shows, or newest")
+        raise UsageError(f"{version} is not a version", "name a number that `streamrl weights ls` shows, or newest")
     return int(version)
 
 

@@ -352,7 +352,9 @@ class RunConfig(Section):
         if recording.mode == "read" and self.evaluation.every:
             raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
         if recording.mode != "off" and self.rollout.placement == "colocated":
-            raise ValueError("rollout.placement colocated has nobody to share devices with: recording.mode is not off")
+            raise ValueError(
+                "rollout.placement colocated shares devices between engines and learner: set recording.mode to off"
+            )
         return self
 
     @model_validator(mode="after")

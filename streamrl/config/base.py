@@ -30,7 +30,7 @@ def _size(value: Any) -> Any:
     unit = value.strip()[len(digits) :].strip().lower()
     number = _finite(digits)
     if unit not in _UNITS or number is None:
-        raise ValueError(f"{value!r} is no size (write 512MiB, 8GiB or a number of bytes)")
+        raise ValueError(f"{value!r} is not a size (write 512MiB, 8GiB or a number of bytes)")
     return int(number * _UNITS[unit])
 
 
@@ -42,7 +42,7 @@ def _duration(value: Any) -> Any:
     unit = value.strip()[len(digits) :].strip() or "s"
     number = _finite(digits)
     if unit not in _SECONDS or number is None:
-        raise ValueError(f"{value!r} is no duration (write 500ms, 30s, 10m or a number of seconds)")
+        raise ValueError(f"{value!r} is not a duration (write 500ms, 30s, 10m or a number of seconds)")
     return number * _SECONDS[unit]
 
 
@@ -59,7 +59,7 @@ def _server_url(value: str) -> str:
     """Return the URL of a server as its name: without a slash at the end, and without a secret."""
     parts = urlparse(value)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{value!r} is no URL of a server (write http://HOST:PORT)")
+        raise ValueError(f"{value!r} is not the URL of a server (write http://HOST:PORT)")
     if parts.username or parts.password:
         raise ValueError("a URL with a password is shown to everybody: put the key into engine.api_key_file")
     return value.rstrip("/")

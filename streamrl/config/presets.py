@@ -1,6 +1,6 @@
 """Algorithms by name: what `learner.preset` stands for, under the keys of the run file.
 
-A preset lies between the defaults and the run file: every key that somebody sets wins over it. docs/reference/presets/
+A preset lies between the defaults and the run file: every key that is set wins over it. docs/reference/presets/
 has a page for each with its formula, its source and when to use it.
 """
 

@@ -17,7 +17,7 @@ _NUMBER: Final = "must be a number, not {input}"
 _SWITCH: Final = "must be true or false, not {input}"
 WORDS: Final[Mapping[str, str]] = {
     "missing": "is missing",
-    "extra_forbidden": "is no key",
+    "extra_forbidden": "is not a key",
     "value_error": "{error}",
     "literal_error": "must be {expected}, not {input}",
     "string_pattern_mismatch": "must be 1 to 64 {pattern}, not {input}",
@@ -42,12 +42,12 @@ WORDS: Final[Mapping[str, str]] = {
     "tuple_type": _LIST,
     "dict_type": _MAPPING,
     "model_type": _MAPPING,
-    "json_invalid": "is no JSON",
+    "json_invalid": "is not JSON",
 }
 """By the type of pydantic's error; `tests/test_config_words.py` makes every one that a run file can lead to."""
 
 
-def said(error: Mapping[str, Any]) -> str:
+def explain(error: Mapping[str, Any]) -> str:
     """One error of pydantic (an item of `ValidationError.errors()`) in the words of a run file.
 
     An entry that is missing in a list has a number as the last part of its place.

@@ -33,11 +33,7 @@ class Goal:
 class Board:
     """The state of all screens; `role` and `event` may be called from any thread.
 
-    Args:
-        name: name of the run.
-        run_dir: its directory.
-        goal: what it works toward.
-        look: takes a snapshot, or returns None while Redis does not answer.
+    `look` takes a snapshot, or returns None while Redis does not answer.
     """
 
     name: str

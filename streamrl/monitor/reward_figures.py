@@ -14,23 +14,7 @@ from streamrl.queues.keys import REWARD_FIGURES
 
 @dataclass(frozen=True, slots=True)
 class RewardView:
-    """One reward in all workers that live now; counts are since each of them began.
-
-    Attributes:
-        name: of the reward.
-        workers: that have it.
-        ok: values given, one for each sample.
-        failed: attempts without a value.
-        retried: attempts that were followed by another one.
-        dead: samples (or groups, of a reward that compares) that it failed for good.
-        tokens: cost, of judges.
-        mean: of the values; None before the first.
-        p50: seconds below which half of the calls took, the mean over the workers.
-        p95: the same for 95 %, of the slowest worker.
-        trouble: what is wrong with it now, in words, from each worker that has some.
-        away: workers for which nobody scores now.
-        per_second: values per second between two snapshots; None without a second one.
-    """
+    """One reward in all workers that live now; docs/guides/lag.md says what each figure means."""
 
     name: str
     workers: int

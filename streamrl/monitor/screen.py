@@ -47,6 +47,10 @@ def render(board: Board, width: int) -> RenderableType:
     return Group(_headline(board), *_troubles(board), grid, _events(board, width, 4))
 
 
+def _panel(title: str, width: int, *lines: RenderableType) -> Panel:
+    return Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
+
+
 def _headline(board: Board) -> Text:
     steps = board.progress.steps
     step = steps[-1].step if steps else 0
@@ -93,7 +97,7 @@ def _learning(board: Board, width: int, height: int) -> Panel:
         row.append(f"{number(values[-1]) if values else '-':>8}  ")
         row.append(plots.spark(values, inner - 14), style=style)
         lines.append(row)
-    return Panel(Group(*lines), title="learning", title_align="left", border_style="dim", width=width)
+    return _panel("learning", width, *lines)
 
 
 def _series(board: Board) -> list[tuple[str, list[float], str]]:
@@ -106,7 +110,7 @@ def _series(board: Board) -> list[tuple[str, list[float], str]]:
 
 def _traffic(board: Board, width: int) -> Panel:
     if board.snapshot is None:
-        return Panel(Text("waiting for Redis", style="dim"), title="queue", title_align="left", width=width)
+        return _panel("queue", width, Text("waiting for Redis", style="dim"))
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for heading in ("stream", "waiting", "leased", "in/s", "out/s", "oldest"):
         table.add_column(heading, justify="left" if heading == "stream" else "right", no_wrap=True)
@@ -128,7 +132,7 @@ def _traffic(board: Board, width: int) -> Panel:
     counts = Text(f"admitted {ledger.cursor}  dropped {ledger.dropped}  dead letters ")
     counts.append(str(ledger.dead), style="red" if ledger.dead else "")
     counts.append(f"  evaluated {board.progress.accuracy.groups}")
-    return Panel(Group(table, admission, counts), title="queue", title_align="left", border_style="dim", width=width)
+    return _panel("queue", width, table, admission, counts)
 
 
 def _balance(board: Board, width: int) -> Panel:
@@ -142,13 +146,7 @@ def _balance(board: Board, width: int) -> Panel:
         table.add_row(
             name, number(side.tokens_per_second), percent(idle), plots.bar(idle, 10) if idle is not None else ""
         )
-    return Panel(
-        Group(table, Text(who_waits(board), style="dim")),
-        title="who waits for whom",
-        title_align="left",
-        border_style="dim",
-        width=width,
-    )
+    return _panel("who waits for whom", width, table, Text(who_waits(board), style="dim"))
 
 
 def who_waits(board: Board) -> str:
@@ -181,16 +179,15 @@ def _brief(board: Board) -> Text:
 def _staleness(board: Board, width: int) -> Panel:
     rows = plots.histogram(board.recent_staleness(), max(5, width - 20))
     if not rows:
-        return Panel(Text("no step yet", "dim"), title="staleness", title_align="left", border_style="dim", width=width)
+        return _panel("staleness", width, Text("no step yet", "dim"))
     lines = [Text.assemble(f"{label:>3} ", (drawn, "yellow"), f" {percent(share):>5}") for label, share, drawn in rows]
-    title = "staleness of tokens (steps, last 20)"
-    return Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
+    return _panel("staleness of tokens (steps, last 20)", width, *lines)
 
 
 def _roles(board: Board, width: int) -> Panel:
     versions = board.snapshot.role_versions if board.snapshot is not None else {}
     cells = [_role(name, state, versions.get(name)) for name, state in board.sorted_roles()]
-    return Panel(Columns(cells, padding=(0, 2)), title="roles", title_align="left", border_style="dim", width=width)
+    return _panel("roles", width, Columns(cells, padding=(0, 2)))
 
 
 def _role(name: str, state: KnownRole, version: int | None) -> Text:

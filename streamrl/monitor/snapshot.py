@@ -36,23 +36,7 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """One stream of ids.
-
-    Attributes:
-        name: `prompts`, `rollouts` or `scored`.
-        depth: entries in it: waiting, and leased but not done.
-        pending: leased entries.
-        lag: entries that are not leased, `depth - pending`.
-        oldest_waiting_seconds: age of the oldest entry that is not leased; None when there is none.
-        oldest_leased_seconds: age, since it was put, of the oldest leased entry; None when there is none.
-        silent_seconds: longest time since a holder leased or renewed an entry it still holds.
-        retried: leased entries that more than one holder has tried (of the oldest 10,000).
-        added: entries ever put; None on Redis 6.2, which does not count them.
-        in_per_second: entries put per second between two snapshots; None without a second one.
-        out_per_second: entries done per second between two snapshots.
-        consumers: who reads it.
-        unit: what an entry is: `groups`, or `samples` (of `rollouts`, unless groups are scored whole).
-    """
+    """One stream of ids; docs/guides/lag.md says what each figure means."""
 
     name: str
     depth: int
@@ -107,19 +91,9 @@ class ServerView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that Redis knows of a run at one instant.
+    """All that Redis knows of a run at one instant; `at` is of its clock, `version` is -1 before the first.
 
-    Attributes:
-        run: name of the run.
-        at: seconds since 1970 on the server's clock.
-        server: the Redis itself.
-        train: the training ledger.
-        evaluation: the ledger of held-out prompts.
-        budget: most groups admitted and not yet trained; None when the caller did not say.
-        hard_cap: most live groups; None when the caller did not say.
-        version: newest version of the weights, -1 before the first.
-        roles: status of each living role by name, as it shows itself on the board.
-        rewards: what all reward workers say of each reward.
+    `budget` and `hard_cap` are None when the caller did not say them.
     """
 
     run: str

@@ -29,7 +29,9 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
             continue
         for stream in ledger.streams:
             table.add_row(prefix + stream_name(stream), *_stream_cells(stream, "feeder" if prefix else "learner"))
-    lines = [Text(line) for line in _ledger_lines(snapshot)]
+    lines = [Text(_ledger_line("groups", snapshot.train, snapshot.budget, snapshot.hard_cap))]
+    if snapshot.evaluation.cursor:
+        lines.append(Text(_ledger_line("held-out", snapshot.evaluation, None, None)))
     rewards = [rewards_table(snapshot.rewards)] if snapshot.rewards else []
     return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards)
 
@@ -90,13 +92,6 @@ def _server_line(snapshot: Snapshot) -> Text:
     if not server.aof_ok:
         line.append("  AOF WRITE FAILED", style="bold red")
     return line
-
-
-def _ledger_lines(snapshot: Snapshot) -> list[str]:
-    lines = [_ledger_line("groups", snapshot.train, snapshot.budget, snapshot.hard_cap)]
-    if snapshot.evaluation.cursor:
-        lines.append(_ledger_line("held-out", snapshot.evaluation, None, None))
-    return lines
 
 
 def _ledger_line(name: str, ledger: LedgerView, budget: int | None, hard_cap: int | None) -> str:

@@ -36,10 +36,11 @@ class Tail:
         self._offset += len(whole)
         for line in whole.split(b"\n"):
             if line.strip():
-                yield _record(line)
+                yield record_of(line)
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def record_of(line: bytes) -> dict[str, Any]:
+    """A line as a JSON object; one that is none as `event`."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -142,7 +142,7 @@ class Leases:
         counts as one. Cancelling does the same at once.
 
         Raises:
-            Exception: what a handler raised; an `ExceptionGroup` when there were several at once.
+            Exception: what a handler raised; of several at once what `errors.unwrap` finds.
             Unreachable, ConfigError: from the connection.
         """
         self._started = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""What the supervisor tells whoever shows it: a live screen, plain lines, a test.
+"""The supervisor's events, for whatever shows them: a live screen, plain lines, a test.
 
 The callback is called from one thread of its own, event after event, so a terminal that does not read blocks neither
 the supervisor nor a role. Log lines that do not fit into the queue are dropped and counted; changes of state never are.
@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Self, TypeAlias
 
 from streamrl.runtime.instance import RoleState
@@ -83,10 +82,8 @@ OnEvent: TypeAlias = Callable[[Event], None]
 class EventPump:
     """Carries events to a callback in a thread of its own; a context manager, whose end waits for it.
 
-    Args:
-        on_event: called with each event in order. What it raises ends the delivery and is kept in `broken`.
-        capacity: log lines that may wait.
-        linger: seconds to wait at the end for a reader that takes nothing; one that goes on reading gets more.
+    What the callback raises ends the delivery and is kept in `broken`. At most `capacity` log lines wait. The end waits
+    `linger` seconds for a reader that takes nothing; one that goes on reading gets more.
     """
 
     def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:
@@ -117,9 +114,7 @@ class EventPump:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._wake:
             self._closed = True
             self._wake.notify()

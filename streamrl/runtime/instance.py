@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from streamrl.restarts import Deaths, ExitClass, RestartPolicy, classify
+from streamrl.errors import ExitClass, classify
+from streamrl.restarts import Deaths, RestartPolicy
 
 
 class RoleState(StrEnum):
@@ -47,11 +48,7 @@ class Instance:
         policy: limits of its restarts.
         finishes: whether exit code 0 without being asked is the end of its work (learner, feeder) or a death.
 
-    Attributes:
-        restarts: restarts so far, for people.
-        reason: why it is in its state, one line; empty while all is well.
-        exit_code: of its last process; negative for a signal.
-        until: end of the pause in `backoff`.
+    `reason` says why it is in its state, and is empty while all is well; `until` is the end of a pause in `backoff`.
     """
 
     policy: RestartPolicy
@@ -88,15 +85,10 @@ class Instance:
             self.state, self.reason = RoleState.STOPPED, reason
 
     def died(self, now: float, code: int, cause: str, jitter: float, *, fenced: bool = False) -> None:
-        """Record that its process ended.
+        """Record that its process ended with `code` (negative for a signal); `cause` is a line for people.
 
-        Args:
-            now: the clock.
-            code: exit code, negative for a signal.
-            cause: one line on why, shown to people.
-            jitter: from [0, 1), for the length of the pause.
-            fenced: it ended because a newer process elsewhere took over. It is restarted like after a crash, and takes
-                over in turn.
+        `jitter` from [0, 1) is for the length of the pause. One that is `fenced` ended because a newer process took
+        over: it is restarted like after a crash, and takes over in turn.
         """
         self._expect(*ALIVE)
         self.exit_code = code

@@ -1,21 +1,26 @@
-"""The run directory before a run: made, taken up again, or put aside."""
+"""The run directory: made, resumed or put aside before a run, one supervisor at a time, cleaned after a death."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
+
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, UsageError
+from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
+from streamrl.queues import embedded
 from streamrl.runfile import RUNS, LoadedConfig, read_saved, save
-from streamrl.runtime.lock import supervisor_lock
-from streamrl.runtime.plan import plan
+from streamrl.runtime.plan import RENDEZVOUS, plan
 from streamrl.runtime.preflight import Check, preflight
-from streamrl.weight_sync.files import make_token
+from streamrl.weight_sync.files import make_token, memory_of, release_memory
 
 FIXED: Final = (
     "name",
@@ -41,11 +46,7 @@ _OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.json.draft", "r
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A run directory that a supervisor can take over.
-
-    `resumed` says that there was something in it, `changed` which values differ from the last time, `put_aside` where
-    `--fresh` moved what was there before. `checks` is what the preflight found.
-    """
+    """A run directory that a supervisor can take over; `changed` are keys whose values differ from the last time."""
 
     run_dir: Path
     config: RunConfig
@@ -60,19 +61,12 @@ def prepare_run(
 ) -> PreparedRun:
     """Check everything, then make the run directory or take up the one that is there, and write `run.json`.
 
-    Without `fresh` and `resume` a directory with a run in it is resumed. Repeating the call is harmless.
-
-    Args:
-        loaded: configuration with its origins.
-        run_dir: directory of the run; `runs/NAME` when None.
-        fresh: put aside what is there, as `DIR.old-TIME`.
-        resume: there must be a run in the directory.
+    A directory with a run in it is resumed, or with `fresh` put aside as `DIR.old-TIME`. A repeat does no harm.
 
     Raises:
         UsageError: both flags, or `resume` without a run.
         Refused: the run is running.
-        ConfigError: the run in the directory was started with other values that it must keep (the message names
-            them), or the preflight found a mistake.
+        ConfigError: the run in the directory has other values that it must keep, or the preflight found a mistake.
         CannotCreate: no permission or no space.
     """
     config = loaded.config
@@ -90,7 +84,7 @@ def prepare_run(
     changed = _changed(config, folder) if there and not fresh else ()
     checks = tuple(preflight(config, folder))
     put_aside = None
-    with _os_errors(folder):
+    with writing():
         if there:
             with supervisor_lock(folder):  # refused while the run is running
                 put_aside = _put_aside(folder) if fresh else None
@@ -148,10 +142,56 @@ def _put_aside(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _os_errors(folder: Path) -> Iterator[None]:
+def supervisor_lock(run_dir: Path) -> Iterator[None]:
+    """Hold `supervisor.lock` of a run for this block; Refused when another process does.
+
+    No child inherits the lock, and the kernel releases it when its holder dies.
+    """
+    path = run_dir / "supervisor.lock"
+    with writing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refused(
+                f"{run_dir} is running already{_holder(path)}", "stop it first, or give this run a name"
+            ) from error
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, orjson.dumps(holder), 0)
         yield
-    except CannotCreate:
-        raise
-    except OSError as error:
-        raise CannotCreate(f"{error.filename or folder}: {error.strerror}", "check space and permissions") from error
+    finally:
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = orjson.loads(path.read_bytes())
+        return f": supervised by process {holder['pid']} on {holder['host']}"
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return ""  # the holder has not written its name yet
+
+
+async def sweep(run_dir: Path) -> list[str]:
+    """Remove what dead processes of a run left behind; return it, one line each. A repeat finds nothing.
+
+    | what | where |
+    |---|---|
+    | a Redis server whose supervisor was killed | `redis/server.lock` names it |
+    | files of a killed rewrite of the append-only file | `redis/temp-*.aof`, `redis/temp-*.rdb` |
+    | files in which the ranks of a learner found each other | `rendezvous/` |
+    | weights in shared memory | `/dev/shm/streamrl-UID-HASH*` |
+
+    Call it only while holding the supervisor's lock: then no process of the run is alive, except for a few seconds the
+    roles of a killed supervisor (they keep what they have mapped) and commands that read the run with their own Redis.
+    """
+    found = ["a Redis server of a killed process"] if await embedded.end_orphan(run_dir) else []
+    rendezvous = run_dir / RENDEZVOUS
+    rendezvous.mkdir(exist_ok=True)
+    files = [*rendezvous.iterdir(), *await embedded.sweep_stopped(run_dir)]
+    found += [str(path) for path in (*files, *memory_of(run_dir))]
+    for file in files:
+        file.unlink(missing_ok=True)
+    release_memory(run_dir)
+    return found

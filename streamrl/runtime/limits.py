@@ -1,21 +1,24 @@
-"""Open files and memory: what a run needs, and what this machine lets it have.
+"""Disk, memory and open files: what a run needs, and what this machine lets it have.
 
-Of both there are two counts. What is certain refuses a run: it would fail. What the run file allows at most, like
-samples scored at the same time, is only said: it may never be used. A run that is let in may need still more memory,
-for activations, keys and values, and what rewards do.
+Of memory and files there are two counts. A run is refused for what it certainly needs. What its run file allows at
+most, like samples scored at the same time, may never be used, so it is a warning. Activations, keys and values, and
+what rewards do are not counted.
 """
 
 from __future__ import annotations
 
 import math
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import orjson
+
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate
-from streamrl.runtime.engine_checks import shared_memory_copies
+from streamrl.errors import CannotCreate, ConfigError
+from streamrl.runtime.model_checks import weight_files
 from streamrl.runtime.plan import processes
 from streamrl.servers.environments import computes_on_cpu
 
@@ -43,6 +46,9 @@ _TORCH_BYTES: Final = 128 << 20
 _WITH_TORCH: Final = frozenset({"learner", "rollout"})
 _OWN_COPIES: Final = 3
 """Versions in /dev/shm of a learner that puts whole versions there: two are kept while one is written."""
+_SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
+_MARGIN: Final = 64 << 20
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
 _NO_LIMIT: Final = 1 << 60
 _HINT_FILES: Final = (
     "raise the hard limit: `ulimit -n 65536` as root, LimitNOFILE= of the service, docker --ulimit nofile=65536"
@@ -62,14 +68,7 @@ class Need(NamedTuple):
 def look_at_files(config: RunConfig, model_bytes: int) -> str:
     """Return how many files a process may open, with a warning when the run file allows some process to need more.
 
-    Roles raise their soft limit to the hard one.
-
-    Args:
-        config: of the run.
-        model_bytes: of the weights in `weights.dtype`.
-
-    Raises:
-        CannotCreate: fewer than some process of this run certainly needs.
+    Roles raise their soft limit to the hard one. CannotCreate when some process certainly needs more than that.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needs = open_files(config, model_bytes)
@@ -111,16 +110,7 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
 
 
 def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
-    """Return how much memory is free, with a warning when the run may come to need more.
-
-    Args:
-        config: of the run.
-        model_float32: bytes of the weights in float32; 0 when the files are not here.
-        root: of the file system (tests).
-
-    Raises:
-        CannotCreate: less than the weights of all processes of this run certainly take.
-    """
+    """Return how much memory is free, with a warning when the run may come to need more; CannotCreate when it will."""
     free = free_memory(root)
     least, most = memory(config, model_float32)
     if free is None:
@@ -134,8 +124,7 @@ def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")
 def memory(config: RunConfig, model_float32: int) -> Need:
     """Bytes of host memory that a run takes: processes, weights on the CPU, versions in /dev/shm.
 
-    The two counts differ in the versions: those that a replica still pulls, or has in its staging folder, are not there
-    always.
+    The two counts differ in the versions: a version that a replica still pulls, or has staged, is not always there.
     """
     counts = processes(config)
     sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}
@@ -200,3 +189,62 @@ def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     except (OSError, ValueError):  # not there, or `max`
         return None
     return max(0, most - taken + cache) if most < _NO_LIMIT else None
+
+
+def look_at_disk(config: RunConfig, run_dir: Path) -> str:
+    """Return how much room the disk of a run has, and needs; CannotCreate when it has less."""
+    # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
+    checkpoint, steps = config.checkpoint, config.learner.steps
+    milestones = steps // checkpoint.keep_every if steps and checkpoint.keep_every else 0
+    need = _MARGIN
+    if config.recording.mode != "write":
+        need += 3 * model_bytes(config, "float32") * (checkpoint.keep + milestones + 1)
+    if config.weights.transport == "directory":
+        need += 3 * model_bytes(config, config.weights.dtype)
+    folder = next(path for path in (run_dir.resolve(), *run_dir.resolve().parents) if path.exists())
+    return _space(folder, need, "use another disk, or lower checkpoint.keep")
+
+
+def look_at_shared_memory(config: RunConfig) -> str:
+    """Return how much room /dev/shm has, and needs; CannotCreate when it has less, ConfigError when there is none."""
+    copies = shared_memory_copies(config)
+    if not copies:
+        return "not used"
+    hint = "give the host (or container: --shm-size) a larger /dev/shm"
+    if not config.weights.delta.enabled:
+        hint = f"{hint}, or set weights.transport: directory"
+    if not _SHM.is_dir():
+        raise ConfigError(f"{_SHM} does not exist on this system", hint)
+    return _space(_SHM, copies * model_bytes(config, config.weights.dtype), hint)
+
+
+def _space(folder: Path, need: int, hint: str) -> str:
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CannotCreate(f"{folder} has {free >> 20} MiB free, this run needs {need >> 20} MiB", hint)
+    return f"{free >> 20} MiB free in {folder}, {need >> 20} MiB needed"
+
+
+def model_bytes(config: RunConfig, dtype: str) -> int:
+    """Size of the weights in `dtype`, from the files of the model (bfloat16 unless its config says float32)."""
+    path = Path(config.model.path)
+    files = weight_files(path) if path.is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    try:
+        described = orjson.loads((path / "config.json").read_bytes()) if files else {}
+    except (OSError, orjson.JSONDecodeError):
+        described = {}
+    stored = str(described.get("dtype") or described.get("torch_dtype") or "bfloat16")
+    return size * _BYTES[dtype] // _BYTES.get(stored, 2)
+
+
+def shared_memory_copies(config: RunConfig) -> int:
+    """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
+
+    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more
+    where a replica may still be pulling, and two in the staging folder of each replica that fetches versions or
+    completes deltas.
+    """
+    weights = config.weights
+    staging_folders = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0
+    return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * staging_folders

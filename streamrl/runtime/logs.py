@@ -9,27 +9,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
-import structlog
-from structlog.typing import EventDict, WrappedLogger
+from typing_extensions import override
 
-from streamrl.errors import CannotCreate
+from streamrl.errors import writing
 
 RECORD_FIELDS: Final = frozenset({"at", "level", "role", "logger", "event", "exception"})
 """What a line says of itself. Something else that is given under such a name is written as `NAME_`."""
-_copy_extras: Final = structlog.stdlib.ExtraAdder()
+_ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+"""What every record has; all else was given as `extra=`."""
 
 
 def log_as_json(role: str, level: int = logging.INFO) -> None:
     """Send all logging of this process, `warnings` included, as JSON lines to stderr. A repeat replaces the set-up."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_formatter(role))
+    handler.setFormatter(_JsonLine(role))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -41,8 +40,9 @@ class _LossyFile(RotatingFileHandler):
 
     _said = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name that logging calls)
-        """Take the error of a line that was not written. One that cannot be formatted is a bug, and always shown."""
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        # A line that cannot be formatted is a bug, and always shown.
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -50,8 +50,8 @@ class _LossyFile(RotatingFileHandler):
             self._said = True
             sys.stderr.write(f"{self.baseFilename} cannot be written: {error}\n")
 
+    @override
     def close(self) -> None:
-        """Close the file, with what can still be written."""
         try:
             super().close()
         except OSError as error:
@@ -64,12 +64,10 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
 
     The file is rotated at `max_bytes`; one old file is kept. `CannotCreate` when it cannot be opened.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LossyFile(path, maxBytes=max_bytes, backupCount=1)
-    except OSError as error:
-        raise CannotCreate(f"{path}: {error.strerror}", "check space and permissions") from error
-    handler.setFormatter(_formatter(role))
+    handler.setFormatter(_JsonLine(role))
     target = logging.getLogger()
     before = target.level
     target.addHandler(handler)
@@ -82,34 +80,17 @@ def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO
         handler.close()
 
 
-def _add_extras(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    record: logging.LogRecord = event["_record"]
-    given = _copy_extras(logger, method, {"_record": record})
-    del given["_record"]
-    event.update({f"{name}_" if name in RECORD_FIELDS else name: value for name, value in given.items()})
-    return event
+class _JsonLine(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
 
-
-def _formatter(role: str) -> logging.Formatter:
-    def stamp(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        record: logging.LogRecord | None = event.get("_record")
-        return {"at": record.created if record else time.time(), "role": role, **event}
-
-    formatter: logging.Formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            _add_extras,
-        ],
-        processors=[
-            stamp,
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(serializer=_serialize),
-        ],
-    )
-    return formatter
-
-
-def _serialize(event: dict[str, Any], **_options: Any) -> str:
-    return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"at": record.created, "role": self._role, "event": record.getMessage()}
+        line |= {"level": record.levelname.lower(), "logger": record.name}
+        extras = {name: value for name, value in record.__dict__.items() if name not in _ATTRIBUTES}
+        line |= {f"{name}_" if name in RECORD_FIELDS else name: value for name, value in extras.items()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()

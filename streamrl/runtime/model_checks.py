@@ -78,7 +78,9 @@ def _place(config: RunConfig, key: str, name: str) -> str:
 
 def _check_directory(path: Path) -> None:
     if not (path / _CONFIG).is_file():
-        raise ConfigError(f"{path} is no model: {_CONFIG} is missing", "name a Hugging Face model directory")
+        raise ConfigError(
+            f"{path} is not a model directory: {_CONFIG} is missing", "name a Hugging Face model directory"
+        )
     if not weight_files(path):
         raise ConfigError(f"{path} has no weights (*.safetensors)", "save the model with save_pretrained")
 
@@ -133,7 +135,7 @@ def _asked(key: str, name: str) -> StreamrlError | None:
         url = hf_hub_url(name, _CONFIG, endpoint=endpoint)
         get_hf_file_metadata(url, timeout=DEADLINE, endpoint=endpoint)
     except HFValidationError as error:
-        return ConfigError(f"{key} {name} is no name of a model: {error}", _DIRECTORY_HINT)
+        return ConfigError(f"{key} {name} is not the name of a model: {error}", _DIRECTORY_HINT)
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status not in _REFUSED:

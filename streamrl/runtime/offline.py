@@ -15,7 +15,7 @@ from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import StreamrlError, unwrap
+from streamrl.errors import StreamrlError, unwrapped
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import Engine, Request
 from streamrl.producers.engines.hf import HfEngine
@@ -38,15 +38,8 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
 
     With transformers in this process, whatever engine the run had: its servers have ended or belong to others, and
-    what is measured is the model as it was saved. Rewards that ask models need servers that run (`url`), and rewards
-    that compare responses measure nothing; runs with other ones are refused before they start.
-
-    Args:
-        config: of the run; `config.model.path` are the weights to measure.
-        run_dir: of the run, for rewards that read or write there.
-        label: for `on_progress`.
-        seed: of the sampling.
-        on_progress: called after each response.
+    what is measured is the model as it was saved (`config.model.path`). Runs whose rewards cannot measure it then are
+    refused before they start.
 
     Returns:
         Share of scored responses above `evaluation.threshold`; a response whose reward fails counts neither way.
@@ -64,11 +57,13 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     engine = HfEngine(config, seed)
     await engine.start()
     try:
-        async with models_of(config) as models, open_scorer(config, RewardContext(config, run_dir, models)) as scorer:
-            patient, progress = PatientScorer(scorer, config.lease), partial(on_progress, label)
-            values = await _scores(config, engine, tokenizer, patient, prompts, on_progress=progress)
-    except BaseExceptionGroup as group:
-        raise unwrap(group) from group
+        with unwrapped():
+            async with (
+                models_of(config) as models,
+                open_scorer(config, RewardContext(config, run_dir, models)) as scorer,
+            ):
+                patient, progress = PatientScorer(scorer, config.lease), partial(on_progress, label)
+                values = await _scores(config, engine, tokenizer, patient, prompts, on_progress=progress)
     finally:
         await engine.close()
     if not values:
@@ -117,7 +112,7 @@ async def _scores(
             on_progress(done, total)
 
     async with asyncio.TaskGroup() as beside:
-        telling = beside.create_task(scorer.tell(logger.warning), name="who is waited for")
+        telling = beside.create_task(scorer.tell(logger.warning), name="tell what is waited for")
         async with asyncio.TaskGroup() as tasks:
             for number in range(total):
                 tasks.create_task(one(number, prompts[number % len(prompts)]))

@@ -16,52 +16,46 @@ from streamrl.queues import embedded
 from streamrl.queues.embedded import STARTER
 from streamrl.runtime.process import RoleCommand
 
-WAITS_FOR: Final = {
-    "redis": frozenset[str](),
-    REWARD_MODEL: frozenset({"redis"}),
-    "learner": frozenset({"redis"}),
-    "recorder": frozenset({"redis"}),
-    "rollout": frozenset({"redis", "learner", "recorder"}),  # the first version of the weights
-    "reward": frozenset({"redis", REWARD_MODEL}),
-    "feeder": frozenset({"redis"}),
-    "player": frozenset({"redis"}),
+
+@dataclass(frozen=True, slots=True)
+class RoleKind:
+    """What the supervisor has to know of a kind of role.
+
+    Args:
+        waits_for: kinds that it needs before it can be ready. All units start at once, and each waits for these itself.
+        drain_share: share of the drain's budget that its stage may use; what one leaves over goes to the next.
+        finishes: whether exit code 0 without being asked is the end of its work.
+        ends_run: whether its end is that of the run.
+    """
+
+    waits_for: frozenset[str] = frozenset({"redis"})
+    drain_share: float = 0.0
+    finishes: bool = False
+    ends_run: bool = False
+
+
+ROLE_KINDS: Final = {
+    "feeder": RoleKind(drain_share=0.05, finishes=True),
+    "player": RoleKind(),  # in the place of a feeder
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.3),  # for the first version of the weights
+    "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2),
+    REWARD_MODEL: RoleKind(drain_share=0.05),
+    "learner": RoleKind(drain_share=0.35, finishes=True, ends_run=True),
+    "recorder": RoleKind(finishes=True, ends_run=True),  # in the place of a learner
+    "redis": RoleKind(frozenset(), 0.05),
 }
-"""The kinds that each kind needs before it can be ready. All units start at once, and each waits for these itself."""
-
-DRAIN_ORDER: Final = ("feeder", "player", "rollout", "reward", REWARD_MODEL, "learner", "recorder", "redis")
-"""Order of the drain, which is the order of the data; Redis last."""
-
-DRAIN_SHARE: Final = {
-    "feeder": 0.05,
-    "player": 0.0,
-    "rollout": 0.3,
-    "reward": 0.2,
-    REWARD_MODEL: 0.05,
-    "learner": 0.35,
-    "recorder": 0.0,
-    "redis": 0.05,
-}
-"""Share of the drain's budget that each stage may use; what one leaves over goes to the next. A player comes in the
-place of a feeder, a recorder in that of a learner."""
-
-END_OF_RUN: Final = frozenset({"learner", "recorder"})
-"""The kind whose end is that of the run."""
+"""In the order of the drain, which is the order of the data; Redis last."""
 
 RENDEZVOUS: Final = "rendezvous"
 """Directory in the run's where the ranks of a learner find each other, one file for each start."""
-
-_FINISHES: Final = END_OF_RUN | {"feeder"}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
     """Health checks for a process that sends no heartbeats (Redis).
 
-    Args:
-        ready: returns when it can do its work; called at each start.
-        answers: whether it answers now; asked once a second while it is ready.
-        silence: seconds without an answer after which it is killed.
-        describe: what is known of a process, by its id, that does not answer; for the log.
+    `ready` returns when it can do its work. `answers` is asked once a second from then on: after `silence` seconds
+    without an answer the process is killed, and what `describe` knows of it by its pid goes to the log.
     """
 
     ready: Callable[[], Awaitable[None]]
@@ -75,7 +69,7 @@ class UnitSpec:
     """Processes that live and die together: one role instance, or all ranks of the learner.
 
     Args:
-        kind: one of `WAITS_FOR`.
+        kind: one of `ROLE_KINDS`.
         processes: names of the processes, `rollout.0`, `reward_model.judge.0`; several for the ranks of a learner.
         command: makes the command of the process at a position; the second argument is a token that is new for each
             start of the unit (the ranks of one start find each other by it).
@@ -105,7 +99,7 @@ def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
     """Kinds that have to be ready before one of `kind` is started; all others start at once.
 
     Args:
-        kind: one of `WAITS_FOR`.
+        kind: one of `ROLE_KINDS`.
         colocated: engines share the devices with the learner, which has them first.
     """
     if kind == "reward":
@@ -171,10 +165,10 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
         kind_of_unit,
         names,
         command,
-        finishes=kind in _FINISHES,
+        finishes=ROLE_KINDS[kind_of_unit].finishes,
         start_seconds=_start_seconds(config, kind),
         starts_after=starts_after(kind_of_unit, colocated=config.rollout.placement == "colocated"),
-        waits_for=WAITS_FOR[kind_of_unit],
+        waits_for=ROLE_KINDS[kind_of_unit].waits_for,
     )
 
 
@@ -189,7 +183,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
 
 
 def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> RoleCommand:
-    # -P: the working directory must not shadow installed modules (somebody's `redis/` or `queue.py`).
+    # -P: the working directory must not shadow installed modules (a user's `redis/` or `queue.py`).
     argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
     return RoleCommand(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
 

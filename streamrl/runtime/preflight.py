@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import http
+import http.client
+import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import orjson
 
-from streamrl.config import RedisConfig, RunConfig
+from streamrl.config import EngineConfig, RedisConfig, RunConfig
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
-from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError
+from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, Unreachable, need_packages
 from streamrl.producers.player import check_recording
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
-from streamrl.runtime.engine_checks import look_at_engine, look_at_reward_models, look_at_way, shared_memory_copies
-from streamrl.runtime.limits import look_at_files, look_at_memory
-from streamrl.runtime.model_checks import look_at_models, weight_files
+from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
+from streamrl.runtime.model_checks import look_at_models
+from streamrl.servers import environments
+from streamrl.servers.launch import PLUGIN
 
-_SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
-_MARGIN: Final = 64 << 20
-_BYTES: Final = {"float32": 4, "bfloat16": 2}
+_DEADLINE: Final = 10.0
+_OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,10 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "reward models": lambda: look_at_reward_models(config),
         "engine": lambda: look_at_engine(config),
         "weights": lambda: look_at_way(config),
-        "disk": lambda: _disk(config, run_dir),
-        "shared memory": lambda: _shared_memory(config),
-        "memory": lambda: look_at_memory(config, _model_bytes(config, "float32")),
-        "open files": lambda: look_at_files(config, _model_bytes(config, config.weights.dtype)),
+        "disk": lambda: look_at_disk(config, run_dir),
+        "shared memory": lambda: look_at_shared_memory(config),
+        "memory": lambda: look_at_memory(config, model_bytes(config, "float32")),
+        "open files": lambda: look_at_files(config, model_bytes(config, config.weights.dtype)),
     }
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}
@@ -79,9 +82,7 @@ def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
 
 
 def _packages() -> str:
-    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"training needs {', '.join(missing)}", "pip install 'streamrl[train]'")
+    need_packages("training", "torch", "transformers", "safetensors")
     return f"Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -159,7 +160,7 @@ def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
 
 
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
-    """See that the rewards can measure versions when the run is over; only those that `open` can ask a model."""
+    """See that the rewards can measure versions after the run. Only a reward with its own `open` can ask a model."""
     asking = [reward.spec for reward in rewards if getattr(type(reward.life), "open", None) not in (None, Reward.open)]
     started = [name for name, model in models_asked(asking, config.reward_models).items() if model.managed]
     if started:
@@ -176,46 +177,127 @@ def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
         )
 
 
-def _disk(config: RunConfig, run_dir: Path) -> str:
-    # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
-    checkpoint, steps = config.checkpoint, config.learner.steps
-    milestones = steps // checkpoint.keep_every if steps and checkpoint.keep_every else 0
-    need = _MARGIN
-    if config.recording.mode != "write":
-        need += 3 * _model_bytes(config, "float32") * (checkpoint.keep + milestones + 1)
-    if config.weights.transport == "directory":
-        need += 3 * _model_bytes(config, config.weights.dtype)
-    folder = next(path for path in (run_dir.resolve(), *run_dir.resolve().parents) if path.exists())
-    return _space(folder, need, "use another disk, or lower checkpoint.keep")
+def look_at_engine(config: RunConfig) -> str:
+    """Return what responses are generated with.
+
+    Raises:
+        ConfigError: the GPU, the environment or our plug-in is missing, the environment is made for another machine, or
+            keys do not fit together.
+        Unreachable: a server at `engine.url` does not answer within ten seconds.
+    """
+    engine = config.engine
+    if engine.url:
+        return ", ".join(_answers(engine, url) for url in engine.url)
+    if engine.kind == "hf":
+        return "transformers in the replica's process"
+    assert engine.kind != "openai", "the configuration refuses it without a URL"
+    return _environment(engine, engine.kind)
 
 
-def _shared_memory(config: RunConfig) -> str:
-    copies = shared_memory_copies(config)
-    if not copies:
-        return "not used"
-    hint = "give the host (or container: --shm-size) a larger /dev/shm"
-    if not config.weights.delta.enabled:
-        hint = f"{hint}, or set weights.transport: directory"
-    if not _SHM.is_dir():
-        raise ConfigError(f"{_SHM} does not exist on this system", hint)
-    return _space(_SHM, copies * _model_bytes(config, config.weights.dtype), hint)
+def look_at_reward_models(config: RunConfig) -> str:
+    """Return which servers answer for which reward model. Those that run already may be down: workers wait for them.
+
+    Raises:
+        ConfigError: what is started lacks its environment, or is given flags or a sleep that it cannot have.
+    """
+    found = []
+    for name, model in config.reward_models.items():
+        if model.managed:
+            from streamrl.servers.reward_models import model_server  # an HTTP client, which few runs need here
+
+            server = model_server(name, model)
+            if not server.cpu and environments.computes_on_cpu("auto"):
+                raise ConfigError(
+                    f"reward_models.{name}: the environment in {server.environment} is made for GPUs, and this machine"
+                    " has none",
+                    f"{environments.install_command(model.kind)} --cpu --into DIR; name it in reward_models.{name}",
+                )
+        found.append(f"{name}: {', '.join(model.url) if model.url else f'{model.servers} x {model.kind}'}")
+    return "; ".join(found) or "none"
 
 
-def _space(folder: Path, need: int, hint: str) -> str:
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise CannotCreate(f"{folder} has {free >> 20} MiB free, this run needs {need >> 20} MiB", hint)
-    return f"{free >> 20} MiB free in {folder}, {need >> 20} MiB needed"
+def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
+    wants_cpu = environments.on_cpu(engine)
+    folder = environments.find_environment(engine.environment, kind)
+    taken = sorted({flag.lstrip("-").replace("_", "-") for flag in engine.flags} & _OWN_FLAGS)
+    if taken:
+        raise ConfigError(
+            f"engine.flags sets {', '.join(taken)}, which streamrl chooses for the servers it starts",
+            "leave it out; for a server that you start, set engine.url",
+        )
+    if not (PLUGIN / "streamrl_engine" / f"{kind}.py").is_file():
+        raise ConfigError(f"streamrl is installed without its plug-in for {kind} servers", "install streamrl again")
+    marker = environments.installed(folder)
+    if marker is None:
+        return f"{kind} of unknown version in {folder}"
+    if marker["cpu"] != wants_cpu:
+        made, wanted = ("CPUs", "a GPU") if marker["cpu"] else ("GPUs", "the CPU")
+        option = "--cpu" if wants_cpu else "--gpu"
+        raise ConfigError(
+            f"the {kind} environment in {folder} is made for {made}, this run generates on {wanted}",
+            f"{environments.install_command(kind)} {option}, or set engine.environment to another one",
+        )
+    return f"{kind} {marker['version']} in {folder}, {engine.servers} for each replica"
 
 
-def _model_bytes(config: RunConfig, dtype: str) -> int:
-    """Size of the weights in `dtype`, from the files of the model (bfloat16 unless its config says float32)."""
-    path = Path(config.model.path)
-    files = weight_files(path) if path.is_dir() else []
-    size = sum(file.stat().st_size for file in files)
+def _answers(engine: EngineConfig, url: str) -> str:
+    """Return the URL when something that speaks HTTP is there and takes the key."""
+    from streamrl.http import read_key  # an HTTP client, which takes a while
+    from streamrl.servers.kinds import DIALECTS
+
+    parts = urlsplit(url)
+    assert parts.hostname, "the configuration refuses other URLs"
+    guarded = DIALECTS[engine.kind].guarded
+    key = read_key("engine.api_key_file", engine.api_key_file)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=_DEADLINE)
     try:
-        described = orjson.loads((path / "config.json").read_bytes()) if files else {}
-    except (OSError, orjson.JSONDecodeError):
-        described = {}
-    stored = str(described.get("dtype") or described.get("torch_dtype") or "bfloat16")
-    return size * _BYTES[dtype] // _BYTES.get(stored, 2)
+        connection.request("GET", parts.path.rstrip("/") + guarded, headers=headers)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        hint = f"start it, or leave out engine.url to let streamrl start {engine.kind} servers"
+        raise Unreachable(f"no server answers at {url}: {error or type(error).__name__}", hint) from error
+    finally:
+        connection.close()
+    if status in {401, 403}:
+        raise ConfigError(f"the server at {url} refuses our key (HTTP {status})", "set engine.api_key_file")
+    if status == http.HTTPStatus.NOT_FOUND and engine.kind != "openai":
+        raise ConfigError(
+            f"the server at {url} is not of kind {engine.kind}: it has no {guarded}",
+            "let engine.kind say what runs there",
+        )
+    return url
+
+
+def look_at_way(config: RunConfig) -> str:
+    """Return how versions reach the engines.
+
+    Raises:
+        ConfigError: this machine cannot use the transport, or the address is not one of this host.
+        CannotCreate: the port is taken.
+    """
+    weights = config.weights
+    if weights.pulled:
+        _bindable(weights.host, weights.port)
+    if weights.relay and weights.transport != "http":
+        raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
+    deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
+    return f"{weights.transport}, {weights.dtype}{deltas}"
+
+
+def _bindable(host: str, port: int) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"weights.host {host} is unknown: {error.strerror}", "name an address of this host"
+        ) from error
+    except OSError as error:
+        raise CannotCreate(
+            f"cannot listen on {host} port {port} for the weights: {os.strerror(error.errno or 0)}",
+            "set weights.host to an address of this host, and weights.port to a free port or 0",
+        ) from error

@@ -15,19 +15,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
+
+import orjson
 
 from streamrl.isolation.lifeline import LIFELINE_FD
-from streamrl.runtime.rolelog import RoleLog
+
+logger = logging.getLogger(__name__)
 
 STATUS_FD: Final = "STREAMRL_STATUS_FD"
 PIPE_GRACE: Final = 2.0
 """Seconds to read the last output after the end of a process: a grandchild may hold the pipe open forever."""
+
+RING_LINES: Final = 200
+LONGEST_LINE: Final = 64 << 10
 
 OnStatus = Callable[[str, str], None]
 OnLines = Callable[[Sequence[bytes]], None]
@@ -129,9 +138,7 @@ class RoleProcess:
     async def wait(self, on_status: OnStatus, on_lines: OnLines) -> int:
         """Copy its output to the log until it ends, then kill its session. Returns the exit code (negative: a signal).
 
-        Args:
-            on_status: called with name and value of each line on the status pipe.
-            on_lines: called with the lines it logs, in batches.
+        `on_status` gets name and value of each line on the status pipe, `on_lines` the lines it logs, in batches.
         """
         readers = [
             asyncio.create_task(self._copy_output(on_lines)),
@@ -171,3 +178,124 @@ class RoleProcess:
                 elif name == "FENCED":
                     self.fenced = value
                 on_status(name, value)
+
+
+class RoleLog:
+    """The log of one process: takes what it writes to stdout and stderr.
+
+    Lines that are JSON objects are kept as they are; anything else (a traceback of the interpreter, a warning of a
+    library) becomes one with `event`, `role`, `at` and `level: "raw"`. A line over 64 KiB is cut. When the file cannot
+    be written (full disk) lines are lost from the file, counted in `lost`, and the process goes on. At `max_bytes`
+    the file is rotated: its predecessor is `path` with `.1` appended.
+    """
+
+    def __init__(self, role: str, path: Path, max_bytes: int) -> None:
+        self.role = role
+        self.tail: deque[bytes] = deque(maxlen=RING_LINES)
+        self.lost = 0
+        self._path = path
+        self._max_bytes = max_bytes
+        self._rest = b""
+        self._skipping = False
+        self._file: BinaryIO | None = None
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take a piece of output; return the whole lines in it, as JSON without newlines."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._skipping and lines:  # the end of a line that was cut before
+            lines.pop(0)
+            self._skipping = False
+        if len(self._rest) > LONGEST_LINE:
+            if not self._skipping:
+                lines.append(self._rest)
+            self._rest, self._skipping = b"", True
+        return self._keep([line for line in lines if line.strip()])
+
+    def close(self) -> list[bytes]:
+        """Take the last line even without its newline, and close the file. The log can be fed again afterwards."""
+        rest, self._rest = self._rest, b""
+        lines = self._keep([rest] if rest.strip() and not self._skipping else [])
+        self._skipping = False
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        return lines
+
+    def note(self, event: str, **fields: object) -> bytes:
+        """Write a line of the supervisor's own into this log and return it."""
+        line = orjson.dumps({"at": time.time(), "level": "info", "role": self.role, "event": event, **fields})
+        return self._keep([line])[0]
+
+    def _keep(self, lines: list[bytes]) -> list[bytes]:
+        kept = [self._as_json(line) for line in lines]
+        self.tail.extend(kept)
+        if kept:
+            try:
+                self._write(b"\n".join(kept) + b"\n")
+            except OSError as error:
+                if not self.lost:
+                    logger.warning("log file cannot be written", extra={"file": str(self._path), "why": str(error)})
+                self.lost += len(kept)
+        return kept
+
+    def _as_json(self, line: bytes) -> bytes:
+        line = line[:LONGEST_LINE].rstrip(b"\r")
+        if line.startswith(b"{"):
+            try:
+                orjson.loads(line)
+            except orjson.JSONDecodeError:
+                pass  # only looks like one: kept as text below
+            else:
+                return line
+        text = line.decode(errors="replace")
+        return orjson.dumps({"at": time.time(), "level": "raw", "role": self.role, "event": text})
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+            self._size = self._file.tell()
+        if self._size and self._size + len(data) > self._max_bytes:
+            self._file.close()
+            self._file = None
+            self._path.rename(self._path.with_name(f"{self._path.name}.1"))
+            self._file = self._path.open("ab", buffering=0)
+            self._size = 0
+        self._size += self._file.write(data)
+
+
+class StatusPipe:
+    """Writes lines to the supervisor; without one (Kubernetes, Ray, a shell) it writes nothing.
+
+    A supervisor that is gone or does not read is no concern of the role: the lifeline and the log see to that.
+    """
+
+    def __init__(self) -> None:
+        number = os.environ.pop(STATUS_FD, None)
+        self._handle = None if number is None else int(number)
+        if self._handle is not None:
+            os.set_inheritable(self._handle, False)
+            os.set_blocking(self._handle, False)
+
+    def ready(self) -> None:
+        """The role can do work. A repeat changes nothing."""
+        self._tell("READY", "1")
+
+    def beat(self) -> None:
+        """The event loop of the role lives."""
+        self._tell("BEAT", "1")
+
+    def error(self, text: str) -> None:
+        """Why the role is about to end, for the supervisor to show."""
+        self._tell("ERROR", text)
+
+    def fenced(self, text: str) -> None:
+        """The role ends because a newer process has taken over."""
+        self._tell("FENCED", text)
+
+    def _tell(self, name: str, value: str) -> None:
+        if self._handle is not None:
+            line = f"{name}={' '.join(value.split())[:2000]}\n".encode(errors="replace")
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._handle, line)

@@ -20,7 +20,7 @@ from typing import Final
 from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.consumers.models.servers import ASLEEP, READY, RewardServers
-from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.queues.device_lock import DeviceLock, EngineDevices
 from streamrl.queues.role import Role
@@ -45,7 +45,7 @@ class Demand:
     awake  --nothing waits, for as long as `linger`-------------------> asleep
     asleep --`wake_at` samples wait, or fewer for `wake_after`--------> awake
     ```
-    Fewer than `wake_at` samples would wait for ever where the rest of the run waits for them, so time wakes as well.
+    Fewer than `wake_at` samples wake it too, after a while: the rest of the run may be waiting for exactly these.
 
     Args:
         wake_at: samples without a score that wake it.
@@ -92,21 +92,12 @@ async def run_reward_model(role: Role) -> None:
     if config is None or config.url:
         known = ", ".join(role.config.reward_servers) or "none"
         raise ConfigError(f"there is no reward model {name} whose servers streamrl starts", f"known: {known}")
-    try:
+    with unwrapped():
         await ServedModel(role, name, int(number), config).run()
-    except BaseExceptionGroup as error:
-        raise unwrap(error) from error
 
 
 class ServedModel:
-    """One server and what is done with it.
-
-    Args:
-        role: its role.
-        name: of the model in `reward_models`.
-        number: which of its servers.
-        config: of the model.
-    """
+    """Owns one server of a model: starts it, watches it, lets it sleep; `config` is that of `reward_models.NAME`."""
 
     def __init__(self, role: Role, name: str, number: int, config: RewardModelConfig) -> None:
         section = f"reward_models.{name}"
@@ -128,7 +119,7 @@ class ServedModel:
         self._can_sleep = config.sleep
 
     async def run(self) -> None:
-        """Start, serve, stop. Whatever ends it, nothing of the server is left, and nobody is told to ask it."""
+        """Start, serve, stop. However it ends, the server is gone afterwards, and no worker asks it any more."""
         stopping = asyncio.create_task(self._role.stop.wait())
         living = asyncio.create_task(self._live())
         try:
@@ -144,7 +135,7 @@ class ServedModel:
         try:
             await self._switch.start(self._start)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._mourn())
+                tasks.create_task(self._watch_death())
                 tasks.create_task(self._check())
                 if self._config.sleep:
                     tasks.create_task(self._count())
@@ -172,12 +163,12 @@ class ServedModel:
         with suppress(StreamrlError):
             await self._turn.leave(self._role.name)
 
-    async def _mourn(self) -> None:
+    async def _watch_death(self) -> None:
         cause = await self._server.wait_death()
         raise Unreachable(f"{self._server.name}: {cause}", f"its log: {self._server.log}")
 
     async def _check(self) -> None:
-        """Hold a server that hangs to be dead; one that sleeps need not answer."""
+        """Treat a server that hangs as dead. A server that sleeps need not answer."""
         answered = time.monotonic()
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
@@ -194,7 +185,7 @@ class ServedModel:
     # --- sleep -------------------------------------------------------------------------------------------------------
 
     async def _count(self) -> None:
-        """Look how much work there is."""
+        """Count the samples that wait for a score."""
         loop = asyncio.get_running_loop()
         config, servers = self._role.config, RewardServers(self._role.ledgers)
         sizes = config.sampling.responses, config.evaluation.samples
@@ -217,7 +208,7 @@ class ServedModel:
         if self._asleep or not self._can_sleep:
             return
         self._asleep = True
-        await self._tell(ASLEEP)  # before it sleeps, so that nobody asks it then
+        await self._tell(ASLEEP)  # before it sleeps, so that no worker asks it then
         began = time.monotonic()
         try:
             await self._send(self._kind.sleep())
@@ -269,9 +260,7 @@ class ServedModel:
 class WorkTurn:
     """A turn that also ends when there is no work, and does not begin without.
 
-    Args:
-        demand: whether there is work.
-        shared: the device lock where the learner shares its devices; None where it does not.
+    `shared` is the device lock where the learner shares its devices, None where it does not.
     """
 
     def __init__(self, demand: Demand, shared: DeviceLock | None) -> None:

@@ -2,7 +2,7 @@
 
 Signals: the first SIGTERM, SIGINT, SIGHUP or SIGQUIT sets `role.stop` (drain and return), the second cancels the role,
 the third ends the process on the spot. SIGUSR1 writes the stacks of all threads to the log. The exit code is the truth
-about the end; the table is in `restarts`.
+about the end; the table is in `errors.classify`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError, leaves
+from streamrl.errors import ConfigError, ExitCode, Fenced, StreamrlError, UsageError, unwrap
 from streamrl.isolation import lifeline
 from streamrl.queues import embedded
-from streamrl.restarts import ExitClass, classify
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
-from streamrl.runtime.status import StatusPipe
+from streamrl.runtime.process import StatusPipe
 from streamrl.weight_sync.files import allow_many_files
 
 if TYPE_CHECKING:
@@ -80,11 +79,6 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
     logging, signals and the lifeline.
-
-    Args:
-        kind: `feeder`, `rollout`, `reward`, `learner`, `recorder`, `player` or `reward_model.NAME`.
-        index: which of several; the rank of a learner.
-        run_dir: directory with `run.json`.
     """
     name = f"{kind}.{index}"
     status = StatusPipe()
@@ -229,7 +223,7 @@ class StopSignals:
 
 def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
     """Report the error that ended a role to log and supervisor, and return its exit code."""
-    worst = min(leaves(error), key=_rank)
+    worst = unwrap(error)
     if isinstance(worst, Fenced):
         logger.warning("a newer process has taken over", extra={"why": worst.message})
         status.fenced(worst.message)
@@ -242,15 +236,6 @@ def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
     status.error(f"{type(worst).__name__}: {worst}")
     logger.critical("role crashed: this is a bug", exc_info=error)
     return ExitCode.FAILURE
-
-
-def _rank(error: BaseException) -> int:
-    """Order of several errors: those that no restart can cure, then known errors, then bugs, then `Fenced`."""
-    if isinstance(error, Fenced):
-        return 3
-    if not isinstance(error, StreamrlError):
-        return 2
-    return 0 if classify(error.exit_code) is ExitClass.HOPELESS else 1
 
 
 def _become_redis(run_dir: Path) -> ExitCode:

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.errors import ExitCode
-from streamrl.restarts import ExitClass, classify
+from streamrl.errors import ExitClass, ExitCode, classify
 from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.leftovers import sweep
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock, sweep
 from streamrl.runtime.logs import log_to_file
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, END_OF_RUN, UnitSpec, plan
+from streamrl.runtime.plan import ROLE_KINDS, UnitSpec, plan
 from streamrl.runtime.process import Lifeline
 from streamrl.runtime.roles import stop_signals
 from streamrl.runtime.unit import KILL_SECONDS, Unit
@@ -75,15 +73,13 @@ async def supervise(
     Must be called in the main thread: it takes SIGINT, SIGTERM, SIGHUP and SIGQUIT for as long as it runs. The first
     drains, the second sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no
     shared memory of the run is left; and if this process is killed, its children notice and end by themselves.
+    Refused when another supervisor runs this run.
 
     Args:
         config: resolved configuration; the roles read the same from `run.json`.
         run_dir: a prepared run directory.
         on_event: is told everything that a person may want to see (see `events`), in a thread of its own.
-        units: what to run instead of the plan of `config` (tests).
-
-    Raises:
-        Refused: another supervisor runs this run.
+        units: what to run instead of the plan of `config`.
     """
     log = run_dir / "logs" / "supervisor.jsonl"
     with (
@@ -128,7 +124,7 @@ def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
 
 
 def _detach_terminals(terminals: Sequence[int]) -> None:
-    """Write to nobody from now on: a terminal that was closed answers every write with an error."""
+    """Send all output to /dev/null from now on: every write to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     for terminal in terminals:
         os.dup2(nowhere, terminal)
@@ -225,7 +221,7 @@ class Supervisor:
                 RunOutcome(_exit_code(instance.exit_code), finished=False, reason=f"{unit.spec.name} {instance.reason}")
             )
             self._send(Notice(f"{unit.spec.name} failed for good: {instance.reason}", error=True))
-        elif unit.spec.kind in END_OF_RUN:
+        elif ROLE_KINDS[unit.spec.kind].ends_run:
             self._end(RunOutcome(ExitCode.OK, finished=True, reason="finished"))
 
     async def _drain(self, running: dict[Unit, asyncio.Task[None]]) -> None:
@@ -235,8 +231,8 @@ class Supervisor:
         for unit in self.units:
             if unit.spec.kind not in _STAYS_UP:
                 unit.forbid_restart()
-        for kind in DRAIN_ORDER:
-            share += DRAIN_SHARE[kind]
+        for kind, known in ROLE_KINDS.items():
+            share += known.drain_share
             stage = {unit: running[unit] for unit in self.units if unit.spec.kind == kind and not running[unit].done()}
             if stage:
                 await self._drain_stage(stage, started + share * self._config.drain_deadline)
@@ -281,7 +277,8 @@ class Supervisor:
         outcome = replace(outcome, restarts=restarts)
         for unit in self.units:
             code = unit.instance.exit_code
-            if unit.spec.kind in END_OF_RUN and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
+            ends_run = ROLE_KINDS[unit.spec.kind].ends_run
+            if ends_run and outcome.exit_code == ExitCode.OK and code not in {None, *_ASKED}:
                 reason = f"{outcome.reason}, but {unit.spec.name} {unit.instance.reason}"
                 outcome = replace(outcome, exit_code=_exit_code(code), reason=reason)
         return outcome

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.config import SupervisorConfig
-from streamrl.errors import ExitCode, StreamrlError
-from streamrl.restarts import ExitClass, RestartPolicy, classify
+from streamrl.errors import ExitClass, ExitCode, StreamrlError, classify
+from streamrl.restarts import RestartPolicy
 from streamrl.runtime.events import Event, LogLine, StateChanged
 from streamrl.runtime.instance import FINAL, Instance, RoleState
 from streamrl.runtime.plan import Checkup, UnitSpec
-from streamrl.runtime.process import Lifeline, RoleProcess
-from streamrl.runtime.rolelog import RoleLog
+from streamrl.runtime.process import Lifeline, RoleLog, RoleProcess
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,7 @@ KILL_SECONDS: Final = 5.0
 class Unit:
     """A unit of the plan, and the owner of its processes.
 
-    `run` is its one task. `request_stop`, `terminate` and `kill` may be called at any time and return at once.
-
-    Attributes:
-        spec: what it runs.
-        instance: its state.
-        ready: set while it is ready.
+    `run` is its one task. `request_stop`, `terminate` and `signal` may be called at any time and return at once.
     """
 
     def __init__(

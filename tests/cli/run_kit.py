@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -78,6 +79,18 @@ def data_of(output: str, schema: str) -> Any:
     assert answer["at"] > 1.6e9
     fits(answer["data"], documented(schema), schema)
     return answer["data"]
+
+
+async def command(*arguments: str, env: dict[str, str] | None = None) -> Done:
+    """As `cli`, beside what the test's event loop does."""
+    return await asyncio.to_thread(cli, *arguments, env=env)
+
+
+async def answered(schema: str, run_dir: Path, *arguments: str, code: int | None = None) -> Any:
+    """The data of a command's envelope about a run; checks its exit code unless None."""
+    done = await command(*arguments, "--run", str(run_dir), "--json")
+    assert code in (done.returncode, None), done
+    return data_of(done.stdout, schema)
 
 
 def documented(schema: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.queues import open_ledgers
 from streamrl.runfile import read_saved
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime.launch import supervisor_lock
 from streamrl.weight_sync.files import release_memory, shm_store
 from tests.cli.run_kit import cli, data_of, make_run
 from tests.runtime.test_supervisor import Run, unit

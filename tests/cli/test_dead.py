@@ -16,15 +16,11 @@ from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.ledger import Ledger
 from tests.queues import ledger_kit
 
-from .run_kit import admit, cli, data_of, fill, make_run, sample
-
-
-async def run(*arguments: str):
-    return await asyncio.to_thread(cli, *arguments)
+from .run_kit import admit, answered, command, data_of, fill, make_run, sample
 
 
 async def letters(run_dir: Path) -> list[dict]:
-    data = data_of((await run("dead", "ls", "--run", str(run_dir), "--json")).stdout, "streamrl.dead/1")
+    data = await answered("streamrl.dead/1", run_dir, "dead", "ls")
     assert data["count"] >= len(data["letters"])
     return data["letters"]
 
@@ -39,14 +35,14 @@ async def test_ls_and_show_name_group_stage_cause_and_prompt(live_run: Path):
     samples = [one for one in await letters(live_run) if one["sample"] is not None]
     assert {one["why"] for one in samples} == {"too long for the engine"}
     some = next(one["id"] for one in await letters(live_run) if one["detail"])
-    data = data_of((await run("dead", "show", some, "--run", str(live_run), "--json")).stdout, "streamrl.dead.show/1")
+    data = await answered("streamrl.dead.show/1", live_run, "dead", "show", some)
     assert data["detail"].endswith("line two")
-    shown = (await run("dead", "show", some, "--run", str(live_run))).stdout
+    shown = (await command("dead", "show", some, "--run", str(live_run))).stdout
     assert "line two" in shown
     assert "\x1b" not in shown
     assert date_time(data["at"]) in shown
     count = len(await letters(live_run))
-    first = await run("dead", "ls", "--each", "-n", "1", "--run", str(live_run))
+    first = await command("dead", "ls", "--each", "-n", "1", "--run", str(live_run))
     assert len(first.stdout.splitlines()) == 1
     assert f"{count - 1} more letters; -n {count} shows all" in first.stderr
 
@@ -54,7 +50,7 @@ async def test_ls_and_show_name_group_stage_cause_and_prompt(live_run: Path):
 TRACEBACK = """Traceback (most recent call last):
   File "/venv/streamrl/consumers/calls.py", line 1, in _attempt
     result = await call(sample)
-  File "/venv/streamrl/consumers/threads.py", line 2, in run
+  File "/venv/streamrl/consumers/calls.py", line 2, in run
     return await future
   File "/home/me/rewards.py", line 7, in score
     return float(sample.text)
@@ -77,7 +73,7 @@ async def test_ls_groups_by_cause_with_one_traceback_each_and_folds_the_framewor
                     why = "deadline: mine: no score within 30 s"
                 await train.fail_score(one, why, "" if one.group_id == 3 else TRACEBACK.format(one.group_id))
             await train.queue_replays([3])
-        shown = await run("dead", "ls", "--run", str(tmp_path))
+        shown = await command("dead", "ls", "--run", str(tmp_path))
         lines = [line for line in shown.stdout.splitlines() if line and not line.startswith(" ")]
         assert lines == [
             "6 samples  reward  ValueError: could not convert string to float: 'no 2' (3 attempts) [mine]",
@@ -89,32 +85,32 @@ async def test_ls_groups_by_cause_with_one_traceback_each_and_folds_the_framewor
         assert '  File "/home/me/rewards.py", line 7, in score' in shown.stdout
         assert "calls.py" not in shown.stdout
         assert "1 group waits for room to be admitted again" in shown.stderr
-        one = await run("dead", "ls", "-n", "1", "--run", str(tmp_path))
+        one = await command("dead", "ls", "-n", "1", "--run", str(tmp_path))
         assert "2 more causes; -n 3 shows all" in one.stderr
-        data = data_of((await run("dead", "ls", "--run", str(tmp_path), "--json")).stdout, "streamrl.dead/1")
+        data = await answered("streamrl.dead/1", tmp_path, "dead", "ls")
         assert [(cause["samples"], cause["groups"]) for cause in data["causes"]] == [(6, 0), (0, 4), (2, 0)]
         assert data["queued"] == [3]
 
 
 async def test_a_letter_that_is_not_there_is_2(live_run: Path):
-    for command in ("show", "replay", "drop"):
-        extra = ("--yes",) if command == "drop" else ()
-        done = await run("dead", command, "1-1", "--run", str(live_run), *extra)
+    for word in ("show", "replay", "drop"):
+        extra = ("--yes",) if word == "drop" else ()
+        done = await command("dead", word, "1-1", "--run", str(live_run), *extra)
         assert (done.returncode, "no dead letter 1-1" in done.stderr) == (2, True)
 
 
 async def test_replay_admits_the_group_again_under_a_new_attempt(live_run: Path):
     letter = await whole(live_run)
-    done = await run("dead", "replay", letter["id"], "--run", str(live_run), "--json")
+    done = await command("dead", "replay", letter["id"], "--run", str(live_run), "--json")
     assert (done.returncode, data_of(done.stdout, "streamrl.dead.replay/1")) == (
         0,
         [{"group": 1, "outcome": "replayed"}],
     )
-    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    trace = await answered("streamrl.trace/1", live_run, "trace", "1")
     assert (trace["state"], trace["attempt"]) == ("open", 2)
-    again = await run("dead", "replay", letter["id"], "--run", str(live_run))
+    again = await command("dead", "replay", letter["id"], "--run", str(live_run))
     assert again.returncode == 2
-    audit = data_of((await run("audit", "--run", str(live_run), "--json")).stdout, "streamrl.audit/1")
+    audit = await answered("streamrl.audit/1", live_run, "audit")
     assert (audit["dead"], audit["live"], audit["lost"]) == (0, 5, 0)
 
 
@@ -123,7 +119,7 @@ async def test_replay_in_a_run_that_does_not_run_says_how_it_goes_on(tmp_path: P
     async with embedded.running(config.redis, tmp_path):
         await fill(config, tmp_path)
         letter = await whole(tmp_path)
-    done = await run("dead", "replay", letter["id"], "--run", str(tmp_path))
+    done = await command("dead", "replay", letter["id"], "--run", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "group 1: replayed\n")
     assert f"streamrl up --resume --run {tmp_path}" in done.stderr
 
@@ -140,18 +136,18 @@ async def test_replay_of_all_queues_what_finds_no_room_and_a_repeat_changes_noth
     config = make_run(tmp_path, "max_staleness=0")  # room for 4
     async with embedded.running(config.redis, tmp_path):
         await with_dead_groups(config, tmp_path, 70)
-        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+        done = await command("dead", "replay", "all", "--run", str(tmp_path))
         assert done.returncode == 0, done.stdout
         lines = done.stdout.splitlines()
         assert lines[:2] == ["group 0: replayed", "group 1: replayed"]
         assert lines[4:] == [f"group {group_id}: queued" for group_id in range(4, 70)]
         assert "66 groups wait for room: the feeder admits them, before anything new" in done.stderr
-        again = await run("dead", "replay", "all", "--run", str(tmp_path), "--json")
+        again = await command("dead", "replay", "all", "--run", str(tmp_path), "--json")
         assert [one["outcome"] for one in data_of(again.stdout, "streamrl.dead.replay/1")] == ["queued"] * 66
         async with open_ledgers(config, tmp_path) as ledgers:
             state = await ledgers.train.state()
             assert (state.live, state.replays) == (4, 66)
-        audit = data_of((await run("audit", "--run", str(tmp_path), "--json")).stdout, "streamrl.audit/1")
+        audit = await answered("streamrl.audit/1", tmp_path, "audit")
         assert (audit["admitted"], audit["live"], audit["dead"], audit["lost"]) == (70, 4, 66, 0)
 
 
@@ -177,7 +173,7 @@ async def test_a_replay_of_held_out_groups_that_is_cut_off_leaves_none_of_them_q
             with pytest.raises(asyncio.CancelledError):
                 await dead._replay(find_run(tmp_path), ["all"], evaluation=True)
         assert ((await held_out.state()).live, await held_out.queued_replays()) == (1, {})
-        done = await run("dead", "replay", "all", "--eval", "--run", str(tmp_path))
+        done = await command("dead", "replay", "all", "--eval", "--run", str(tmp_path))
         assert done.returncode == 0
         assert done.stdout == "group 1: replayed\ngroup 2: replayed\n"
         assert (await held_out.state()).live == 3
@@ -191,7 +187,7 @@ async def test_all_means_the_groups_that_are_dead(tmp_path: Path):
             await admit(ledgers.train, 0)
             (prompt,) = await ledger_kit.lease(ledgers.train, "prompts")
             await ledgers.train.fail_sample(prompt, 0, "broken")
-        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+        done = await command("dead", "replay", "all", "--run", str(tmp_path))
         assert (done.returncode, done.stdout.split(":")[:2]) == (1, ["group 0", " gone"])
         assert "1 dead sample of a group that goes on without it cannot be replayed" in done.stderr
 
@@ -208,7 +204,7 @@ async def test_replay_in_a_finished_run_says_how_it_goes_on(tmp_path: Path, reas
     async with embedded.running(config.redis, tmp_path):
         await with_dead_groups(config, tmp_path, 2)
     write_finished(tmp_path, Finished(reason=reason, step=8, version=8, epoch=1, epochs=1))
-    done = await run("dead", "replay", "all", "--run", str(tmp_path))
+    done = await command("dead", "replay", "all", "--run", str(tmp_path))
     assert done.returncode == 0
     assert advice.format(tmp_path) in " ".join(done.stderr.split())
 
@@ -216,21 +212,21 @@ async def test_replay_in_a_finished_run_says_how_it_goes_on(tmp_path: Path, reas
 async def test_replay_in_a_run_that_trains_a_recording_is_refused(tmp_path: Path):
     config = make_run(tmp_path, "recording.mode=read", f"recording.path={tmp_path}", "data.epochs=1")
     async with embedded.running(config.redis, tmp_path):
-        done = await run("dead", "replay", "all", "--run", str(tmp_path))
+        done = await command("dead", "replay", "all", "--run", str(tmp_path))
     assert done.returncode == 2
     assert "nothing is generated" in done.stderr
 
 
 async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path):
     letter = await whole(live_run)
-    refused = await run("dead", "drop", letter["id"], "--run", str(live_run))
+    refused = await command("dead", "drop", letter["id"], "--run", str(live_run))
     assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
-    done = await run("dead", "drop", "all", "--yes", "--run", str(live_run), "--json")
+    done = await command("dead", "drop", "all", "--yes", "--run", str(live_run), "--json")
     assert data_of(done.stdout, "streamrl.dead.drop/1")["removed"] >= 1
     assert await letters(live_run) == []
-    audit = data_of((await run("audit", "--run", str(live_run), "--json")).stdout, "streamrl.audit/1")
+    audit = await answered("streamrl.audit/1", live_run, "audit")
     assert (audit["dead"], audit["dropped"], audit["lost"]) == (0, 1, 0)
-    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    trace = await answered("streamrl.trace/1", live_run, "trace", "1")
     assert trace["state"] == "dropped"
 
 
@@ -239,6 +235,6 @@ async def test_drop_asks_on_a_terminal_and_says_how_many(live_run: Path, monkeyp
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")
     before = await letters(live_run)
-    assert (await run("dead", "drop", "all", "--run", str(live_run))).returncode == 1
+    assert (await command("dead", "drop", "all", "--run", str(live_run))).returncode == 1
     assert asked == ["delete all dead letters for good? [y/N] "]
     assert await letters(live_run) == before

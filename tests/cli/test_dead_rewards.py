@@ -71,23 +71,3 @@ async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path
         assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
         audit = data_of(await command("audit"), "streamrl.audit/1")
         assert (audit["dead"], audit["live"], audit["lost"]) == (0, 1, 0)
-
-
-async def test_a_sample_that_no_reward_could_score_shows_its_cause(tmp_path):
-    config = make_run(tmp_path, "rewards=[{use: 'rescore_rewards:refuses', attempts: 1}]", f"plugin_paths=[{HERE}]")
-    async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
-
-        async def is_closed():
-            return await ledgers.train.closed() == [0]
-
-        async with worker(config, tmp_path, ledgers):
-            await admit(ledgers.train, 0)
-            await answer(ledgers.train, 0, "42", "bad")
-            await until_async(is_closed)
-        shown = await asyncio.to_thread(cli, "score", "show", "0", "--run", str(tmp_path))
-        assert shown.returncode == 0
-        assert "sample 0  score 1" in shown.stdout
-        assert "sample 1  dead: 'ValueError: I do not like this" in shown.stdout
-        replayed = await asyncio.to_thread(cli, "dead", "replay", "all", "--run", str(tmp_path))
-        assert replayed.returncode == 1
-        assert "1 dead sample of a group that goes on without it cannot be replayed" in replayed.stderr

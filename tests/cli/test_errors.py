@@ -63,13 +63,7 @@ def test_a_command_without_its_command_shows_the_help(arguments: list[str], caps
 def test_a_process_ends_with_the_code(tmp_path: Path):
     done = process("lag", "--run", str(tmp_path))
     assert done.returncode == 78
-    assert re.fullmatch(r"error: .* no run directory.*\nhint: .*\n", done.stderr)
-
-
-def test_errors_are_two_lines_on_stderr(tmp_path: Path):
-    done = cli("status", cwd=tmp_path)
-    assert done.returncode == 78
-    assert re.fullmatch(r"error: no run in .*\nhint: .*--run DIR\n", done.stderr)
+    assert re.fullmatch(r"error: .* is not a run directory.*\nhint: .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"config": 3}', b'{"config": {"name": "x"}}'])
@@ -89,8 +83,6 @@ def test_a_file_instead_of_a_run_directory(tmp_path: Path):
 def test_the_newest_run_is_taken(tmp_path: Path):
     make_run(tmp_path / "runs" / "old", "name=old")
     make_run(tmp_path / "runs" / "new", "name=new")
-    import os
-
     os.utime(tmp_path / "runs" / "old" / "run.json", (1, 1))
     assert "run new" in cli("status", cwd=tmp_path).stdout
     assert "run old" in cli("status", cwd=tmp_path, env={"STREAMRL_RUN": "runs/old"}).stdout
@@ -257,8 +249,7 @@ def _commands():
     def below(command, name: str):
         if not hasattr(command, "commands"):
             return [(name, command)]
-        shown = ((word, child) for word, child in command.commands.items() if not child.hidden)
-        return [found for word, child in shown for found in below(child, f"{name} {word}")]
+        return [found for word, child in command.commands.items() for found in below(child, f"{name} {word}")]
 
     return [found for name in command_line.COMMANDS for found in below(command_line.load_command(name), name)]
 
@@ -273,7 +264,7 @@ def test_looking_needs_no_torch(module: str):
 async def test_lag_loads_nothing_heavy(live_run: Path):
     code = (
         "import sys; from streamrl.cli import run; code = run(['lag', '--run', sys.argv[1]]);"
-        "heavy = ('torch', 'structlog', 'numpy', 'streamrl.commands.up');"
+        "heavy = ('torch', 'numpy', 'streamrl.commands.up');"
         "print(code, [name for name in heavy if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(live_run)]

@@ -12,11 +12,10 @@ from streamrl.archive.writer import RecordingWriter
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
 
 from .run_kit import cli, data_of, make_run, process
-from .test_up import tiny  # noqa: F401  (a fixture)
 
 
 @pytest.fixture
-def trained(tmp_path: Path, tiny: Path) -> Path:  # noqa: F811
+def trained(tmp_path: Path, tiny: Path) -> Path:
     """A run with one checkpoint, whose weights are those of the model."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -63,7 +62,7 @@ def test_exports_that_are_refused(tmp_path: Path, trained: Path):
     assert cli("export", "--run", str(trained), "--out", str(tmp_path / "file")).returncode == 73
 
 
-def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):
     run_file = str(tiny / "run.yaml")
     done = cli("up", run_file, "--dry-run", "--rollout-only", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +92,7 @@ def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):
     run_file = str(tiny / "run.yaml")
     done = process("up", run_file, "--rollout-only", "--screen", "logs", cwd=tmp_path, seconds=200)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -110,20 +110,6 @@ ASKED = "reward_models={m: {url: ['http://127.0.0.1:9']}}"
     ("overrides", "check", "says"),
     [
         (["rewards=[{use: nonsense}]"], "rewards", "nonsense is unknown"),
-        (["rewards=[{use: regex, args: {patern: x}}]"], "rewards", "args do not fit"),
-        (
-            ["rewards=[{use: judge, args: {model: m, prompt: '{response}'}}]", ASKED],
-            "rewards",
-            "how the verdict is read",
-        ),
-        (["rewards=[{use: judge, args: {model: m}}]", ASKED], "rewards", "does not chat"),
-        (["rewards=[{use: reward_model, args: {model: n}}]", ASKED], "rewards", "no reward model 'n'"),
-        (["rewards=[{use: reward_model, args: {model: m, path: /x}}]", ASKED], "rewards", "body is missing"),
-        (
-            ["rewards=[{use: reward_model, args: {model: m, path: /x, body: {a: '{response}'}, value: a}}]", ASKED],
-            "rewards",
-            "are for kind template",
-        ),
         (
             ["rewards=[{use: reward_model, args: {model: m, chat_template: half.jinja}}]", ASKED],
             "rewards",

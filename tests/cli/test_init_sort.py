@@ -21,20 +21,21 @@ OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
 
 
 @pytest.fixture(scope="module")
-def quick() -> Iterator[None]:
-    """Sizes with which the model and the prompts are made in a second; the model knows nothing then."""
-    sizes = {"STEPS": 2, "WARM_UP": 1, "DECAY_FROM": 1, "TRAINING_PROMPTS": 20, "HELD_OUT_PROMPTS": 10}
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a model that was trained for two steps, and few prompts: made in a second."""
+    folder = tmp_path_factory.mktemp("made")
+    sizes = {"STEPS": 2, "WARM_UP": 1, "DECAY_FROM": 1, "BATCH": 16, "TRAINING_PROMPTS": 20, "HELD_OUT_PROMPTS": 10}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(prepare, name, value)
-        yield
+        assert prepare.main([str(folder)]) == 0
+        yield folder
 
 
 @pytest.fixture
-def new(quick: None, tmp_path: Path) -> Path:
+def new(made: Path, tmp_path: Path) -> Path:
     """A directory in which the model and the prompts are already made."""
-    assert prepare.main([str(tmp_path / "new")]) == 0
-    return tmp_path / "new"
+    return Path(shutil.copytree(made, tmp_path / "new"))
 
 
 @pytest.mark.slow
@@ -59,41 +60,24 @@ def test_its_run_file_is_that_of_the_demo(new: Path):
     assert cli("config", "validate", str(new / "run.yaml"), env=OFFLINE).returncode == 0
 
 
-def test_making_the_model_leaves_the_process_as_it_was(new: Path):
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_model_and_prompts_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_and_prompts_are_made_once_and_leave_the_process_as_it_was(made: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for name, value in {
-        "STEPS": 2,
-        "DECAY_FROM": 1,
-        "BATCH": 16,
-        "TRAINING_PROMPTS": 20,
-        "HELD_OUT_PROMPTS": 10,
-    }.items():
-        monkeypatch.setattr(prepare, name, value)
-    assert prepare.main([str(tmp_path)]) == 0
-    made = tmp_path / "cache"
-    assert [len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")] == [20, 10]
-    model = AutoModelForCausalLM.from_pretrained(made / "model")
-    assert (
-        model.generate(
-            **AutoTokenizer.from_pretrained(made / "model")("41=", return_tensors="pt"), max_new_tokens=2
-        ).shape[0]
-        == 1
-    )
-    stamp = (made / "model" / "config.json").stat().st_mtime_ns
-    assert prepare.main([str(tmp_path)]) == 0
-    assert (made / "model" / "config.json").stat().st_mtime_ns == stamp
+    assert torch.get_float32_matmul_precision() == "highest"
+    cache = made / "cache"
+    assert [len((cache / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")] == [20, 10]
+    model, tokenizer = (kind.from_pretrained(cache / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.generate(**tokenizer("41=", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+    stamp = (cache / "model" / "config.json").stat().st_mtime_ns
+    assert prepare.main([str(made)]) == 0
+    assert (cache / "model" / "config.json").stat().st_mtime_ns == stamp
     (tmp_path / "file").touch()
     assert prepare.main([str(tmp_path / "file")]) == 73
 
 
 def test_nothing_is_written_where_it_cannot_be(new: Path, tmp_path: Path):
     (tmp_path / "file").touch()
-    done = process("init", str(tmp_path / "file" / "new"), "--template", "sort")
+    done = cli("init", str(tmp_path / "file" / "new"), "--template", "sort")
     assert done.returncode == 73
     assert "Not a directory" in done.stderr
     assert "Traceback" not in done.stderr

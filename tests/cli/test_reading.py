@@ -26,17 +26,11 @@ from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
 
-from .run_kit import DOC, admit, cli, data_of, documented, filled_and_stopped, make_run
-
-
-async def run(*arguments: str, **options: object):
-    return await asyncio.to_thread(cli, *arguments, **options)
+from .run_kit import DOC, admit, answered, command, data_of, documented, filled_and_stopped, make_run
 
 
 async def test_lag_of_a_live_run_counts_what_waits_and_what_is_held(live_run: Path):
-    done = await run("lag", "--run", str(live_run), "--json")
-    assert done.returncode == 0, done.stderr
-    data = data_of(done.stdout, "streamrl.lag/1")
+    data = await answered("streamrl.lag/1", live_run, "lag", code=0)
     streams = {stream["name"]: stream for stream in data["train"]["streams"]}
     # By hand: prompts 2 (half done, leased), 3 and 4 (nobody has them); group 1 is dead, group 0 is closed.
     assert (streams["prompts"]["depth"], streams["prompts"]["pending"], streams["prompts"]["lag"]) == (3, 1, 2)
@@ -52,28 +46,21 @@ async def test_lag_of_a_live_run_counts_what_waits_and_what_is_held(live_run: Pa
 
 
 async def test_lag_is_the_same_on_a_stopped_run_and_leaves_it_stopped(stopped_run: Path):
-    done = await run("lag", "--run", str(stopped_run), "--json")
+    done = await command("lag", "--run", str(stopped_run), "--json")
     data = data_of(done.stdout, "streamrl.lag/1")
     assert [stream["lag"] for stream in data["train"]["streams"]] == [2, 0, 1]
     assert not embedded.socket_path(stopped_run).exists()
 
 
-@pytest.mark.parametrize(
-    ("limits", "code"),
-    [((), 0), (("--warn", "3"), 0), (("--warn", "2"), 1), (("--warn", "1", "--crit", "2"), 4), (("--crit", "2"), 4)],
-)
-async def test_lag_exit_codes(live_run: Path, limits: tuple[str, ...], code: int):
-    assert (await run("lag", "--run", str(live_run), *limits)).returncode == code
-
-
-async def test_lag_refuses_limits_the_wrong_way_round(live_run: Path):
-    done = await run("lag", "--run", str(live_run), "--warn", "5", "--crit", "2")
-    assert done.returncode == 2
-    assert "--warn 5 is over --crit 2" in done.stderr
+async def test_lag_exit_codes(live_run: Path):
+    for limits, code in (("", 0), ("--warn 3", 0), ("--warn 2", 1), ("--warn 1 --crit 2", 4), ("--crit 2", 4)):
+        assert (await command("lag", "--run", str(live_run), *limits.split())).returncode == code, limits
+    done = await command("lag", "--run", str(live_run), "--warn", "5", "--crit", "2")
+    assert (done.returncode, "--warn 5 is over --crit 2" in done.stderr) == (2, True)
 
 
 async def test_lag_as_a_table_is_not_cut_in_a_pipe_and_has_no_colour(live_run: Path):
-    done = await run("lag", "--run", str(live_run))
+    done = await command("lag", "--run", str(live_run))
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[1].split()[:5] == ["STREAM", "DEPTH", "LAG", "PENDING", "IN/s"]
@@ -83,12 +70,12 @@ async def test_lag_as_a_table_is_not_cut_in_a_pipe_and_has_no_colour(live_run: P
 
 
 async def test_colour_can_be_forced_and_no_color_is_honoured(live_run: Path):
-    forced = await run("lag", "--run", str(live_run), "--color", "always")
+    forced = await command("lag", "--run", str(live_run), "--color", "always")
     assert "\x1b[1m" in forced.stdout
-    assert "\x1b" not in (await run("lag", "--run", str(live_run), "--color=never")).stdout
-    refused = await run("lag", "--run", "/nowhere", "--color", "always", env={"NO_COLOR": "1"})
+    assert "\x1b" not in (await command("lag", "--run", str(live_run), "--color=never")).stdout
+    refused = await command("lag", "--run", "/nowhere", "--color", "always", env={"NO_COLOR": "1"})
     assert "\x1b" in refused.stderr  # a flag is more than an environment variable
-    assert "\x1b" not in (await run("lag", "--run", "/nowhere", env={"NO_COLOR": "1"})).stderr
+    assert "\x1b" not in (await command("lag", "--run", "/nowhere", env={"NO_COLOR": "1"})).stderr
 
 
 async def test_watch_prints_an_envelope_per_line_and_ends_quietly_when_its_reader_goes(live_run: Path):
@@ -141,7 +128,7 @@ async def test_snapshot_on_redis_6_2(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 async def test_status_of_roles_that_somebody_else_started(live_run: Path):
-    done = await run("status", "--run", str(live_run), "--json")
+    done = await command("status", "--run", str(live_run), "--json")
     data = data_of(done.stdout, "streamrl.status/1")
     assert (done.returncode, data["verdict"]) == (1, "degraded")
     states = {role["name"]: role["state"] for role in data["roles"]}
@@ -165,7 +152,7 @@ async def test_a_reward_that_nobody_gives_is_trouble_of_the_run(live_run: Path):
             await ledgers.roles.beat(
                 "reward.0", {"state": "ready", REWARD_FIGURES: orjson.dumps({"judge": line}).decode()}, 60
             )
-            done = await run("status", "--run", str(live_run), "--json")
+            done = await command("status", "--run", str(live_run), "--json")
             data = data_of(done.stdout, "streamrl.status/1")
             codes.append((done.returncode, data["verdict"], data["rewards"][0]["away"]))
     assert codes == [(0, "ready", 0), (1, "degraded", 1)]
@@ -181,11 +168,11 @@ async def test_a_role_whose_event_loop_stands_still_is_not_ready(live_run: Path)
     async with open_ledgers(config, live_run) as ledgers:
         for name in names:
             await ledgers.roles.beat(name, {"state": "ready"}, 60)
-        assert (await run("status", "--run", str(live_run))).returncode == 0
+        assert (await command("status", "--run", str(live_run))).returncode == 0
         trouble = "mine holds the event loop for 12 s at rewards.py:3"
         await ledgers.roles.beat("reward.0", {"state": "blocked", "trouble": trouble}, 60)
         await ledgers.connection.read("DEL", ledgers.train.keys.role("rollout.0"))
-        done = await run("status", "--run", str(live_run), "--json")
+        done = await command("status", "--run", str(live_run), "--json")
     data = data_of(done.stdout, "streamrl.status/1")
     assert (done.returncode, data["verdict"]) == (1, "degraded")
     found = {role["name"]: (role["state"], role["reason"] or role["trouble"]) for role in data["roles"]}
@@ -204,27 +191,27 @@ async def test_damaged_keys_do_not_make_roles_silent(live_run: Path):
     async with open_ledgers(config, live_run) as ledgers:
         await ledgers.roles.beat("feeder.0", {"state": "ready"}, 60)
         await ledgers.connection.read("SET", ledgers.train.keys.scored, "damage")
-        done = await run("status", "--run", str(live_run), "--json")
+        done = await command("status", "--run", str(live_run), "--json")
     roles = {role["name"]: role["state"] for role in data_of(done.stdout, "streamrl.status/1")["roles"]}
     assert roles["feeder.0"] == "ready"
 
 
 async def test_status_of_a_stopped_run_starts_nothing(stopped_run: Path):
-    done = await run("status", "--run", str(stopped_run), "--json")
+    done = await command("status", "--run", str(stopped_run), "--json")
     assert (done.returncode, data_of(done.stdout, "streamrl.status/1")["verdict"]) == (69, "down")
-    assert "demo: down" in (await run("status", "--run", str(stopped_run))).stdout
+    assert "demo: down" in (await command("status", "--run", str(stopped_run))).stdout
 
 
 async def test_trace_of_groups_alive_dead_and_unknown(stopped_run: Path):
-    closed = data_of((await run("trace", "0", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1")
+    closed = await answered("streamrl.trace/1", stopped_run, "trace", "0")
     assert (closed["state"], closed["prompt"]["text"]) == ("closed", "prompt 0")
     first = closed["responses"][0]
     assert (first["tokens"], first["versions"], first["score"]) == (3, [[0, 3], [2, 4]], 1.0)
-    assert "score 1 (exact 1)" in (await run("trace", "0", "--run", str(stopped_run))).stdout
-    dead = data_of((await run("trace", "1", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1")
+    assert "parts  exact 1" in (await command("trace", "0", "--run", str(stopped_run))).stdout
+    dead = await answered("streamrl.trace/1", stopped_run, "trace", "1")
     assert dead["state"] == "dead"
     assert "too long for the engine" in {letter["why"] for letter in dead["letters"]}
-    unknown = await run("trace", "99", "--run", str(stopped_run), "--json")
+    unknown = await command("trace", "99", "--run", str(stopped_run), "--json")
     assert (unknown.returncode, data_of(unknown.stdout, "streamrl.trace/1")["state"]) == (1, "unknown")
 
 
@@ -238,13 +225,13 @@ async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_r
     (folder / "meta.json").write_bytes(msgspec.json.encode(meta))
     (stopped_run / "evaluation.jsonl").write_bytes(b'{"gid":4,"round":1,"right":1,"scores":[1.0]}\n')
     try:
-        done = await run("trace", "7", "--run", str(stopped_run), "--json")
+        done = await command("trace", "7", "--run", str(stopped_run), "--json")
         data = data_of(done.stdout, "streamrl.trace/1")
         assert (done.returncode, data["state"], data["record"]) == (0, "trained", record)
-        assert (await run("trace", "8", "--run", str(stopped_run))).returncode == 1  # behind what the checkpoint names
-        held_out = data_of(
-            (await run("trace", "4", "--eval", "--run", str(stopped_run), "--json")).stdout, "streamrl.trace/1"
-        )
+        assert (
+            await command("trace", "8", "--run", str(stopped_run))
+        ).returncode == 1  # behind what the checkpoint names
+        held_out = await answered("streamrl.trace/1", stopped_run, "trace", "4", "--eval")
         assert (held_out["state"], held_out["record"]["right"]) == ("evaluated", 1)
     finally:
         shutil.rmtree(folder)
@@ -253,13 +240,13 @@ async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_r
 
 
 async def test_what_a_model_wrote_cannot_steer_the_terminal(stopped_run: Path):
-    shown = (await run("trace", "0", "--run", str(stopped_run))).stdout
+    shown = (await command("trace", "0", "--run", str(stopped_run))).stdout
     assert "\x1b" not in shown
     assert "fourty\\x1b[31m two" in shown
 
 
 async def test_audit_accounts_for_every_group(stopped_run: Path):
-    done = await run("audit", "--run", str(stopped_run), "--json")
+    done = await command("audit", "--run", str(stopped_run), "--json")
     data = data_of(done.stdout, "streamrl.audit/1")
     assert done.returncode == 0
     assert (data["admitted"], data["live"], data["dead"], data["lost"], data["twice"]) == (5, 4, 1, 0, 0)
@@ -270,10 +257,10 @@ async def test_audit_fails_when_a_group_is_lost(tmp_path: Path):
     async with embedded.running(config.redis, tmp_path), open_ledgers(config, tmp_path) as ledgers:
         await ledgers.connection.read("ZREM", ledgers.train.keys.live, 3)
         await ledgers.connection.read("UNLINK", ledgers.train.keys.group(3))
-    done = await run("audit", "--run", str(tmp_path), "--json")
+    done = await command("audit", "--run", str(tmp_path), "--json")
     data = data_of(done.stdout, "streamrl.audit/1")
     assert (done.returncode, data["lost"], data["lost_ids"]) == (1, 1, ["3"])
-    assert "NOT PROVED" in (await run("audit", "--run", str(tmp_path))).stdout
+    assert "NOT PROVED" in (await command("audit", "--run", str(tmp_path))).stdout
 
 
 async def test_logs_are_merged_by_time_filtered_and_safe(stopped_run: Path):
@@ -283,15 +270,15 @@ async def test_logs_are_merged_by_time_filtered_and_safe(stopped_run: Path):
     for role, events in lines.items():
         data = b"".join(orjson.dumps({"at": at, "level": "info", "event": event}) + b"\n" for at, event in events)
         (folder / f"{role}.jsonl").write_bytes(data + b'{"at": 9, "event": "half a li')
-    done = await run("logs", "--run", str(stopped_run))
+    done = await command("logs", "--run", str(stopped_run))
     assert [line.split(" | ")[1] for line in done.stdout.splitlines()] == ["one", "two", "three", "fo\\x1b[2Jur"]
-    some = await run("logs", "rollout", "-n", "2", "--run", str(stopped_run), "--json")
+    some = await command("logs", "rollout", "-n", "2", "--run", str(stopped_run), "--json")
     data = [data_of(line, "streamrl.logs/1") for line in some.stdout.splitlines()]
     assert [(line["role"], line["event"]) for line in data] == [("rollout.1", "two"), ("rollout.0", "three")]
     (folder / "feeder.0.jsonl.1").write_bytes(b'{"at": 0, "event": "before the rotation"}\n')
-    old = (await run("logs", "feeder", "--run", str(stopped_run))).stdout.splitlines()
+    old = (await command("logs", "feeder", "--run", str(stopped_run))).stdout.splitlines()
     assert [text.split(" | ")[1] for text in old] == ["before the rotation", "fo\\x1b[2Jur"]
-    missing = await run("logs", "learner", "--run", str(stopped_run))
+    missing = await command("logs", "learner", "--run", str(stopped_run))
     assert (missing.returncode, "known: feeder.0, rollout.0, rollout.1" in missing.stderr) == (2, True)
 
 
@@ -310,7 +297,7 @@ async def test_logs_of_a_replicas_servers_stand_among_those_of_the_replica(stopp
     )
     (folder / "rollout.1.server0.log").write_text("[2026-11-20 12:00:02] The server is fired up\n")
     (folder / "rollout.10.server0.log").write_text("[2026-11-20 12:00:02] another\n")
-    done = await run("logs", "rollout.0", "rollout.1", "--run", str(stopped_run), "--json")
+    done = await command("logs", "rollout.0", "rollout.1", "--run", str(stopped_run), "--json")
     data = [data_of(line, "streamrl.logs/1") for line in done.stdout.splitlines()]
     assert [(line["role"], line["event"]) for line in data] == [
         ("rollout.0", "at 0.5"),
@@ -321,9 +308,9 @@ async def test_logs_of_a_replicas_servers_stand_among_those_of_the_replica(stopp
         ("rollout.0.server0", "(EngineCore pid=8) ERROR 11-20 12:00:03 [core.py:1] down"),
     ]
     assert data[-1]["level"] == "error"
-    one = await run("logs", "rollout.10.server0", "--run", str(stopped_run))
+    one = await command("logs", "rollout.10.server0", "--run", str(stopped_run))
     assert one.stdout.count("\n") == 1
-    missing = await run("logs", "learner", "--run", str(stopped_run))
+    missing = await command("logs", "learner", "--run", str(stopped_run))
     assert "known: rollout.0, rollout.0.server0, rollout.1.server0, rollout.10.server0" in missing.stderr
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import orjson
@@ -14,6 +12,7 @@ import pytest
 
 from streamrl.queues import embedded, open_ledgers
 from tests.archive_kit import archived, closed
+from tests.http_kit import answering
 
 from .run_kit import cli, data_of, make_run
 
@@ -27,32 +26,8 @@ TEMPLATE = ("--arg", "path=/score", "--arg", "body={text: '{response}'}", "--arg
 @pytest.fixture
 def server() -> Iterator[str]:
     """A reward model that finds everything half good; its URL."""
-
-    class Half(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self._say(b'{"score": 0.5}')
-
-        def do_GET(self) -> None:
-            self._say(b"{}")
-
-        def _say(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Half)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}"
-    listening.shutdown()
-    listening.server_close()
-    thread.join()
+    with answering(lambda request: (200, b'{"score": 0.5}')) as url:
+        yield url
 
 
 @pytest.fixture

@@ -74,24 +74,23 @@ def samples(folder: Path, *texts: str, **fields: object) -> str:
     return str(path)
 
 
-def test_new_writes_a_reward_whose_test_passes_and_lines_that_work(tmp_path: Path):
+def test_new_writes_rewards_whose_tests_pass_and_lines_that_work(tmp_path: Path):
+    where = tmp_path / "rewards"
+    written = {}
     for form, name in (("sample", "my_last_line"), ("group", "my_shortest")):
-        done = cli("reward", "new", name, "--in", str(tmp_path / "rewards"), "--form", form)
+        done = cli("reward", "new", name, "--in", str(where), "--form", form)
         assert done.returncode == 0, done.stderr
-        where = tmp_path / "rewards"
-        assert (where / f"test_{name}.py").exists()
-        tested = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"test_{name}.py"],
-            check=False, cwd=where, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
-        assert tested.returncode == 0, tested.stdout + tested.stderr
-        assert " passed" in tested.stdout
-        run_file = where / f"{name}.yaml"
-        run_file.write_text(done.stdout)
-        (spec,) = yaml.safe_load(done.stdout)["rewards"]
-        tried = cli(
-            "reward", "test", "--file", str(run_file), "--sample", str(where / f"{name}_samples.jsonl"), "--json"
-        )
+        written[name] = done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    tested = subprocess.run(command, check=False, cwd=where, capture_output=True, text=True, timeout=100)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert " passed" in tested.stdout
+    assert [path.name for path in sorted(where.glob("test_*.py"))] == [f"test_{name}.py" for name in written]
+    for name, lines in written.items():
+        (where / f"{name}.yaml").write_text(lines)
+        (spec,) = yaml.safe_load(lines)["rewards"]
+        samples = str(where / f"{name}_samples.jsonl")
+        tried = cli("reward", "test", "--file", str(where / f"{name}.yaml"), "--sample", samples, "--json")
         data = data_of(tried.stdout, SCHEMA)
         assert (tried.returncode, data["failed"], data["rewards"]) == (0, 0, [spec["use"]])
         assert (data["min"], data["max"]) == (0.0, 1.0)
@@ -231,11 +230,18 @@ def test_who_cannot_be_had_now_is_waited_for_to_a_limit(folder: tuple[Path, str]
     reward = ("reward", "test", f"{folder[1]}:Asleep", "--sample", samples(folder[0], "4"))
     done = cli(*reward, "--arg", "looks=2", "--json", cwd=folder[0])
     assert (done.returncode, data_of(done.stdout, SCHEMA)["mean"]) == (0, 1.0), done.stderr
-    limits = ("--set", "lease.max_hold=3s", "--set", "reward_worker.deadline=0.5s")
+    limits = (
+        "--set",
+        "lease.max_hold=1s",
+        "--set",
+        "reward_worker.deadline=0.1s",
+        "--set",
+        "reward_worker.backoff=0.1s",
+    )
     ended = cli(*reward, "--arg", "looks=1000000", *limits, cwd=folder[0])
     assert (ended.returncode, ended.stdout) == (69, "")
     assert "waiting for" in ended.stderr
-    assert "3 s at most while nothing is scored: RewardUnavailable: the model is asleep" in ended.stderr
+    assert "1 s at most while nothing is scored: RewardUnavailable: the model is asleep" in ended.stderr
     assert "nothing could be scored for" in ended.stderr
 
 
@@ -266,7 +272,7 @@ def test_a_run_without_an_archive_is_explained(stopped_run: Path):
         ([], 2, "no reward to test"),
         (["exact_match", "--arg", "tolerance"], 2, "no '='"),
         (["exact_match", "--arg", "tolerance=0.1"], 78, "args do not fit"),
-        (["exact_match", "--adapter", "ray"], 2, "--adapter ray is unknown"),
+        (["exact_match", "--adapter", "ray"], 2, "'ray' is not one of 'verl', 'trl'"),
         (["exact_match", "--file", "nothing.yaml"], 78, "does not exist"),
     ],
 )

@@ -201,7 +201,7 @@ def test_export_as_parquet(run_dir, tmp_path):
 
 def test_parquet_without_pyarrow_says_what_to_install(run_dir, tmp_path, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr("streamrl.commands.archive.find_spec", lambda name: None if name == "pyarrow" else real(name))
+    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None if name == "pyarrow" else real(name))
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(tmp_path / "x.parquet"))
     assert done.returncode == 78
     assert "pip install 'streamrl[parquet]'" in done.stderr
@@ -295,11 +295,11 @@ def test_new_scores_are_exported_and_scored_themselves(run_dir, tmp_path):
     ("arguments", "code", "said"),
     [
         (("--reward", "exakt_match", "--into", "x"), 78, "did you mean exact_match"),
-        (("--reward", "exact_match", "--into", "../x"), 2, "is no name"),
-        (("--reward", "exact_match", "--into", "x", "--since", "soon"), 2, "is no time"),
+        (("--reward", "exact_match", "--into", "../x"), 2, "is not a valid name"),
+        (("--reward", "exact_match", "--into", "x", "--since", "soon"), 2, "is not a time"),
         (("--reward", "exact_match", "--into", "x", "--set", "seed=1"), 2, "--file"),
         (("--reward", "exact_match", "--into", "x", "--arg", "oops"), 2, "oops"),
-        (("--reward", "exact_match", "--into", "x", "--threshold", "nan"), 2, "is no score"),
+        (("--reward", "exact_match", "--into", "x", "--threshold", "nan"), 2, "is not a finite number"),
         (("--reward", "exact_match", "--into", "x", "--picture", "no/such/folder/x.png"), 73, "no directory"),
         (("--reward", "rescore_rewards:opposite", "--into", "x", "--arg", "wrong=1"), 78, "wrong"),
         (("--reward", "exact_match", "--into", "x", "--from", "/nowhere"), 78, "no archived groups"),
@@ -337,7 +337,7 @@ def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
     done = rescore(run_dir, *arguments)
     assert (done.returncode, f"wrote {out}" in done.stderr) == (0, True)
     assert out.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("streamrl.commands.rescore.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None)
     done = rescore(run_dir, *arguments)
     assert done.returncode == 78
     assert "matplotlib" in done.stderr

@@ -14,8 +14,16 @@ from streamrl.commands import finish
 from streamrl.errors import CannotCreate, Refused, StreamrlError
 from streamrl.runfile import load
 from streamrl.runtime.audit import Audit
-from streamrl.runtime.figures import merged, read_learner, read_rollouts, share_within
-from streamrl.runtime.summary import Accuracies, draw_curve, read_rounds, summarize
+from streamrl.runtime.summary import (
+    Accuracies,
+    draw_curve,
+    merged,
+    read_learner,
+    read_rollouts,
+    read_rounds,
+    share_within,
+    summarize,
+)
 
 KEYS = [
     "accuracy_before",

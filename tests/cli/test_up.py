@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -11,73 +10,13 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
+from streamrl.learner.lineage import read_record, record_file
 from streamrl.queues.embedded import find_server
-from streamrl.runtime.lock import supervisor_lock
 from tests.redis_kit import ForeignRedis
 
 from .run_kit import cli, data_of, process
 from .test_summary import KEYS
-
-REWARD = """
-from streamrl.consumers import Score
-
-def spread(sample):
-    return float(len(set(sample.tokens.tolist())) % 2)
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a random model of 50 thousand parameters, prompts, a reward and a run file."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{chr(code): code for code in range(32, 127)}}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).save_pretrained(folder / "model")
-    lines = b"".join(orjson.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + b"\n" for n in range(64))
-    (folder / "train.jsonl").write_bytes(lines)
-    (folder / "held_out.jsonl").write_bytes(lines)
-    (folder / "spread_reward.py").write_text(REWARD)
-    settings = {
-        "name": "tiny",
-        "model": {"path": "model", "context": 64},
-        "data": {"train": "train.jsonl", "held_out": "held_out.jsonl", "max_prompt_tokens": 16},
-        "sampling": {"group_size": 4, "max_new_tokens": 8},
-        "engine": {"slots": 16, "threads": 1},
-        "rewards": [{"use": "spread_reward:spread"}],
-        "learner": {"groups_per_step": 4, "steps": 3, "lr": 1e-3, "threads": 1},
-        "checkpoint": {"every": 2},
-        "evaluation": {"every": 1, "prompts": 4, "final_prompts": 16},
-        "redis": {"fsync_period": 0.1},
-        "weights": {"transport": "directory"},
-        "supervisor": {"max_restarts": 0},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return folder
 
 
 def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp_path: Path):
@@ -87,14 +26,6 @@ def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp
     assert started == ["redis", "learner.0", "learner.1", "rollout.0", "reward.0", "feeder.0"]
     assert "value  learner.ranks = 2  (--set)" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_dry_run_fails_with_the_first_failed_check(tiny: Path, tmp_path: Path):
-    run_file = str(tiny / "run.yaml")
-    done = cli("up", run_file, "--dry-run", "--set", "model.path=./none", cwd=tmp_path)
-    assert done.returncode == 78
-    assert "check  model: FAILED" in done.stdout
-    assert "none does not exist" in done.stderr
 
 
 def test_prepare_makes_the_run_directory_and_starts_nothing(tiny: Path, tmp_path: Path):
@@ -116,18 +47,6 @@ def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert cli("up", run_file, "--run", str(tmp_path / "full")).returncode == 73
-
-
-def test_a_second_up_on_the_same_run_is_refused_and_says_who_has_it(tiny: Path, tmp_path: Path):
-    from streamrl.runfile import load, save
-
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    save(load(tiny / "run.yaml", (), {}), run_dir / "run.json")
-    with supervisor_lock(run_dir):
-        done = process("up", str(tiny / "run.yaml"), "--run", str(run_dir))
-    assert done.returncode == 78
-    assert f"supervised by process {os.getpid()}" in done.stderr
 
 
 @pytest.mark.slow
@@ -260,3 +179,19 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (16, 0, 0, 0, 0)
     assert data["trained"] == 16
+
+
+@pytest.mark.slow
+def test_remax_on_a_preset_has_a_greedy_response_for_every_prompt(tiny: Path, tmp_path: Path):
+    """ReMax takes the greedy response of the engine as its baseline."""
+    changes = ["learner.preset=grpo", "learner.advantage.use=remax", "sampling.greedy_baseline=true"]
+    options = [part for change in changes for part in ("--set", change)]
+    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *options, cwd=tmp_path, seconds=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "tiny"
+    assert "preset grpo" in cli("config", "show", "--run", str(run_dir), "--origin").stdout
+    steps = [orjson.loads(line) for line in (run_dir / "metrics" / "learner.0.jsonl").read_bytes().splitlines()]
+    assert all(sum(line["lengths_trained"].values()) == 4 * 4 for line in steps if "grad_norm" in line)
+    file = record_file(1)
+    frames = list(read_record(run_dir, [(file, (run_dir / file).stat().st_size)]))
+    assert [len(frame["rewards"]) for frame in frames] == [4] * 12

@@ -14,7 +14,6 @@ from streamrl.weight_sync.manifest import versions
 from streamrl.weight_sync.tensors import map_version
 
 from .run_kit import cli, data_of, process
-from .test_up import tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 LONGEST = 300
@@ -22,7 +21,7 @@ LONGEST = 300
 SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
 
 
-def up(tiny: Path, folder: Path, *settings: str) -> Path:  # noqa: F811
+def up(tiny: Path, folder: Path, *settings: str) -> Path:
     flags = sets(*SETTINGS, *settings)
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +47,7 @@ def named(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
 
 
-def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):
     run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=4")
     assert audited(tmp_path) == (16, 0, 0)
     newest, manifest = list(versions(run / "weights").items())[-1]
@@ -76,7 +75,7 @@ def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):  # noqa
     assert (data["kind"], data["present"]) == ("adapter", True)
 
 
-def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):
     adapter = ["learner.lora.publish=adapter", "learner.lora.dora=true"]
     run = up(tiny, tmp_path, *adapter, "learner.steps=2")
     first = named(run / "model")
@@ -87,7 +86,7 @@ def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):  # noq
     assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
 
 
-def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):
     run = up(tiny, tmp_path, "learner.steps=2", "learner.ranks=2", "weights.transport=shm")
     assert audited(tmp_path) == (8, 0, 0)
     assert {line["publish_kind"] for line in lines(run, "learner.0") if "publish_kind" in line} == {"full"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,7 @@ from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.records import Cause
 from tests.queues.ledger_kit import lease
 
-from .run_kit import admit, cli, data_of, make_run, sample
-
-
-async def run(*arguments: str):
-    return await asyncio.to_thread(cli, *arguments)
+from .run_kit import admit, answered, command, make_run, sample
 
 
 @pytest.fixture
@@ -44,19 +39,15 @@ async def live_run(tmp_path: Path):
         yield run_dir
 
 
-async def test_lag_counts_groups_and_says_so(live_run: Path):
-    data = data_of((await run("lag", "--run", str(live_run), "--json")).stdout, "streamrl.lag/1")
+async def test_lag_and_trace_say_that_groups_are_scored_whole(live_run: Path):
+    data = await answered("streamrl.lag/1", live_run, "lag")
     streams = {stream["name"]: stream for stream in data["train"]["streams"]}
     assert (streams["rollouts"]["depth"], streams["rollouts"]["lag"], streams["rollouts"]["unit"]) == (1, 0, "groups")
     assert streams["rollouts"]["out_per_second"] is None, "workers count samples"
     assert streams["prompts"]["unit"] == "groups"
-    assert "rollouts (groups)" in (await run("lag", "--run", str(live_run))).stdout
-
-
-async def test_trace_shows_what_was_scored_together(live_run: Path):
+    assert "rollouts (groups)" in (await command("lag", "--run", str(live_run))).stdout
     closed, dead, leased, half = [
-        data_of((await run("trace", str(group_id), "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
-        for group_id in range(4)
+        await answered("streamrl.trace/1", live_run, "trace", str(group_id)) for group_id in range(4)
     ]
     assert (closed["state"], closed["whole"], closed["doom"]) == ("closed", True, None)
     assert [response.get("score") for response in closed["responses"]] == [0.5, None]
@@ -64,23 +55,17 @@ async def test_trace_shows_what_was_scored_together(live_run: Path):
     assert dead["state"] == "dead"
     assert (leased["without_payload"], leased["without_score"]) == (0, 2)
     assert (half["without_payload"], half["without_score"]) == (1, 2)
-    assert "scored whole" in (await run("trace", "2", "--run", str(live_run))).stdout
+    assert "scored whole" in (await command("trace", "2", "--run", str(live_run))).stdout
 
 
-async def test_audit_finds_every_group_and_no_fault(live_run: Path):
-    done = await run("audit", "--run", str(live_run), "--json")
-    data = data_of(done.stdout, "streamrl.audit/1")
-    assert (done.returncode, data["admitted"], data["dead"], data["live"]) == (0, 4, 1, 3)
-    assert (data["lost"], data["faults"]) == (0, [])
-
-
-async def test_a_dead_group_is_listed_replayed_and_whole_again(live_run: Path):
-    data = data_of((await run("dead", "ls", "--run", str(live_run), "--json")).stdout, "streamrl.dead/1")
+async def test_a_dead_group_is_audited_listed_replayed_and_whole_again(live_run: Path):
+    data = await answered("streamrl.audit/1", live_run, "audit")
+    assert (data["admitted"], data["dead"], data["live"], data["lost"], data["faults"]) == (4, 1, 3, 0, [])
+    data = await answered("streamrl.dead/1", live_run, "dead", "ls")
     letters = {(letter["group"], letter["sample"]): letter for letter in data["letters"]}
     assert set(letters) == {(0, 1), (1, 1), (1, None)}
     assert letters[1, None]["why"] == "the judge is away"
     assert letters[1, 1]["detail"] == "Traceback: two"
-    done = await run("dead", "replay", letters[1, None]["id"], "--run", str(live_run))
-    assert done.returncode == 0, done.stderr
-    trace = data_of((await run("trace", "1", "--run", str(live_run), "--json")).stdout, "streamrl.trace/1")
+    await answered("streamrl.dead.replay/1", live_run, "dead", "replay", letters[1, None]["id"])
+    trace = await answered("streamrl.trace/1", live_run, "trace", "1")
     assert (trace["state"], trace["attempt"], trace["whole"]) == ("open", 2, True)

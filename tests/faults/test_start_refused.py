@@ -75,12 +75,6 @@ def test_up_as_a_process_has_the_same_code(home):
     refused(home, 78, "did you mean lr", "learner.lrr=1", call=process)
 
 
-@pytest.mark.parametrize("line", ["{no json", "[1]", '{"answer": "2"}', ""])
-def test_up_with_data_that_is_none(home, line):
-    (home / "train.jsonl").write_text(line + "\n")
-    refused(home, 78, "train.jsonl")
-
-
 async def test_up_with_a_password_that_is_none_wrong_or_nowhere(home, redis_run):
     with Probe(redis_run.config.url) as probe:
         probe.call("CONFIG", "SET", "requirepass", "right")

@@ -12,20 +12,6 @@ COMPARED = [{"use": "compared_reward:Rank", "name": "rank"}]
 PATHS = [str(Path(__file__).parent)]
 
 
-async def test_a_run_whose_reward_compares(run, caplog):
-    """All groups go through whole, and every one is accounted for."""
-    pipeline = Pipeline(run)
-    run.set(None, rewards=COMPARED, plugin_paths=PATHS)
-    async with pipeline.running(), run.open() as ledgers:
-        await pipeline.until_step(ledgers.train, 2)
-        assert (await ledgers.train.state()).group_scored
-        assert (await ledgers.evaluation.state()).group_scored
-        found = await pipeline.end()
-        letters = await ledgers.train.dead_letters()
-    assert (found.trained, found.dead, found.dropped) == (pipeline.prompts, 0, 0), letters
-    assert not errors(caplog)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [("samples", "groups"), ("groups", "samples")])
 async def test_the_rewards_of_a_run_change_in_the_middle(run, caplog, ways):
@@ -39,7 +25,9 @@ async def test_the_rewards_of_a_run_change_in_the_middle(run, caplog, ways):
         run.set(None, rewards=after)
         await pipeline.restart("reward.0")
         await pipeline.until_step(ledgers.train, 6)
-        assert (await ledgers.train.state()).group_scored == (ways[1] == "groups")
+        for ledger in (ledgers.train, ledgers.evaluation):
+            assert (await ledger.state()).group_scored == (ways[1] == "groups")
         found = await pipeline.end()
-    assert (found.trained, found.dead, found.dropped) == (pipeline.prompts, 0, 0)
+        letters = await ledgers.train.dead_letters()
+    assert (found.trained, found.dead, found.dropped) == (pipeline.prompts, 0, 0), letters
     assert not errors(caplog)

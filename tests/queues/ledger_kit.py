@@ -9,7 +9,7 @@ from typing import Any
 from streamrl.queues import Lease, Ledger, replies
 from streamrl.queues.keys import ALL_SAMPLES
 from streamrl.queues.records import Admission, ReplayOutcome
-from streamrl.runtime.structure import structural_faults as faults
+from streamrl.runtime.audit import structural_faults as faults
 
 GROUP = "g"
 

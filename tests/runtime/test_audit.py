@@ -255,7 +255,7 @@ async def test_a_void_checkpoint_does_not_count(book):
         (lambda keys: ("HSET", keys.group(2), "st", b"\xff"), r"group 2: damaged: field st is \xff"),
         (lambda keys: ("HSET", keys.group(2), b"\xffs:1", "x"), None),
         (lambda keys: ("SET", keys.group(2), "x"), "group 2: its key holds a string, not a hash"),
-        (lambda keys: ("ZADD", keys.live, 7, b"\xff"), r"live: \xff is no id"),
+        (lambda keys: ("ZADD", keys.live, 7, b"\xff"), r"live: \xff is not the id"),
         (lambda keys: ("HSET", keys.group(0)[:-1] + "mine", "n", 1), "group mine: has a hash"),
         (lambda keys: ("XTRIM", keys.prompts, "MAXLEN", 0), "entries in prompts"),
         (lambda keys: ("HSET", keys.group(0), "x:0", "why"), "have a score and are dead"),
@@ -278,7 +278,7 @@ async def test_entries_that_nobody_holds_are_faults(book):
     await read("XACK", keys.prompts, "g", first.entry)
     await read("XDEL", keys.prompts, second.entry)
     faults = (await book.audit()).faults
-    assert any("is with nobody" in fault for fault in faults)
+    assert any("no consumer holds it" in fault for fault in faults)
     assert any("is pending and gone" in fault for fault in faults)
 
 

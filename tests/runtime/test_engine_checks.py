@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.runtime import engine_checks
-from streamrl.runtime.engine_checks import look_at_engine, look_at_way, shared_memory_copies
+from streamrl.runtime import preflight
+from streamrl.runtime.limits import shared_memory_copies
+from streamrl.runtime.preflight import look_at_engine, look_at_way
 from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
+from tests.http_kit import answering
 
 
 def config(**sections: Any) -> RunConfig:
@@ -96,7 +97,7 @@ def test_the_plug_in_of_every_engine_is_there(kind: str):
 def test_an_installation_without_the_plug_in_is_found(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_checks, "PLUGIN", tmp_path / "plugin")
+    monkeypatch.setattr(preflight, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 
@@ -106,24 +107,14 @@ def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """A server that wants the key `sesame`; yields its URL and what it was asked."""
     asked: list[tuple[str, str | None]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            key = self.headers.get("Authorization")
-            asked.append((self.path, key))
-            there = self.path in {"/model_info", "/v1/models"}
-            self.send_response((200 if there else 404) if key == "Bearer sesame" else 401)
-            self.end_headers()
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        key = request.headers.get("Authorization")
+        asked.append((request.path, key))
+        there = request.path in {"/model_info", "/v1/models"}
+        return (200 if there else 404) if key == "Bearer sesame" else 401, b""
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}", asked
-    listening.shutdown()
-    thread.join()
-    listening.server_close()
+    with answering(answer) as url:
+        yield url, asked
 
 
 def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Path):
@@ -136,7 +127,7 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
         (tmp_path / "other").write_text("friend")
         with pytest.raises(ConfigError, match="refuses our key"):
             look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
-    with pytest.raises(ConfigError, match=f"server at {url} is no hf server: it has no /about"):
+    with pytest.raises(ConfigError, match=f"server at {url} is not of kind hf: it has no /about"):
         look_at_engine(config(engine={"kind": "hf", "url": [url], "api_key_file": key}))
     with pytest.raises(ConfigError, match="api_key_file"):
         look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))

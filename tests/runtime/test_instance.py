@@ -25,29 +25,6 @@ def test_a_crash_waits_and_starts_again():
     assert (instance.state, instance.reason) == (RoleState.READY, "")
 
 
-def test_pauses_start_over_after_a_minute_of_health_and_not_before():
-    instance = started()
-    instance.died(0.0, 1, "", 0.5)
-    for ready_for, pause in ((59.9, 0.5), (60.0, 0.25)):
-        instance.start()
-        instance.ready(1000.0)
-        instance.died(1000.0 + ready_for, 1, "", 0.5)
-        assert instance.until - (1000.0 + ready_for) == pytest.approx(pause)
-
-
-def test_the_window_of_restarts_slides():
-    instance = started()
-    for at in (0.0, 40.0, 80.0):
-        instance.died(at, 1, "crash", 0.0)
-        instance.start()
-    instance.died(120.0, 1, "crash", 0.0)  # the death at 0 is over 100 s old
-    assert instance.state is RoleState.BACKOFF
-    instance.start()
-    instance.died(121.0, 1, "crash", 0.0)
-    assert instance.state is RoleState.FAILED
-    assert "4 deaths within 100 s" in instance.reason
-
-
 @pytest.mark.parametrize("code", [3, 64, 70, 73, 78])
 def test_what_a_restart_cannot_mend_fails_at_once(code):
     instance = started()

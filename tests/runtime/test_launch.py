@@ -3,12 +3,11 @@ import sys
 
 import pytest
 
-from streamrl.errors import CannotCreate, ConfigError, DataError, PluginError, Refused, Unreachable, UsageError
+from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, UsageError
 from streamrl.queues import embedded
 from streamrl.runfile import load
-from streamrl.runtime import preflight
-from streamrl.runtime.launch import describe, prepare_run
-from streamrl.runtime.lock import supervisor_lock
+from streamrl.runtime import limits, preflight
+from streamrl.runtime.launch import describe, prepare_run, supervisor_lock
 from streamrl.runtime.plan import plan, threads
 
 
@@ -91,22 +90,6 @@ def test_wrong_flags_and_directories(home):
         prepare_run(loaded(home), home / "file" / "run")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (["model.path=nowhere"], ConfigError, "model.path nowhere does not exist"),
-        (["model.path=model/gone"], ConfigError, "does not exist"),
-        (["data.train=gone.jsonl"], DataError, "cannot be read"),
-        (["rewards=[{use: exact_mach}]"], PluginError, "exact_mach is unknown"),
-        (["redis.url=unix:///nowhere.sock"], Unreachable, "nowhere.sock"),
-    ],
-)
-def test_a_mistake_is_found_before_anything_starts(home, overrides, error, message):
-    with pytest.raises(error, match=message):
-        prepare_run(loaded(home, *overrides))
-    assert not (home / "runs").exists()
-
-
 JUDGE = "{use: judge, args: {model: critic}}"
 PLUGIN = "tests.consumers.rewards_for_tests"
 
@@ -159,10 +142,10 @@ def test_too_little_space_is_said_with_figures(home):
     with (home / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 43)  # a sparse file: as large as it says, and takes no space
     with pytest.raises(CannotCreate, match="this run needs"):
-        preflight._disk(loaded(home).config, home)
+        limits.look_at_disk(loaded(home).config, home)
     with pytest.raises(CannotCreate, match="this run needs"):
-        preflight._shared_memory(loaded(home).config)
-    assert preflight._shared_memory(loaded(home, "weights.transport=directory").config) == "not used"
+        limits.look_at_shared_memory(loaded(home).config)
+    assert limits.look_at_shared_memory(loaded(home, "weights.transport=directory").config) == "not used"
 
 
 def test_no_redis_server_says_how_to_get_one(home, monkeypatch):

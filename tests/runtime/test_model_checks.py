@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -16,52 +15,36 @@ from streamrl.errors import ConfigError, Unreachable
 from streamrl.runfile import load
 from streamrl.runtime import model_checks
 from streamrl.runtime.model_checks import look_at_models
+from tests.http_kit import answering
 
 NAME = "somebody/a-model-that-is-in-no-cache"
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers `HEAD /OWNER/NAME/resolve/main/config.json` with the status that the server has."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(self.server.status)
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", '"1"')
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.status = 200
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        yield server
-        server.shutdown()
-        thread.join()
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Answers `HEAD /OWNER/NAME/resolve/main/config.json` with its `status`."""
+    found = SimpleNamespace(status=200)
+    with answering(lambda _: (found.status, b"{}"), X_Repo_Commit="0" * 40, ETag='"1"') as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield found
 
 
 def run(*overrides: str) -> RunConfig:
     return load(None, [f"model.path={NAME}", *overrides], {}).config
 
 
-def test_a_model_of_the_hub(hub: ThreadingHTTPServer):
+def test_a_model_of_the_hub(hub: SimpleNamespace):
     assert look_at_models(run()) == f"{NAME} (from the hub)"
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_model_that_the_hub_does_not_have_or_give(hub: ThreadingHTTPServer, status: int):
+def test_a_model_that_the_hub_does_not_have_or_give(hub: SimpleNamespace, status: int):
     hub.status = status
     with pytest.raises(ConfigError, match=rf"model\.path {NAME}: the hub has no such model, .*HTTP {status}"):
         look_at_models(run())
 
 
-def test_a_hub_that_is_broken_is_not_reachable(hub: ThreadingHTTPServer):
+def test_a_hub_that_is_broken_is_not_reachable(hub: SimpleNamespace):
     hub.status = 500
     with pytest.raises(Unreachable, match="HTTP 500"):
         look_at_models(run())
@@ -109,7 +92,7 @@ def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, *files: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 def test_a_download_that_was_interrupted_is_no_model_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: ThreadingHTTPServer, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, kind: str
 ):
     """Small files come first; without the weights a role fails an hour after the preflight has said yes."""
     snapshot = cached(tmp_path, monkeypatch, "config.json", "tokenizer_config.json")
@@ -126,7 +109,7 @@ def test_a_download_that_was_interrupted_is_no_model_in_the_cache(
 
 
 def test_a_tokenizer_in_the_cache_needs_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: ThreadingHTTPServer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace
 ):
     cached(tmp_path, monkeypatch, "tokenizer_config.json")
     found = look_at_models(run(f"model.tokenizer={NAME}"))
@@ -144,10 +127,10 @@ def test_a_tokenizer_in_the_cache_needs_no_weights(
         ),
     ],
 )
-def test_every_model_of_the_run_is_looked_for(hub: ThreadingHTTPServer, overrides: list[str], key: str):
+def test_every_model_of_the_run_is_looked_for(hub: SimpleNamespace, overrides: list[str], key: str):
     with pytest.raises(ConfigError, match=f"{key} nowhere does not exist"):
         look_at_models(run(*overrides))
 
 
-def test_a_model_that_the_run_does_not_use_is_not(hub: ThreadingHTTPServer):
+def test_a_model_that_the_run_does_not_use_is_not(hub: SimpleNamespace):
     assert look_at_models(run("learner.reference.path=nowhere", "learner.critic.path=nowhere"))

@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.runtime.reward_model import Demand
 
-
-def demand(wake_at: int = 8, wake_after: float = 5.0, linger: float = 1.0) -> Demand:
-    return Demand(wake_at, wake_after, linger)
+SLEEPS = [(0, 0.0, True), (0, 100.0, False)]
 
 
-def asleep(**limits: float) -> Demand:
-    one = demand(**limits)
-    one.see(0, 0.0)
-    assert not one.see(0, 100.0)
-    return one
-
-
-def test_it_begins_awake_and_sleeps_when_nothing_has_waited_for_a_moment():
-    one = demand()
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([(0, 10.0, True), (0, 10.9, True), (0, 11.0, False), (0, 99.0, False)], id="no work: asleep"),
+        pytest.param([(now % 2, now * 0.9, True) for now in range(100)], id="work in time keeps it awake"),
+        pytest.param([*SLEEPS, (7, 200.0, False), (8, 200.1, True)], id="enough work wakes at once"),
+        pytest.param([*SLEEPS, (1, 200.0, False), (3, 204.9, False), (1, 205.0, True)], id="little work after a while"),
+        pytest.param(
+            [*SLEEPS, (1, 200.0, False), (0, 203.0, False), (1, 206.0, False), (1, 210.9, False), (1, 211.0, True)],
+            id="the while begins anew",
+        ),
+        pytest.param([*SLEEPS, (1, 200.0, False), (1, 50.0, False), (1, 55.0, True)], id="the clock goes back"),
+    ],
+)
+def test_it_sleeps_without_work_and_wakes_for_enough_or_old_work(looks):
+    """Each look: samples that wait, the time, and whether it should be awake then."""
+    one = Demand(wake_at=8, wake_after=5.0, linger=1.0)
     assert one.awake
-    assert one.see(0, 10.0)
-    assert one.see(0, 10.9)
-    assert not one.see(0, 11.0)
-    assert not one.see(0, 99.0)
-
-
-def test_work_that_comes_in_time_keeps_it_awake():
-    one = demand()
-    for now in range(100):
-        assert one.see(now % 2, now * 0.9)
-
-
-def test_enough_work_wakes_it_at_once():
-    one = asleep()
-    assert not one.see(7, 200.0)
-    assert one.see(8, 200.1)
-
-
-def test_little_work_wakes_it_after_a_while():
-    one = asleep()
-    assert not one.see(1, 200.0)
-    assert not one.see(3, 204.9)
-    assert one.see(1, 205.0)
-
-
-def test_the_wait_of_little_work_begins_anew_when_it_went_away():
-    one = asleep()
-    one.see(1, 200.0)
-    one.see(0, 203.0)
-    assert not one.see(1, 206.0)
-    assert not one.see(1, 210.9)
-    assert one.see(1, 211.0)
-
-
-def test_a_clock_that_goes_back_only_costs_time():
-    one = asleep()
-    one.see(1, 200.0)
-    assert not one.see(1, 50.0)
-    assert one.see(1, 55.0)
+    assert [one.see(waiting, now) for waiting, now, _ in looks] == [awake for *_, awake in looks]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 20.0)), max_size=60))
 def test_it_never_sleeps_over_work_and_never_wakes_for_none(looks):
     """Whatever comes: after each look that found work it is awake, or the work has not waited for `wake_after`."""
-    one, now, since = demand(), 0.0, None
+    one, now, since = Demand(8, 5.0, 1.0), 0.0, None
     for waiting, passed in looks:
         now += passed
         before = one.awake

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,9 +12,9 @@ from streamrl.cli import run as command_line
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
 from streamrl.runfile import load, read_saved
-from streamrl.runtime.engine_checks import look_at_reward_models
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.plan import DRAIN_ORDER, DRAIN_SHARE, WAITS_FOR, plan, processes, role_names, starts_after
+from streamrl.runtime.plan import ROLE_KINDS, plan, processes, role_names, starts_after
+from streamrl.runtime.preflight import look_at_reward_models
 from streamrl.servers import environments
 from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
@@ -44,19 +43,20 @@ def test_each_server_is_a_role_of_its_own(tmp_path):
     assert command.argv[-3:] == ("reward_model.critic", "1", str(tmp_path))
     assert "OMP_NUM_THREADS" not in command.env
     assert units["reward.0"].command(0, "token").env["OMP_NUM_THREADS"] == "1"
-
-
-def test_a_run_that_only_trains_has_none(tmp_path):
-    assert set(processes(config(recording={"mode": "read", "path": str(tmp_path)}))) == {"learner", "player"}
+    named = [name for name in role_names(config()) if name.startswith("reward_model.")]
+    assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
+    only_trains = config(recording={"mode": "read", "path": str(tmp_path)})
+    assert set(processes(only_trains)) == {"learner", "player"}
 
 
 def test_only_those_that_score_wait_for_them():
-    assert {kind for kind in WAITS_FOR if "reward_model" in starts_after(kind)} == {"reward"}
-    assert {kind for kind in WAITS_FOR if "reward_model" in WAITS_FOR[kind]} == {"reward"}
+    assert {kind for kind in ROLE_KINDS if "reward_model" in starts_after(kind)} == {"reward"}
+    assert {kind for kind, known in ROLE_KINDS.items() if "reward_model" in known.waits_for} == {"reward"}
     assert starts_after("reward_model") == frozenset()
-    assert DRAIN_ORDER.index("reward") < DRAIN_ORDER.index("reward_model")
-    assert set(DRAIN_ORDER) == set(WAITS_FOR) == set(DRAIN_SHARE)
-    assert sum(DRAIN_SHARE.values()) == pytest.approx(1.0)
+    order = list(ROLE_KINDS)
+    assert order.index("reward") < order.index("reward_model")
+    assert order[-1] == "redis"
+    assert sum(known.drain_share for known in ROLE_KINDS.values()) == pytest.approx(1.0)
 
 
 async def test_a_replica_starts_beside_a_server_and_a_worker_after_it(tmp_path):
@@ -83,11 +83,6 @@ def test_a_learner_waits_for_a_server_that_loads_on_its_devices(tmp_path):
     seconds = {unit.kind: unit.start_seconds for unit in plan(shared, tmp_path)}
     assert seconds["learner"] == 927.0
     assert {unit.kind: unit.start_seconds for unit in plan(alone, tmp_path)}["learner"] == 0
-
-
-def test_status_expects_them():
-    named = [name for name in role_names(config()) if name.startswith("reward_model.")]
-    assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
 
 
 def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
@@ -132,19 +127,6 @@ def test_a_model_beside_the_run_file_is_found_from_everywhere(tmp_path):
     assert {name: model.model for name, model in models.items()} == {
         "a": str(tmp_path / "critic"), "b": "owner/name", "c": "critic"
     }  # fmt: skip
-
-
-def test_keys_and_environments_beside_the_run_file_are_found_from_everywhere(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "reward_models:\n  a: {model: m, environment: env}\n"
-        "  b: {url: ['http://b:1'], api_key_file: b.key}\n  c: {url: ['http://c:1']}\n"
-        "engine: {kind: vllm, environment: env, api_key_file: /keys/engine}\n"
-    )
-    config = load(tmp_path / "run.yaml", environ={}).config
-    models, engine = config.reward_models, config.engine
-    assert (models["a"].environment, models["b"].api_key_file) == (tmp_path / "env", tmp_path / "b.key")
-    assert (models["c"].environment, models["c"].api_key_file) == (None, None)
-    assert (engine.environment, engine.api_key_file) == (tmp_path / "env", Path("/keys/engine"))
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,38 @@
-"""`streamrl reward test`: scores, times and errors of a reward on samples that are at hand."""
+"""`streamrl reward`: writes a reward with its test, and tries one on samples; `servers` are in `reward_servers`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import itertools
+import keyword
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from streamrl.commands import output
+from streamrl.commands import output, reward_servers
 from streamrl.commands.options import JsonOption, SetOption
-from streamrl.commands.reward_choice import all_built_in, choose, opened, started_models
+from streamrl.commands.reward_choice import (
+    AdapterOption,
+    ArgOption,
+    FileOption,
+    all_built_in,
+    choose,
+    opened,
+    started_models,
+)
 from streamrl.commands.rundir import RunDirectory, find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import ExitCode, UsageError, unwrapped
+from streamrl.errors import CannotCreate, ExitCode, UsageError, unwrapped, writing
 from streamrl.monitor.lines import folded, printable, shortened
 
 if TYPE_CHECKING:
@@ -26,10 +40,94 @@ if TYPE_CHECKING:
     from streamrl.consumers.calls import ScoringFailed
     from streamrl.consumers.scoring import PatientScorer
 
-SCHEMA: Final = "streamrl.reward.test/1"
+_TEMPLATES: Final = {
+    "sample": {
+        "{module}.py": "reward.py.txt",
+        "test_{module}.py": "reward_test.py.txt",
+        "{module}_samples.jsonl": "reward_samples.jsonl.txt",
+    },
+    "group": {
+        "{module}.py": "reward_group.py.txt",
+        "test_{module}.py": "reward_group_test.py.txt",
+        "{module}_samples.jsonl": "reward_group_samples.jsonl.txt",
+    },
+}
+_LINES: Final = """rewards:
+  - use: {module}:{name}
+    weight: 1.0
+    args: {{{args}}}"""
+_TAKEN: Final = {"GroupReward", "Reward", "RewardSample", "Score", "Sequence"}
+"""Names that the templates import."""
+_ARGS: Final = {"sample": "ignore_case: true", "group": "spread: 1.0"}
 _FOLDERS: Final = "streamrl-reward-"
 _SHOWN_TRACEBACKS: Final = 5
 _TEXT: Final = 60
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.add_typer(reward_servers.app, name="servers")
+
+
+@app.command("new")
+def new(
+    module: Annotated[str, typer.Argument(metavar="NAME", help="Name of the module, e.g. my_reward; makes NAME.py.")],
+    folder: Annotated[
+        Path, typer.Option("--in", metavar="DIR", help="Directory for the files; a run looks beside its run file.")
+    ] = Path(),
+    form: Annotated[
+        Literal["sample", "group"],
+        typer.Option("--form", help="sample: scores one response; group: compares those to one prompt."),
+    ] = "sample",
+) -> int:
+    """Write a reward that works, its test that passes, and samples to try it on. Nothing is overwritten.
+
+    NAME.py is the reward, test_NAME.py its test (`pytest test_NAME.py`), NAME_samples.jsonl holds samples for
+    `streamrl reward test`. The lines for the run file go to stdout. Exit code 73 if one of the files is there already.
+    """
+    name = "".join(part[:1].upper() + part[1:] for part in module.split("_"))
+    _check(module, name)
+    templates = resources.files("streamrl.commands") / "templates"
+    files = {
+        folder / target.format(module=module): (templates / template)
+        .read_text(encoding="utf-8")
+        .replace("MODULE", module)
+        .replace("CLASS", name)
+        for target, template in _TEMPLATES[form].items()
+    }
+    if there := [path.name for path in files if path.exists()]:
+        raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another name, or --in DIR")
+    with contextlib.ExitStack() as undo, writing():
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that appeared meanwhile
+                undo.callback(path.unlink, missing_ok=True)
+                file.write(text)
+        undo.pop_all()
+    for path in files:
+        output.note(f"wrote {path}")
+    output.note("lines for the run file; a run looks for modules beside it and in plugin_paths:")
+    output.write(_LINES.format(module=module, name=name, args=_ARGS[form]))
+    source, _, samples = files
+    here = "" if folder.resolve() == Path.cwd() else f"cd {source.parent} && "
+    output.note(f"next: {here}pytest test_{module}.py")
+    output.note(f"      {here}streamrl reward test {module}:{name} --sample {samples.name}")
+    return 0
+
+
+def _check(module: str, name: str) -> None:
+    if not (module.isidentifier() and module.isascii()) or keyword.iskeyword(module) or module.startswith("test_"):
+        raise UsageError(f"{module!r} cannot be the name of a module of rewards", "letters, digits and _: my_reward")
+    if not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
+        raise UsageError(f"the class of {module} would be {name!r}, which it cannot", "another name, e.g. my_reward")
+    here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
+    before = sys.path[:]
+    sys.path[:] = [path for path in before if path not in here]
+    try:
+        taken = module in sys.builtin_module_names or importlib.util.find_spec(module) is not None
+    finally:
+        sys.path[:] = before
+    if taken:
+        raise UsageError(f"there is a module {module} already, which would be found instead", "another name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +140,7 @@ class Trial:
     seconds: float
 
 
+@app.command("test")
 def trial(
     reward: Annotated[
         str | None,
@@ -51,21 +150,14 @@ def trial(
     sample: Annotated[
         Path, typer.Option("--sample", metavar="FILE", help="JSON or JSON lines, a recording, or a run's archive.")
     ],
-    file: Annotated[
-        Path | None, typer.Option("--file", metavar="RUN.yaml", help="Run file: its rewards, models and plugin_paths.")
-    ] = None,
+    file: FileOption = None,
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="DIR", help="A run whose servers are asked; without --file its rewards too."),
     ] = None,
     overrides: SetOption = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward, e.g. tolerance=0.1"),
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="verl|trl", help="Call it as a function of verl or of TRL.")
-    ] = None,
+    arguments: ArgOption = None,
+    adapter: AdapterOption = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Score at most so many samples.")] = 1000,
     wait: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that is away.")
@@ -80,42 +172,28 @@ def trial(
     from streamrl.consumers.samples import read_samples
 
     target = find_run(run) if run is not None else None
-    config = _configured(reward, file, target, overrides or [], arguments=arguments or [], adapter=adapter)
+    if reward is None and file is None and run is None:
+        raise UsageError("no reward to test", "name one, a run file with --file, or a run with --run")
+    config = _once(choose(target, file, overrides, reward=reward, arguments=arguments, adapter=adapter))
+    if target is None:
+        _expect_servers(config)
     problems: list[str] = []
     samples = list(itertools.islice(read_samples(sample, problems), limit))
     for problem in problems:
         output.note(f"warning: {problem}")
     with unwrapped():
         trials = asyncio.run(_try(config, samples, target, wait))
-    failed = sum(not _has_score(each) for each in trials)
     names = [spec.name or spec.use for spec in config.rewards]
+    summary, rows = _summary(trials), [_data(each) for each in trials]
     if json:
-        output.write_json(SCHEMA, {"rewards": names, "samples": [_data(each) for each in trials], **_summary(trials)})
+        output.write_json("streamrl.reward.test/1", {"rewards": names, "samples": rows, **summary})
     else:
-        _print(trials, _summary(trials), names)
-    return int(ExitCode.FAILURE if failed or problems else ExitCode.OK)
+        _print(rows, summary, names)
+    return int(ExitCode.FAILURE if summary["failed"] or problems else ExitCode.OK)
 
 
-def _configured(
-    reward: str | None,
-    run_file: Path | None,
-    run: RunDirectory | None,
-    overrides: Sequence[str],
-    *,
-    arguments: Sequence[str],
-    adapter: str | None,
-) -> RunConfig:
-    """What the samples are scored with: each is tried once, so that an error is seen as it is."""
-    from streamrl.runfile import load
-
-    if reward is None and run_file is None and run is None:
-        raise UsageError("no reward to test", "name one, a run file with --file, or a run with --run")
-    if run is not None and run_file is None and overrides:
-        raise UsageError("--set changes a run file", "name it with --file")
-    whole = run.config if run is not None and run_file is None else load(run_file, overrides).config
-    config = choose(whole, reward, arguments, adapter)
-    if run is None:
-        _expect_servers(config)
+def _once(config: RunConfig) -> RunConfig:
+    """Each sample is tried once, so that an error is seen as it is; the gateway takes any free port."""
     once = {"attempts": 1, "on_failure": "drop_sample"}
     worker: dict[str, Any] = {**once}
     if any(spec.use == "gateway" for spec in config.rewards) and config.reward_worker.gateway_port is None:
@@ -129,25 +207,20 @@ def _configured(
 
 
 def _expect_servers(config: RunConfig) -> None:
-    """See that the models have servers where there is no run that could have started some.
-
-    Raises:
-        UsageError: a model that is asked has none.
-    """
-    lacking = started_models(config)
-    if not lacking:
+    """Refuse models without servers where there is no run that could have started some."""
+    if not (lacking := started_models(config)):
         return
-    message = f"reward_models.{lacking[0]} has no url, and its servers are those of a run"
+    message = f"reward_models.{lacking[0]} has no url, so only a run has its servers"
     hint = "name the run with --run DIR, or give the model a url"
     if all_built_in(config):
         raise UsageError(message, hint)
-    output.note(f"warning: {message}: {hint}")  # nobody knows whether the reward asks it
+    output.note(f"warning: {message}: {hint}")  # the user's own code may ask no model at all
 
 
 async def _try(
     config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None, wait: float
 ) -> list[Trial]:
-    """Score all samples; in their order, those of a group together where a reward compares."""
+    """Score all samples, in their order; where a reward compares, the samples of a group together."""
     from streamrl.consumers.gateway.reward import GatewayReward
     from streamrl.consumers.sandbox.sandbox import own_folder, sweep
 
@@ -188,10 +261,6 @@ async def _timed(scorer: PatientScorer, group: Mapping[int, RewardSample]) -> li
     return [Trial(number, sample, end, seconds) for (number, sample), end in zip(group.items(), ends, strict=True)]
 
 
-def _has_score(each: Trial) -> bool:
-    return not isinstance(each.end, Exception)
-
-
 def _data(each: Trial) -> dict[str, Any]:
     sample, end = each.sample, each.end
     data: dict[str, Any] = {"sample": each.number, "group": sample.group_id, "index": sample.index}
@@ -214,7 +283,7 @@ def _summary(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str]) -> None:
+def _print(rows: Sequence[dict[str, Any]], summary: dict[str, Any], names: Sequence[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -223,32 +292,28 @@ def _print(trials: Sequence[Trial], summary: dict[str, Any], names: Sequence[str
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("PARTS")
     table.add_column("RESPONSE", no_wrap=True)
-    for each in trials:
-        data = _data(each)
-        failed = data["error"] is not None
+    for row in rows:
+        failed = row["error"] is not None
         table.add_row(
-            str(each.number),
-            str(data["group"]),
-            str(data["index"]),
-            Text("error", style="bold red") if failed else f"{data['value']:.4g}",
-            f"{1000 * each.seconds:.1f}",
-            Text(printable(data["error"] if failed else _parts(data["parts"], names))),
-            Text(shortened(data["response"], _TEXT)),
+            *(str(row[name]) for name in ("sample", "group", "index")),
+            Text("error", style="bold red") if failed else f"{row['value']:.4g}",
+            f"{1000 * row['seconds']:.1f}",
+            Text(printable(row["error"] if failed else _parts(row["parts"], names))),
+            Text(shortened(row["response"], _TEXT)),
         )
     output.console().print(table)
-    for each in [each for each in trials if not _has_score(each)][:_SHOWN_TRACEBACKS]:
-        data = _data(each)
-        output.write(f"\nsample {each.number}: {printable(data['error'])}")
-        output.write("\n".join(printable(line) for line in folded(data["detail"])))
-    for each in [each for each in trials if _has_score(each) and _data(each)["detail"]][:_SHOWN_TRACEBACKS]:
-        output.write(f"\nsample {each.number}:")
-        output.write("\n".join(printable(line) for line in _data(each)["detail"].splitlines()))
+    for row in [row for row in rows if row["error"] is not None][:_SHOWN_TRACEBACKS]:
+        output.write(f"\nsample {row['sample']}: {printable(row['error'])}")
+        output.write("\n".join(printable(line) for line in folded(row["detail"])))
+    for row in [row for row in rows if row["error"] is None and row["detail"]][:_SHOWN_TRACEBACKS]:
+        output.write(f"\nsample {row['sample']}:")
+        output.write("\n".join(printable(line) for line in row["detail"].splitlines()))
     mean = f", mean {summary['mean']:.4g}, {summary['min']:.4g} to {summary['max']:.4g}" if summary["scored"] else ""
     output.write(f"\n{summary['scored']} scored, {summary['failed']} failed{mean}")
 
 
 def _parts(parts: Mapping[str, float], names: Sequence[str]) -> str:
-    """The parts; those of a reward that is alone without its name."""
+    """The parts on one line; without the name of the reward when there is only one."""
     if len(names) == 1:
         parts = {name.removeprefix(f"{names[0]}/"): part for name, part in parts.items() if name != names[0]}
     return "  ".join(f"{name} {part:.4g}" for name, part in parts.items())

@@ -1,0 +1,285 @@
+"""`streamrl trace` and `streamrl score show`: one prompt group, from Redis, the archive and the files of its run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from streamrl import wire
+from streamrl.archive.reader import RESCORED, ArchiveReading, archive_files
+from streamrl.commands import output
+from streamrl.commands.archive import note_problems
+from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, RunOption
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
+from streamrl.errors import ExitCode, StreamrlError, WireError
+from streamrl.monitor.lines import duration, printable, shortened
+from streamrl.queues.records import DeadLetter, LedgerState
+
+_BYTES: Final = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
+_WIDTH: Final = 100
+_Parts = tuple[Mapping[int, bytes], Mapping[int, bytes], Mapping[int, str]]
+"""Payloads, scores and causes of death by the number of the response."""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
+    """Show all that is known of one prompt group, in Redis and in the run's files. Exit code 1 if nothing is known."""
+    target = find_run(run)
+    known, state = asyncio.run(_known(target, group, evaluation=evaluation))
+    found = {"group": group, "evaluation": evaluation, "letters": [], "record": None, **known}
+    record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
+    if record is not None:
+        # The disk is the truth for what was trained; Redis may have been set back since.
+        found["record"] = record
+        if found["state"] in ("unknown", "retired"):
+            found["state"] = "evaluated" if evaluation else "trained"
+    output.answer("streamrl.trace/1", found, _trace_lines(found), json=json)
+    return int(ExitCode.FAILURE if found["state"] == "unknown" else ExitCode.OK)
+
+
+@app.command("show")
+def show(
+    group: GroupArgument,
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    width: Annotated[int, typer.Option("--width", min=10, help="Show at most so many characters of a text.")] = 200,
+    json: JsonOption = False,
+) -> int:
+    """Show each response of a group: text, score, parts, seconds, or why it died. Exit code 1 if nothing is kept of it.
+
+    A live group is read from Redis, a later one from the archive (archive.enabled) or the recording of the run. Scores
+    that `streamrl rescore` made are shown beside the first ones. --json shows the whole texts.
+    """
+    found = _scores(find_run(run), group, evaluation=evaluation)
+    output.answer("streamrl.score/1", found, _score_lines(found, width), json=json)
+    return int(ExitCode.OK if found["responses"] else ExitCode.FAILURE)
+
+
+async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple[dict[str, Any], LedgerState]:
+    """What the ledger knows of a group, as plain data, and the state of the ledger."""
+    async with ledgers_to_look(run) as opened:
+        ledger = opened.evaluation if evaluation else opened.train
+        known, state = await ledger.trace(group_id), await ledger.state()
+    if known is None:
+        return {"state": "unknown"}, state
+    found = {key: value for key, value in known.items() if key not in _BYTES and key != "gid"}
+    found["letters"] = [letter_data(letter) for letter in known.get("letters", ())]
+    if "samples" in known:
+        found["prompt"] = prompt_data(known["prompt"])
+        parts = known["payloads"], known["scores"], known["causes"]
+        found["responses"] = [_sample_data(k, parts) for k in range(known["samples"])]
+    return found, state
+
+
+def _trained(run_dir: Path, group_id: int, state: LedgerState) -> dict[str, Any] | None:
+    """The durable record of a group that today's weights were trained on."""
+    from streamrl.learner.checkpoint import Checkpoints
+    from streamrl.learner.lineage import read_record
+
+    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+    newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
+    try:
+        frames = read_record(run_dir, newest.record) if newest else ()
+        return next((frame for frame in frames if frame.get("gid") == group_id), None)
+    except (WireError, OSError) as error:
+        output.note(f"warning: {error}")
+        return None
+
+
+def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
+    from streamrl.monitor.tail import Tail
+
+    return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == group_id), None)
+
+
+def _scores(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
+    """The responses of a group: from the ledger while it is live there, else from the archive."""
+    try:
+        known, _ = asyncio.run(_known(run, group_id, evaluation=evaluation))
+    except StreamrlError as error:
+        output.note(f"warning: Redis cannot be asked, so only the archive is read: {error.message}")
+        known = {"state": "unknown"}
+    found: dict[str, Any] = {
+        "group": group_id,
+        "evaluation": evaluation,
+        "earlier_attempts": 0,
+        "state": known["state"],
+    }
+    found |= {"attempt": known.get("attempt"), "prompt": known.get("prompt")}
+    found |= {"letters": known.get("letters", []), "responses": known.get("responses", [])}
+    found["source"] = "ledger" if found["responses"] else None
+    if not found["responses"]:
+        found |= _archived(run.path, group_id, evaluation=evaluation)
+    found["rescored"] = _rescored(run.path, group_id, found["attempt"], evaluation=evaluation)
+    return found
+
+
+def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> dict[str, Any]:
+    """The newest archived attempt at a group, with the fields of a live one; empty when there is none."""
+    files = archive_files(run_dir, evaluation=evaluation)
+    reading = ArchiveReading(files)
+    attempts = reading.find(group_id)
+    note_problems(reading)
+    if not files:
+        output.note("no archive: archive.enabled: true keeps the groups that have left Redis")
+    if not attempts:
+        return {}
+    group = attempts[-1]
+    raw = group.raw
+    payloads = {number: payload for number, (payload, _) in zip(raw.numbers, raw.samples, strict=True)}
+    scores = {number: score for number, (_, score) in zip(raw.numbers, raw.samples, strict=True)}
+    parts, numbers = (payloads, scores, group.causes), sorted({*payloads, *group.causes})
+    return {
+        "source": "archive",
+        "earlier_attempts": len(attempts) - 1,
+        "attempt": group.attempt,
+        "prompt": prompt_data(raw.prompt),
+        "responses": [_sample_data(k, parts) for k in numbers],
+    }
+
+
+def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: bool) -> dict[str, dict[str, Any]]:
+    """Scores that were made again of this attempt at the group, by the name of the set: sample to score and parts."""
+    found: dict[str, dict[str, Any]] = {}
+    folders = sorted((run_dir / RESCORED).iterdir()) if (run_dir / RESCORED).is_dir() else []
+    for folder in folders:
+        groups = ArchiveReading(archive_files(folder, evaluation=evaluation)).find(group_id)
+        for group in groups:
+            if group.attempt != attempt:
+                continue  # these scores belong to other responses
+            found[folder.name] = {
+                str(number): {"score": score.value, "parts": score.parts, "seconds": score.seconds}
+                for number, score in ((sample.number, sample.score) for sample in group.samples)
+            }
+    return found
+
+
+def prompt_data(data: bytes | None) -> dict[str, Any] | None:
+    """A prompt as plain data; `{"unreadable": why}` for bytes that are no prompt."""
+    if data is None:
+        return None
+    try:
+        prompt = wire.decode(data, wire.Prompt)
+    except WireError as error:
+        return {"unreadable": error.message}
+    return {
+        "text": prompt.text,
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+        "line": prompt.line,
+        "tokens": len(prompt.token_ids),
+    }
+
+
+def _sample_data(number: int, parts: _Parts) -> dict[str, Any]:
+    """One response of a group: what was sampled by which versions, what the rewards said, or why it is dead."""
+    payload, score, cause = parts[0].get(number), parts[1].get(number), parts[2].get(number)
+    found: dict[str, Any] = {"sample": number}
+    try:
+        if payload is not None:
+            sample = wire.decode(payload, wire.Sample)
+            found |= {
+                "text": sample.text,
+                "tokens": len(sample.token_ids),
+                "finish": sample.finish,
+                "versions": [[first, version] for first, version in sample.runs],
+            }
+        if score is not None:
+            value = wire.decode(score, wire.SampleScore)
+            found |= {"score": value.value, "parts": value.parts, "seconds": value.seconds}
+    except WireError as error:
+        found["unreadable"] = error.message
+    if cause is not None:
+        found["cause"] = cause
+    return found
+
+
+def parts_line(parts: dict[str, float]) -> str:
+    """What each reward said, on one line."""
+    return "  ".join(f"{printable(name)} {value:g}" for name, value in parts.items())
+
+
+def letter_data(letter: DeadLetter) -> dict[str, Any]:
+    """A dead letter as plain data; `sample` is null for a whole group."""
+    return {
+        "id": letter.entry,
+        "group": letter.group_id,
+        "sample": letter.sample,
+        "attempt": letter.attempt,
+        "stage": letter.stage,
+        "why": letter.why,
+        "deliveries": letter.deliveries,
+        "at": letter.at,
+        "detail": letter.detail,
+        "prompt": prompt_data(letter.prompt),
+    }
+
+
+def letter_line(letter: dict[str, Any]) -> str:
+    """One dead letter, as `letter_data` has it, among what is known of its group."""
+    who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
+    return f"dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})"
+
+
+def _trace_lines(found: dict[str, Any]) -> Iterator[str]:
+    why = f" ({found['why']})" if "why" in found else ""
+    yield f"{_name(found)}: {found['state']}{why}"
+    facts = ("attempt", "version", "samples", "min_group", "without_payload", "without_score", "crashes")
+    if "attempt" in found:
+        whole = "  scored whole" if found["whole"] else ""
+        yield "  " + "  ".join(f"{key} {found[key]}" for key in facts) + whole
+    if found.get("doom"):
+        yield f"  will be dead: {found['doom']}"
+    if found.get("prompt"):
+        yield f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), _WIDTH)}"
+    for response in found.get("responses", ()):
+        yield from _response(response, {}, _WIDTH)
+    yield from (f"  {letter_line(letter)}" for letter in found["letters"])
+    if found["record"] is not None:
+        yield "  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid")
+
+
+def _score_lines(found: dict[str, Any], width: int) -> Iterator[str]:
+    where = f", from the {found['source']}" if found["source"] else ""
+    attempt = f", attempt {found['attempt']}" if found["attempt"] else ""
+    yield f"{_name(found)}: {found['state']}{attempt}{where}"
+    if found["prompt"]:
+        yield f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), width)}"
+        yield f"  answer  {shortened(found['prompt'].get('answer'), width)}"
+    for response in found["responses"]:
+        yield from _response(response, found["rescored"], width)
+    yield from (f"  {letter_line(letter)}" for letter in found["letters"])
+    if not found["responses"]:
+        yield "  nothing is kept of its responses"
+
+
+def _name(found: dict[str, Any]) -> str:
+    return f"{'held-out group' if found['evaluation'] else 'group'} {found['group']}"
+
+
+def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], width: int) -> Iterator[str]:
+    head = [f"  sample {response['sample']}"]
+    if "score" in response:
+        head += [f"score {response['score']:g}", f"in {duration(response['seconds'])}"]
+    if "cause" in response:
+        head.append(f"dead: {shortened(response['cause'], width)}")
+    if "unreadable" in response:
+        head.append(f"unreadable: {response['unreadable']}")
+    if "tokens" in response:
+        versions = ",".join(f"v{version}" for _, version in response["versions"])
+        head.append(f"{response['tokens']} tokens ({response['finish']}) by {versions}")
+    elif "cause" not in response:
+        head.append("not generated yet")
+    yield "  ".join(head)
+    if response.get("parts"):
+        yield f"    parts  {parts_line(response['parts'])}"
+    for name, scores in rescored.items():
+        if (again := scores.get(str(response["sample"]))) is not None:
+            yield f"    {name}  score {again['score']:g}"
+    if "text" in response:
+        yield f"    {shortened(response['text'], width)}"
