@@ -30,6 +30,19 @@ async def test_admit_takes_the_cursor_as_the_id_and_moves_it(ledgers: Ledgers):
     assert (ahead.outcome, ahead.cursor) == (AdmitOutcome.MOVED, 1)
 
 
+async def test_admit_keeps_both_bounds(ledgers: Ledgers):
+    """Budget: live - held. Hard cap: live. Consumed groups free the budget, not the cap."""
+    train = ledgers.train
+    for cursor in range(2):
+        await close_group(train, cursor, budget=2, hard_cap=3)
+    assert (await admit(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.FULL
+    await train.fence("n", 0)
+    await train.consume("n", 2, 1, b"m", [0, 1])
+    assert (await admit(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.ADMITTED
+    assert (await admit(train, 3, budget=2, hard_cap=3)).outcome is AdmitOutcome.FULL
+    await same_again(train, lambda: admit(train, 3, budget=2, hard_cap=3))
+
+
 async def test_other_data_and_too_many_dead_letters_stop_admission(ledgers: Ledgers):
     train = ledgers.train
     await admit(train, 0, samples=3)
@@ -197,6 +210,15 @@ async def test_the_first_retire_after_a_fence_waits_for_the_disk_of_redis(ledger
     fenced = loop.time()
     assert await train.retire("n", "1-1", 0, [0]) == 1
     assert loop.time() - fenced >= 0.19
+
+
+async def test_retire_goes_in_chunks(ledgers: Ledgers):
+    """More groups than one script may take (the Lua stack), the first and the last of them closed."""
+    train = ledgers.train
+    await close_group(train, 0)
+    await close_group(train, 1)
+    await train.fence("n", 0)
+    assert await train.retire("n", "1-1", 0, [0, *range(2, 1400), 1]) == 2
 
 
 async def test_replay_under_a_new_attempt(ledgers: Ledgers):

@@ -12,7 +12,7 @@ from streamrl.errors import Unreachable
 from streamrl.queues import Lease, Ledger, Ledgers, open_ledgers
 from streamrl.queues.records import Cause, ScoreOutcome
 from tests.queues.conftest import both_versions
-from tests.queues.ledger_kit import admit, faults, lease, same_again
+from tests.queues.ledger_kit import admit, everything, faults, lease, same_again
 from tests.redis_kit import RedisRun
 
 pytestmark = both_versions
@@ -210,3 +210,16 @@ async def test_forget_looks_again_before_it_removes(ledgers: Ledgers):
     (single,) = await lease(train, "rollouts")
     assert await train.leased_sample(single) is None
     assert await entries(train) == 0
+
+
+@pytest.mark.parametrize("named", [[], [0], [0, 1, 3], [0, 1, 2, 3]])
+async def test_what_is_settled_is_what_waits(ledgers: Ledgers, named: list[int]):
+    """A bug of a worker cannot close a group over a sample that nobody looked at."""
+    train = ledgers.train
+    _, group = await put_up(train, 0, samples=3)
+    before = await everything(train)
+    for scores, causes in ((named, []), (named[:1], named[1:]), ([], named)):
+        with pytest.raises(ValueError, match="group 0"):
+            await train.score_group(group, dict.fromkeys(scores, b"s"), dict.fromkeys(causes, Cause("c")))
+    assert await everything(train) == before
+    assert await train.score_group(group, dict.fromkeys(range(3), b"s"), {}) is ScoreOutcome.CLOSED

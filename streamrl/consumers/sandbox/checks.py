@@ -532,7 +532,7 @@ class RemoteObject:
     def _do(self, verb: str, *args: Any) -> Any:
         return self._streamrl[0].ask(verb, self, *args)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:  # noqa: D102
+    def __call__(self, *args: Any, **named: Any) -> Any:
         program, _, loose = self._streamrl
         return program.ask("call", self, *args, loose=loose, **named)
 
