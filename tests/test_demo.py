@@ -19,10 +19,6 @@ KEYS = {
 }
 
 
-DRAWS = 3
-"""Responses per prompt, so that the three points are three standard deviations of the difference and more."""
-
-
 def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     """Share of right answers when sampled with transformers' own `generate`, in batches of equal prompt length."""
     import torch
@@ -35,14 +31,14 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     for row in rows:
         lengths.setdefault(len(row["prompt"]), []).append(row)
     right = 0
-    for same in (batch for batch in lengths.values() for _ in range(DRAWS)):
+    for same in lengths.values():
         prompts = tokenizer([row["prompt"] for row in same], return_tensors="pt")
         output = model.generate(**prompts, max_new_tokens=42, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         for row, ids in zip(same, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
             ended = tokenizer.eos_token_id in ids
             answer = ids[: ids.index(tokenizer.eos_token_id)] if ended else ids
             right += ended and tokenizer.decode(answer) == row["answer"]
-    return right / (DRAWS * len(rows))
+    return right / len(rows)
 
 
 def run_demo(run_dir: Path, *overrides: str) -> dict[str, float]:
@@ -66,7 +62,8 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     assert summary["staleness_max"] >= 1
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
     rows = [json.loads(line) for line in (sort_cache / "held_out.jsonl").read_text().splitlines()]
-    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.03
+    # of 1,024 prompts each: the standard deviation of the difference is 1.3 points
+    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.05
     audit = subprocess.run(
         [sys.executable, "-m", "streamrl", "audit", "--json", "--run", str(run_dir)], capture_output=True, check=False
     )
@@ -79,22 +76,22 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, ranks: int):
-    check(run_demo(tmp_path / "demo", f"learner.ranks={ranks}"), tmp_path / "demo", sort_cache)
-
-
-@pytest.mark.engines
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_demo_learns_with_servers(tmp_path: Path, sort_cache: Path, kind: str):
-    """With the words of `make demo ENGINE=...`, which installs the engine first."""
-    asked = subprocess.run(
-        ["make", "-n", "demo", f"ENGINE={kind}"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    words = asked.stdout.replace("\\\n", " ").split()
-    overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
-    assert f"engine.kind={kind}" in overrides
-    assert f"name=demo-{kind}" in overrides
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
+        pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
+    ],
+    ids=" ".join,
+)
+def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
+    """With the settings of `make demo`, which installs the engine first."""
+    asked = subprocess.run(["make", "-n", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = asked.stdout.replace("\\\n", " ").split()
+    overrides = [said[index + 1] for index, word in enumerate(said) if word == "--set"]
+    assert f"learner.ranks={2 if 'RANKS=2' in words else 1}" in overrides
+    if words:
+        kind = words[0].partition("=")[2]
+        assert {f"engine.kind={kind}", f"name=demo-{kind}"} < set(overrides)
     check(run_demo(tmp_path / "demo", *overrides), tmp_path / "demo", sort_cache)
