@@ -63,7 +63,7 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
     rows = [json.loads(line) for line in (sort_cache / "held_out.jsonl").read_text().splitlines()]
     # of 1,024 prompts each: the standard deviation of the difference is 1.3 points
-    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.05
+    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.04
     audit = subprocess.run(
         [sys.executable, "-m", "streamrl", "audit", "--json", "--run", str(run_dir)], capture_output=True, check=False
     )
@@ -83,7 +83,7 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
         pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
         pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
     ],
-    ids=" ".join,
+    ids=["hf", "vllm", "sglang"],
 )
 def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
     """With the settings of `make demo`, which installs the engine first."""
