@@ -47,7 +47,7 @@ def server() -> Iterator[str]:
             """Nothing on stderr."""
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Half)
-    thread = threading.Thread(target=listening.serve_forever)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{listening.server_port}"
     listening.shutdown()

@@ -118,7 +118,7 @@ def server() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
             pass
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{listening.server_port}", asked
     listening.shutdown()
