@@ -74,7 +74,7 @@ $(CROSSCHECKED):
 # Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
 # NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
 test: setup
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
 # What slow tests would make for themselves while they hold a worker.
 prepare-slow: environments crosscheck

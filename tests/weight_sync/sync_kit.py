@@ -26,7 +26,7 @@ class Stream:
     async def after(self, version, seconds):
         async with self.bell:
             try:
-                async with asyncio.timeout(min(seconds, 0.02)):  # a follower that is to stop notices it between two looks
+                async with asyncio.timeout(min(seconds, 0.02)):  # a follower sees between two looks that it is to stop
                     await self.bell.wait_for(lambda: self.entry is not None and self.entry[0] > version)
             except TimeoutError:
                 return None
