@@ -51,7 +51,7 @@ def run_config(kind: str, folder: Path, *, lora: Mapping[str, Any] | None = None
                 "slots": 64,
                 "kv_cache": "512MiB",
                 "stream_interval": INTERVAL,
-                "start_deadline": 300,
+                "start_deadline": 900,
                 **engine,
             },
             "learner": {"lora": lora or {}},

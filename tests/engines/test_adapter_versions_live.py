@@ -20,7 +20,7 @@ from tests.engines.conformance_kit import BF16, INTERVAL, LORA, Bench, prompt
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True),
 ]

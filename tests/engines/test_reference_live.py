@@ -106,7 +106,7 @@ async def test_a_batch_is_scored_as_by_a_forward_pass(bench: Bench, ranks: Ranks
 async def test_what_a_server_cannot_score_is_refused(bench: Bench, ranks: Ranks):
     def refused() -> None:
         with pytest.raises(ConfigError, match=r"too few for model\.context"):
-            Remote(run_of(bench, 1 << 20), ranks)
+            Remote(run_of(bench, tiny.CONTEXT), ranks)
         if bench.kind == "vllm":
             reference = Remote(run_of(bench, 1024), ranks)
             with pytest.raises(DataError, match="group 7"):

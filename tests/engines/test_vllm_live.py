@@ -20,7 +20,12 @@ from streamrl.weight_sync.tensors import Version
 from tests.engines.conformance_kit import prompt, run_config, write_version
 from tests.engines.server_kit import Live, served
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 CLOSE = 0.04  # of log-probabilities in bfloat16; one of a thousand is off by 0.02, other weights move most by 0.5
 PROMPT = prompt(0, 40)
