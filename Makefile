@@ -74,14 +74,20 @@ $(CROSSCHECKED):
 # Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
 # NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
 test: setup
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
+
+# What slow tests would make for themselves while they hold a worker.
+prepare-slow: environments crosscheck
+	@$(BIN)/python examples/sort/prepare.py
+
+test-slow: prepare-slow
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
 
 # Chaos wants the machine for itself.
-test-slow: environments crosscheck
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
+test-chaos: setup
 	$(BIN)/pytest -m "chaos and not engines and not gpu"
 
-test-all: test test-slow
+test-all: test test-slow test-chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -103,4 +109,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo environments engines crosscheck test test-slow test-all lint docs clean
+.PHONY: help setup demo environments engines crosscheck prepare-slow test test-slow test-chaos test-all lint docs clean

@@ -65,7 +65,7 @@ def main() -> None:
     print(f"trl runs with {settings}")
     pairs: list[dict[str, Any]] = []
     for seed in seeds:
-        pair = {"seed": seed, "streamrl": ours(seed, steps), "trl": trl(settings, seed=seed, steps=steps)}
+        pair = {"seed": seed, "streamrl": ours(seed, steps, settings), "trl": trl(settings, seed=seed, steps=steps)}
         pairs.append(pair)
         for side in ("streamrl", "trl"):
             print(f"seed {seed}  {side:9} {said(pair[side])}", flush=True)
@@ -96,12 +96,13 @@ def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ours(seed: int, steps: int) -> dict[str, Any]:
+def ours(seed: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
     """One run as `make demo` makes it."""
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         run_dir = Path(folder) / "run"
         words = ["up", str(EXAMPLE / "run.yaml"), "--run", str(run_dir), "--screen", "plain"]
         sets = [f"seed={seed}", f"learner.steps={steps}", f"learner.stop_at_accuracy={GOAL}"]
+        sets += [f"evaluation.{key}={settings[key]}" for key in ("prompts", "final_prompts") if key in settings]
         command = [sys.executable, "-m", "streamrl", *words, *(word for one in sets for word in ("--set", one))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
         if done.returncode:

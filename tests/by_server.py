@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
 KINDS = {"hf", "served", "vllm", "sglang"}
+WHOLE_RUNS = ("tests/test_", "tests/cli/test_up", "tests/cli/test_engines_check")
 
 
 class ByServer(LoadScopeScheduling):
-    """Tests of one file and one kind of engine stay together, those of all conformance files by their kind.
+    """Tests of engines stay together by the kind of server in their parameters, the others of these by their file.
 
-    Every other test is a scope of its own. xdist begins with the largest scopes, so these small ones fill the end.
+    Every other test is a scope of its own. The largest scopes come first, then whole runs, so that short tests fill the
+    end and no worker is idle for long.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -20,4 +23,9 @@ class ByServer(LoadScopeScheduling):
             return nodeid
         file, _, params = nodeid.partition("[")
         kinds = [word for word in re.split(r"[-\]]", params) if word in KINDS]
-        return "-".join([file.partition("::")[0].partition("conformance")[0], *kinds[:1]])
+        return kinds[0] if kinds else file.partition("::")[0]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        queue = self.workqueue
+        queue.move_to_end(max(queue, key=lambda scope: (len(queue[scope]), scope.startswith(WHOLE_RUNS))), last=False)
+        super()._assign_work_unit(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ from tests.skipped import pytest_addoption, pytest_configure  # noqa: F401  (hoo
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
     """With `--dist loadscope` a scope is a server."""
     return ByServer(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+def pytest_collection_finish() -> None:
+    """What five thousand collected tests and torch are made of is no garbage: each collection need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

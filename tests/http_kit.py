@@ -33,7 +33,7 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]], **h
             """Nothing on stderr."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 from streamrl.runtime.logs import RECORD_FIELDS
@@ -13,21 +14,24 @@ FILES = sorted((ROOT / "streamrl").rglob("*.py"))
 OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
 def test_files_have_at_most_800_lines():
     assert not [str(path) for path in FILES + OTHERS if path.read_text().count("\n") > 800]
 
 
 def test_modules_say_what_they_are_for():
-    assert not [
-        str(path) for path in FILES if (text := path.read_text()).strip() and not ast.get_docstring(ast.parse(text))
-    ]
+    assert not [path for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)]
 
 
 def test_a_class_name_is_used_once():
     names = Counter(
         node.name
-        for path in FILES
-        for node in ast.parse(path.read_text()).body
+        for tree in trees().values()
+        for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
@@ -36,15 +40,15 @@ def test_a_class_name_is_used_once():
 def test_functions_fit_on_a_screen():
     assert not [
         f"{path}:{node.lineno} {node.name}"
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 70
     ]
 
 
 def test_nothing_is_unpickled_anywhere():
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
                 assert not names & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}, path
@@ -60,8 +64,8 @@ def test_no_vague_names():
 def test_no_log_line_names_an_extra_like_a_field_of_the_record():
     assert not [
         f"{path}:{node.lineno} {sorted(taken)}"
-        for path in FILES
-        for function in ast.walk(ast.parse(path.read_text()))
+        for path, tree in trees().items()
+        for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.keyword) and node.arg == "extra"

@@ -60,9 +60,9 @@ def test_rewards(tmp_path):
 @pytest.mark.timeout(300)
 def test_engines(tmp_path):
     sizes = ["--rounds", "1", "--seconds", "1", "--settle", "0", "--width", "8", "--tokens", "16", "--size", "0.002"]
-    found = run("engines.py", "--kinds", "vllm", *sizes, path=tmp_path / "e.json")
-    assert found["vllm"]["rollout"]["ratio_to_bare"]["median"] > 0
-    assert found["vllm"]["pause"]["ratio_still_to_update"]["median"] >= 1
+    found = run("engines.py", "--kinds", "sglang", *sizes, path=tmp_path / "e.json")
+    assert found["sglang"]["rollout"]["ratio_to_bare"]["median"] > 0
+    assert found["sglang"]["pause"]["ratio_still_to_update"]["median"] >= 1
 
 
 @pytest.mark.slow
@@ -87,3 +87,60 @@ def test_race(tmp_path, trl, sort_cache):
     assert 0.2 < pair["trl"]["accuracy_after"] < 0.7
     assert found["speedup_vs_trl"]["median"] > 0
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_grid_of_staleness_is_run_once_and_reported(tmp_path):
+    def run_grid(*arguments):
+        sizes = [
+            "--steps",
+            "2",
+            "--every",
+            "1",
+            "--groups",
+            "2",
+            "--size",
+            "2",
+            "--prompts",
+            "4",
+            "--final-prompts",
+            "8",
+        ]
+        places = ["--results", tmp_path / "cells.jsonl", "--docs", tmp_path / "docs", "--seeds", "0"]
+        return run("staleness.py", *sizes, *places, *arguments, path=tmp_path / "found.json")
+
+    first = run_grid("--algorithms", "on_policy,high_staleness", "--staleness", "0,16", "--jobs", "2")
+    assert first["ran"] == 3  # on_policy is the cell of staleness 0 alone
+    assert not first["failed"]
+    lines = [orjson.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
+    assert {(line["algorithm"], line["staleness"]) for line in lines} == {
+        ("on_policy", 0),
+        ("high_staleness", 0),
+        ("high_staleness", 16),
+    }
+    for line in lines:
+        assert [step for step, _ in line["accuracy"]] == [0, 1, 2]
+        # the second step is one version behind, unless it must be on-policy
+        assert line["series"]["age"] == [0.0, float(line["staleness"] > 0)]
+        assert 0 <= line["final"] <= 1
+    again = run_grid("--algorithms", "on_policy,high_staleness", "--staleness", "0,16")
+    assert again["ran"] == 0
+    assert again["rows"] == first["rows"]
+    part = run_grid("--algorithms", "high_staleness,naive", "--staleness", "16", "--dry", "--report")
+    assert [row["algorithm"] for row in part["rows"]] == ["high_staleness"]
+    assert (tmp_path / "docs" / "staleness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tables_of_a_report_on_staleness(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import staleness_report as report
+
+    line = {"algorithm": "on_policy", "rule": "own", "lr": 1e-4, "steps": 3, "settings": [], "staleness": 0, "seed": 0}
+    fresh = line | {"final": 0.96, "accuracy": [[0, 0.4], [1, 0.91], [2, 0.89], [3, 0.95]]}
+    old = fresh | {"algorithm": "high_staleness", "staleness": 16, "final": 0.9, "accuracy": [[0, 0.4], [3, 0.89]]}
+    text = report.tables([fresh, old])
+    assert "| `on_policy` | 0 | 0.960 | 0.950 | 1 | 0.890 |" in text
+    assert "| `high_staleness` | 0 | 0.900 | 0.890 | - | - |" in text
+    assert "93.8%" in text
+    assert "not reached" in text

@@ -47,6 +47,7 @@ def test_precedence_and_origin(tmp_path: Path):
         ("learner.lr", "no '='"),
         ("seed.x=1", "seed"),
         ("learner=[", "not a YAML value"),
+        ("lease.seconds=-1", "lease.seconds"),
     ],
 )
 def test_wrong_keys_and_values_name_themselves(override, message):

@@ -1,12 +1,20 @@
-"""The demo as a user runs it: it learns, it overlaps, its audit is clean, and plain transformers agrees with it."""
+"""The demo as a user runs it: it learns, it overlaps, its audit is clean, and plain transformers agrees with it.
+
+Also with learner and engine on the same devices, and over the death of whoever has the turn.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +25,6 @@ KEYS = {
     *("share_of_tokens_sampled_during_learner_steps", "samples_spanning_versions", "staleness_max", "staleness_mean"),
     *("groups_admitted", "groups_trained", "groups_dropped", "groups_dead", "groups_evaluated", "samples_dead"),
 }
-
-
-DRAWS = 3
-"""Responses per prompt, so that the three points are three standard deviations of the difference and more."""
 
 
 def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
@@ -35,26 +39,43 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     for row in rows:
         lengths.setdefault(len(row["prompt"]), []).append(row)
     right = 0
-    for same in (batch for batch in lengths.values() for _ in range(DRAWS)):
+    for same in lengths.values():
         prompts = tokenizer([row["prompt"] for row in same], return_tensors="pt")
         output = model.generate(**prompts, max_new_tokens=42, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         for row, ids in zip(same, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
             ended = tokenizer.eos_token_id in ids
             answer = ids[: ids.index(tokenizer.eos_token_id)] if ended else ids
             right += ended and tokenizer.decode(answer) == row["answer"]
-    return right / (DRAWS * len(rows))
+    return right / len(rows)
 
 
-def run_demo(run_dir: Path, *overrides: str) -> dict[str, float]:
-    """Run it to its end and return its summary."""
+@contextlib.contextmanager
+def up(run_dir: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that runs it."""
     command = [sys.executable, "-m", "streamrl", "up", str(ROOT / "examples" / "sort" / "run.yaml")]
     options = ["--run", str(run_dir), "--screen", "plain"]
     sets = [word for override in overrides for word in ("--set", override)]
-    done = subprocess.run([*command, *options, *sets], env={**os.environ, "NO_COLOR": "1"}, timeout=800, check=False)
-    assert done.returncode == 0
-    summary = json.loads((run_dir / "summary.json").read_text())
+    with subprocess.Popen([*command, *options, *sets], env={**os.environ, "NO_COLOR": "1"}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def summary_of(run_dir: Path) -> dict[str, float]:
+    summary: dict[str, float] = json.loads((run_dir / "summary.json").read_text())
     print(summary)
     return summary
+
+
+def audit(run_dir: Path) -> dict[str, Any]:
+    """Of a run that lost nothing."""
+    command = [sys.executable, "-m", "streamrl", "audit", "--json", "--run", str(run_dir)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+    data: dict[str, Any] = json.loads(done.stdout)["data"]
+    assert (data["lost"], data["twice"], data["faults"]) == (0, 0, [])
+    return data
 
 
 def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
@@ -66,35 +87,66 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     assert summary["staleness_max"] >= 1
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
     rows = [json.loads(line) for line in (sort_cache / "held_out.jsonl").read_text().splitlines()]
-    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.03
-    audit = subprocess.run(
-        [sys.executable, "-m", "streamrl", "audit", "--json", "--run", str(run_dir)], capture_output=True, check=False
-    )
-    assert audit.returncode == 0, audit.stdout
-    data = json.loads(audit.stdout)["data"]
-    assert (data["lost"], data["twice"], data["faults"]) == (0, 0, [])
-    assert summary["groups_trained"] == data["trained"] == summary["steps"] * 32
+    # of 1,024 prompts each: the standard deviation of the difference is 1.3 points
+    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.04
+    assert summary["groups_trained"] == audit(run_dir)["trained"] == summary["steps"] * 32
     assert (run_dir / "curve.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, ranks: int):
-    check(run_demo(tmp_path / "demo", f"learner.ranks={ranks}"), tmp_path / "demo", sort_cache)
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
+        pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
+    ],
+    ids=["hf", "vllm", "sglang"],
+)
+def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
+    """With the settings of `make demo`, which installs the engine first."""
+    asked = subprocess.run(["make", "-n", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = asked.stdout.replace("\\\n", " ").split()
+    overrides = [said[index + 1] for index, word in enumerate(said) if word == "--set"]
+    assert f"learner.ranks={2 if 'RANKS=2' in words else 1}" in overrides
+    if words:
+        kind = words[0].partition("=")[2]
+        assert {f"engine.kind={kind}", f"name=demo-{kind}"} < set(overrides)
+    with up(tmp_path / "demo", *overrides) as process:
+        assert process.wait(800) == 0
+    check(summary_of(tmp_path / "demo"), tmp_path / "demo", sort_cache)
 
 
-@pytest.mark.engines
+def pid_of(run_dir: Path, role: str) -> int:
+    """Process of a role, as the supervisor has written it down."""
+    pid = json.loads((run_dir / "supervisor.json").read_text())["roles"][role]["pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def steps_of(run_dir: Path) -> int:
+    """Steps that the learner has recorded."""
+    path = run_dir / "metrics" / "learner.0.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_demo_learns_with_servers(tmp_path: Path, sort_cache: Path, kind: str):
-    """With the words of `make demo ENGINE=...`, which installs the engine first."""
-    asked = subprocess.run(
-        ["make", "-n", "demo", f"ENGINE={kind}"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    words = asked.stdout.replace("\\\n", " ").split()
-    overrides = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
-    assert f"engine.kind={kind}" in overrides
-    assert f"name=demo-{kind}" in overrides
-    check(run_demo(tmp_path / "demo", *overrides), tmp_path / "demo", sort_cache)
+@pytest.mark.timeout(600)
+def test_a_run_in_turns_survives_the_death_of_either_side(tmp_path: Path, sort_cache: Path):
+    run_dir = tmp_path / "shared"
+    settings = ["rollout.placement=colocated", "learner.ranks=2", "learner.steps=6", "lease.seconds=3"]
+    settings += ["evaluation.every=0", "evaluation.final_prompts=0", "learner.stop_at_accuracy=null"]
+    with up(run_dir, *settings) as process:
+        for role, after in (("learner.0", 1), ("rollout.0", 2)):
+            deadline = time.monotonic() + 240
+            while steps_of(run_dir) < after:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            os.kill(pid_of(run_dir, role), signal.SIGKILL)
+        assert process.wait(300) == 0
+    summary = summary_of(run_dir)
+    assert summary["steps"] == 6
+    assert summary["share_of_tokens_sampled_during_learner_steps"] < 0.02
+    audit(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,27 @@ from .run_kit import cli, data_of, process
 
 
 @pytest.mark.slow
-def test_the_engine_in_this_process_can_what_it_should():
-    done = process("engines", "check", "hf", "--json", env={"OMP_NUM_THREADS": "1"})
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [
+        ("hf", {"LoRA adapters"}),
+        pytest.param("vllm", set(), marks=pytest.mark.engines),
+        pytest.param("sglang", {"sleep and wake"}, marks=pytest.mark.engines),
+    ],
+)
+def test_an_engine_can_what_it_should(kind: str, lacks: set[str]):
+    environ = {name: os.environ[name] for name in ("STREAMRL_ENGINES",) if name in os.environ} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    done = process("engines", "check", kind, "--json", env=environ, seconds=500)
     assert done.returncode == 0, done.stderr
     data = data_of(done.stdout, "streamrl.engines.check/1")
+    assert (data["kind"], data["environment"] is None, data["ok"]) == (kind, kind == "hf", True)
     found = {finding["name"]: finding["verdict"] for finding in data["findings"]}
-    assert (data["kind"], data["environment"], data["ok"]) == ("hf", None, True)
-    assert found.pop("LoRA adapters") == "no"
-    assert set(found.values()) == {"yes"}
-    assert len(found) >= 9
+    assert {name for name, verdict in found.items() if verdict == "no"} == lacks
+    assert set(found.values()) == ({"yes", "no"} if lacks else {"yes"})
+    assert len(found) >= 10
 
 
 def test_without_an_environment_it_names_the_command_that_makes_one(tmp_path: Path):

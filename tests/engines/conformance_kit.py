@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ LONG = 16000
 """Tokens of a response that does not end before a test has done what it wants, however busy the machine is."""
 SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""
-LORA_FLAGS: dict[str, dict[str, Any]] = {
-    "vllm": {"enable-lora": True, "max-lora-rank": 8, "max-loras": 2},
-    "sglang": {"enable-lora": True, "max-lora-rank": 8, "lora-target-modules": "all", "max-loras-per-batch": 4},
-}
+LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
+"""With it a server is started for adapters; it takes whole weights all the same."""
+
+_names = itertools.count()  # of all benches: two may ask the same server
 
 
-def run_config(kind: str, folder: Path, *, deadline: float = 20.0, **engine: Any) -> RunConfig:
+def run_config(kind: str, folder: Path, *, lora: Mapping[str, Any] | None = None, **engine: Any) -> RunConfig:
     """A run on the tiny model in `folder`, which is made when it is not there."""
     if not (folder / "model").exists():
         tiny.make_model(folder / "model")
@@ -53,11 +53,11 @@ def run_config(kind: str, folder: Path, *, deadline: float = 20.0, **engine: Any
                 "slots": 64,
                 "kv_cache": "512MiB",
                 "stream_interval": INTERVAL,
-                "start_deadline": 300,
-                "flags": LORA_FLAGS.get(kind, {}),
+                "start_deadline": 900,
                 **engine,
             },
-            "weights": {"deadline": deadline, "dtype": "bfloat16"},
+            "learner": {"lora": lora or {}},
+            "weights": {"deadline": 20.0, "dtype": "bfloat16"},
             "supervisor": {"term_grace": 5, "backoff": 0.01, "max_backoff": 0.1},
         }
     )
@@ -161,7 +161,6 @@ class Bench:
         self._prepared: dict[int, Version] = {}
         self.weights = {0: tiny.random_weights(0)}
         self.models = {0: tiny.build(self.weights[0])}
-        self._names = itertools.count()
 
     def known(self, number: int) -> None:
         """Say that the engine's server has this version of ours already, from another engine."""
@@ -195,10 +194,10 @@ class Bench:
         if number not in self.weights:
             self.weights[number] = tiny.random_weights(number)
             self.models[number] = tiny.build(self.weights[number])
-        return write_version(self.folder / f"handed {next(self._names)}", number, self.weights[number])
+        return write_version(self.folder / f"handed {next(_names)}", number, self.weights[number])
 
     def request(self, tokens: Sequence[int], limit: int, **more: Any) -> Request:
-        return Request(f"request {next(self._names)}", np.asarray(tokens, np.int32), limit, **more)
+        return Request(f"request {next(_names)}", np.asarray(tokens, np.int32), limit, **more)
 
     async def generate(self, tokens: Sequence[int], limit: int, **more: Any) -> Completion:
         async with asyncio.timeout(120):
@@ -221,6 +220,11 @@ class Bench:
             done = await task
         assert done.finish == "abort"
         return done
+
+    @property
+    def url(self) -> str:
+        """Of the server in its newest life."""
+        return self.servers[-1].url
 
     @property
     def sampled(self) -> int:

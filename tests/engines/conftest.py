@@ -15,7 +15,7 @@ from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.servers.environments import KINDS, find_environment
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
-from tests.engines.conformance_kit import Bench, HeardServer, run_config
+from tests.engines.conformance_kit import LORA, Bench, HeardServer, run_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,7 +33,8 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     `served` is the Hugging Face engine behind `streamrl engines serve`.
     """
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
-    bench = Bench(kind, run_config("hf" if kind == "served" else kind, folder), folder)
+    lora = LORA if kind in KINDS else None
+    bench = Bench(kind, run_config("hf" if kind == "served" else kind, folder, lora=lora), folder)
     if kind == "hf":
         bench.engine = HfEngine(bench.config, seed=7)
     else:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from streamrl import wire
+from streamrl.config import RunConfig
+from streamrl.errors import ExitCode
 from streamrl.producers import tiny
+from streamrl.queues import Ledger, Ledgers, open_ledgers
+from streamrl.runfile import LoadedConfig, save
+from streamrl.runtime.instance import RoleState
+from streamrl.runtime.plan import plan
+from tests.consumers.samples import prompt, response
+from tests.queues.ledger_kit import admit, lease
+from tests.runtime.test_supervisor import Run
 
 CONTEXT = 512
+START = 900.0
+"""Seconds in which a server starts, however busy the machine is."""
+SAMPLES = 4
+FLAGS: dict[str, dict[str, Any]] = {
+    "vllm": {"dtype": "float32", "max-model-len": CONTEXT, "kv-cache-memory-bytes": 64 << 20},
+    "sglang": {"dtype": "float32", "context-length": CONTEXT, "max-total-tokens": 1 << 14},
+}
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
 
 
@@ -49,6 +69,54 @@ def make_critic(folder: Path, seed: int = 0, labels: int = 1) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_run(folder: Path, reward: dict[str, Any], critic: dict[str, Any], **worker: Any) -> RunConfig:
+    """A run in `folder/run` with one reward, which asks servers of its own with the model in `folder/critic`."""
+    critic |= {"model": str(folder / "critic"), "start_deadline": START, "variables": {"OMP_NUM_THREADS": "1"}}
+    config = RunConfig.model_validate(
+        {
+            "name": "rewarded",
+            "rewards": [reward | {"args": {"model": "critic", **reward.get("args", {})}}],
+            "reward_models": {"critic": {"flags": FLAGS[critic["kind"]], **critic}},
+            "reward_worker": {"concurrency": 8, "deadline": 60.0, **worker},
+            "redis": {"maxmemory": 256 << 20},
+            "lease": {"seconds": 10.0},
+        }
+    )
+    (folder / "run").mkdir()
+    save(LoadedConfig(config=config, origins={}), folder / "run" / "run.json")
+    return config
+
+
+@contextlib.asynccontextmanager
+async def scoring(config: RunConfig, run_dir: Path) -> AsyncIterator[tuple[Run, Ledgers]]:
+    """Redis, servers and reward workers of a run, from the first worker that takes samples to the end by Ctrl-C."""
+    units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward_model", "reward"}]
+    async with Run(run_dir, *units) as run:
+        await run.until(lambda: run.now("reward.0") is RoleState.READY, START)
+        async with open_ledgers(config, run_dir) as ledgers:
+            yield run, ledgers
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await run.outcome(120)).exit_code == ExitCode.OK
+
+
+def question(group_id: int) -> str:
+    """The prompt of a group."""
+    return f"What is {group_id} + {group_id}?"
+
+
+def answer(group_id: int, sample: int) -> str:
+    """A response to it."""
+    return f"It is {2 * group_id + sample}" + "." * sample
+
+
+async def put(ledger: Ledger, group_id: int) -> None:
+    """Admit a group whose responses wait for their scores."""
+    await admit(ledger, group_id, samples=SAMPLES, prompt=wire.encode(prompt(text=question(group_id))))
+    (held,) = await lease(ledger, "prompts")
+    for sample in range(SAMPLES):
+        assert await ledger.emit(held, sample, wire.encode(response(answer(group_id, sample))))
 
 
 class Judge:

@@ -15,7 +15,7 @@ from tests.engines.conformance_kit import BF16, INTERVAL, LONG, SOON, Bench, pro
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

@@ -22,7 +22,7 @@ from tests.weight_sync.sync_kit import Stream
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

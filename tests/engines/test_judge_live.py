@@ -7,8 +7,6 @@ digit that it thinks likeliest after the conversation; 0 to 8 are scores, and 9 
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,16 @@ import pytest
 import torch
 
 from streamrl import wire
-from streamrl.config import RunConfig
 from streamrl.consumers import RewardSample
 from streamrl.consumers.models.template import Body
-from streamrl.errors import ExitCode
 from streamrl.producers import tiny
-from streamrl.queues import Ledger, open_ledgers
-from streamrl.runfile import LoadedConfig, save
-from streamrl.runtime.instance import RoleState
-from streamrl.runtime.plan import plan
 from tests.consumers.samples import prompt, response
-from tests.engines.critic_kit import TEMPLATE
-from tests.queues.ledger_kit import admit, faults, lease, until_async
-from tests.runtime.test_supervisor import Run
+from tests.engines.critic_kit import SAMPLES, START, TEMPLATE, answer, put, question, scoring, write_run
+from tests.queues.ledger_kit import faults, until_async
 
-START = 900.0
-"""Seconds in which a server starts, however busy the machine is."""
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(2 * START)]
 
-GROUPS, SAMPLES = 12, 4
+GROUPS = 12
 SEED, OUT = 3, 9
 QUESTION = "{prompt} <{fence}> {response} </{fence}> Grade: "
 ENDS = "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -66,91 +55,48 @@ class Chat:
         return int(logits.argmax())
 
 
-def make_run(folder: Path, digits: list[int]) -> RunConfig:
+def asked(group_id: int, sample: int) -> str:
+    """What the judge is asked for a sample."""
+    seen = RewardSample.of(prompt(text=question(group_id)), response(answer(group_id, sample)))
+    return str(Body({"user": QUESTION}).filled(seen)["user"])
+
+
+async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_none_is_0(tmp_path: Path):
+    torch.set_num_threads(1)
+    chat = Chat(tmp_path / "critic")
+    wanted = {group_id: [chat.grade(asked(group_id, k)) for k in range(SAMPLES)] for group_id in range(GROUPS)}
+    grades = [grade for group in wanted.values() for grade in group]
+    assert {OUT} < set(grades), "some are out of bounds, and others are not"
     args = {
-        "model": "critic",
         "prompt": QUESTION,
         "regex": "([0-9])",
         "bounds": [0, OUT - 1],
         "max_tokens": 1,
         "cut_off": "read",
         "tries": 1,
-        "extra": {"logit_bias": {str(token): 100.0 for token in digits}},
+        "extra": {"logit_bias": {str(token): 100.0 for token in chat.digits}},
     }
-    critic = {
-        "kind": "vllm",
-        "task": "chat",
-        "model": str(folder / "chat"),
-        "start_deadline": START,
-        "flags": {"dtype": "float32", "max-model-len": 512, "kv-cache-memory-bytes": 64 << 20},
-        "variables": {"OMP_NUM_THREADS": "1"},
-        "requests_per_minute": 6000,
-    }
-    config = RunConfig.model_validate(
-        {
-            "name": "judged",
-            "rewards": [{"use": "judge", "name": "judge", "args": args}],
-            "reward_models": {"critic": critic},
-            "reward_worker": {"concurrency": 8, "deadline": 60.0, "replicas": 2},
-            "redis": {"maxmemory": 256 << 20},
-            "lease": {"seconds": 10.0},
-        }
-    )
-    (folder / "run").mkdir()
-    save(LoadedConfig(config=config, origins={}), folder / "run" / "run.json")
-    return config
+    critic = {"kind": "vllm", "task": "chat", "requests_per_minute": 6000}
+    config = write_run(tmp_path, {"use": "judge", "name": "judge", "args": args}, critic, replicas=2)
+    async with scoring(config, tmp_path / "run") as (_, ledgers):
+        train = ledgers.train
+        for group_id in range(GROUPS):
+            await put(train, group_id)
 
+        async def settled() -> bool:
+            dead = {letter.group_id for letter in await train.dead_letters() if letter.sample is None}
+            return len(await train.closed()) + len(dead) == GROUPS
 
-def answer(group_id: int, sample: int) -> str:
-    return f"It is {2 * group_id + sample}" + "." * sample
-
-
-async def put(ledger: Ledger, group_id: int) -> None:
-    """Admit a group whose responses wait for their scores."""
-    await admit(ledger, group_id, samples=SAMPLES, prompt=wire.encode(prompt(text=f"What is {group_id} + {group_id}?")))
-    (held,) = await lease(ledger, "prompts")
-    for sample in range(SAMPLES):
-        assert await ledger.emit(held, sample, wire.encode(response(answer(group_id, sample))))
-
-
-def asked(group_id: int, sample: int) -> str:
-    """What the judge is asked for a sample."""
-    seen = RewardSample.of(prompt(text=f"What is {group_id} + {group_id}?"), response(answer(group_id, sample)))
-    return str(Body({"user": QUESTION}).filled(seen)["user"])
-
-
-async def test_every_sample_has_the_verdict_of_a_forward_pass_or_is_dead_and_none_is_0(tmp_path: Path):
-    torch.set_num_threads(1)
-    chat = Chat(tmp_path / "chat")
-    wanted = {group_id: [chat.grade(asked(group_id, k)) for k in range(SAMPLES)] for group_id in range(GROUPS)}
-    grades = [grade for group in wanted.values() for grade in group]
-    assert {OUT} < set(grades), "some are out of bounds, and others are not"
-    config, run_dir = make_run(tmp_path, chat.digits), tmp_path / "run"
-    units = [unit for unit in plan(config, run_dir) if unit.kind in {"redis", "reward_model", "reward"}]
-    async with Run(run_dir, *units) as run:
-        await run.until(lambda: run.now("reward.0") is RoleState.READY, START)
-        async with open_ledgers(config, run_dir) as ledgers:
-            train = ledgers.train
-            for group_id in range(GROUPS):
-                await put(train, group_id)
-
-            async def settled() -> bool:
-                dead = {letter.group_id for letter in await train.dead_letters() if letter.sample is None}
-                return len(await train.closed()) + len(dead) == GROUPS
-
-            await until_async(settled, 240)
-            letters = {(letter.group_id, letter.sample): letter.why for letter in await train.dead_letters()}
-            for group_id in await train.closed():
-                group = await train.read_group(group_id)
-                assert group is not None
-                found = {k: wire.decode(score, wire.SampleScore) for k, (_, score) in group.samples.items()}
-                assert {k: score.value for k, score in found.items()} == {
-                    k: float(grade) for k, grade in enumerate(wanted[group_id]) if grade != OUT
-                }
-            for group_id, group_grades in wanted.items():
-                for k, grade in enumerate(group_grades):
-                    assert ("9 is not within 0 to 8" in letters.get((group_id, k), "")) == (grade == OUT)
-            assert not await faults(train)
-        os.kill(os.getpid(), signal.SIGINT)
-        outcome = await run.outcome(120)
-    assert outcome.exit_code == ExitCode.OK
+        await until_async(settled, 240)
+        letters = {(letter.group_id, letter.sample): letter.why for letter in await train.dead_letters()}
+        for group_id in await train.closed():
+            group = await train.read_group(group_id)
+            assert group is not None
+            found = {k: wire.decode(score, wire.SampleScore) for k, (_, score) in group.samples.items()}
+            assert {k: score.value for k, score in found.items()} == {
+                k: float(grade) for k, grade in enumerate(wanted[group_id]) if grade != OUT
+            }
+        for group_id, group_grades in wanted.items():
+            for k, grade in enumerate(group_grades):
+                assert ("9 is not within 0 to 8" in letters.get((group_id, k), "")) == (grade == OUT)
+        assert not await faults(train)

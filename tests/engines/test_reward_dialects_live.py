@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,12 @@ from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.reward_model import RewardModel
-from streamrl.consumers.models.router import PoolServerState
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
+from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.servers.reward_models import model_server
 from tests.consumers.samples import seen
-from tests.engines.critic_kit import CONTEXT, Judge, make_critic
-from tests.engines.vllm_kit import free_port
+from tests.engines.critic_kit import CONTEXT, FLAGS, START, Judge, make_critic
 
 pytestmark = [
     pytest.mark.engines,
@@ -37,11 +33,6 @@ pytestmark = [
 
 LABELS = 3
 CLOSE = 1e-4
-START = 900.0
-FLAGS: dict[str, dict[str, Any]] = {
-    "vllm": {"dtype": "float32", "max-model-len": CONTEXT, "kv-cache-memory-bytes": 64 << 20},
-    "sglang": {"dtype": "float32", "context-length": CONTEXT, "max-total-tokens": 1 << 14},
-}
 RESPONSES = ["4", "It is four.", "I do not know yet.", "2 + 2 = 4, naïve 🙂 " * 8]
 
 
@@ -73,35 +64,18 @@ class Live:
             yield reward
 
 
-def _spawn(argv: Sequence[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen([*argv], env=environ, stdout=out, stderr=out, start_new_session=True)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
 async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     torch.set_num_threads(1)
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     model = make_critic(folder / "critic", labels=LABELS)
     config = RewardModelConfig(kind=kind, model=str(model), flags=FLAGS[kind], variables={"OMP_NUM_THREADS": "1"})
-    launch = model_server("critic", config).launch(model=str(model), port=(port := free_port()), seed=7)
-    environ = {**os.environ, **launch.environ, **config.variables, "HF_HUB_OFFLINE": "1"}
-    log = folder / "server.log"
-    process = _spawn(launch.argv, environ, log)
-    client = ModelClient("critic", RewardModelConfig(kind=kind, url=(f"http://127.0.0.1:{port}",)))
+    settings = ServerSettings("reward_models", str(model), START, RunConfig().supervisor, config.variables)
+    server = ManagedServer(model_server("critic", config), settings, folder, "server", seed=7)
     try:
-        await client.follow(client.config.url)
-        async with asyncio.timeout(START):
-            while client.standings()[0].state is PoolServerState.UNCHECKED:
-                assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-                await client.check()
-                await asyncio.sleep(0.5)
-        yield Live(kind, client.config.url[0], model, Judge(model))
+        yield Live(kind, await server.start(), model, Judge(model))
     finally:
-        await client.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
+        await server.stop()
 
 
 @pytest.mark.parametrize("task", ["classify", "pooling"])

@@ -30,7 +30,7 @@ from tests.engines.conformance_kit import INTERVAL, Bench, prompt, run_config
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 ROOT = Path(__file__).parents[2]

@@ -1,218 +1,151 @@
-"""A real SGLang server through its dialect: every token's log-probability and version, weights, aborts, pauses."""
+"""A real SGLang server of two processes, through its dialect alone: weights reach both or neither."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
-from tests.engines.sglang_kit import (
-    CONTEXT,
-    Answer,
-    config,
-    heard_at_least,
-    plain,
-    request,
-    save_model,
-    serve,
-    tiny,
-    version,
-    weights,
-)
+from streamrl.http import BadAnswer, BadRequest, Call
+from streamrl.producers import tiny
+from tests.engines.conformance_kit import BF16, prompt, run_config, write_version
+from tests.engines.server_kit import Live, served
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
-PROMPT = [5, 9, 33, 70, 12, 8, 101, 64, 77, 20]
-BF16 = 0.02
+PROMPT = prompt(0, 10)
+SLOTS = 16
+MODELS = {seed: tiny.build(tiny.random_weights(seed)) for seed in range(2)}
+_numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_model(tiny(0), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def live(folder, tmp_path_factory):
-    with serve(config(folder), folder, tmp_path_factory.mktemp("log") / "server.log") as live:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    folder = tmp_path_factory.mktemp("sglang")
+    async with served(run_config("sglang", folder, tensor_parallel=2, slots=SLOTS, kv_cache="64MiB"), folder) as live:
         yield live
 
 
-@pytest.fixture
-async def fresh(live, tmp_path):
-    """Version numbers only grow; each test starts from the weights of `tiny(0)` under a number of its own."""
-    first = next(_numbers)
-    await live.apply(version(first, weights(tiny(0)), tmp_path / "first"))
-    return first
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh(live: Live, tmp_path: Path) -> int:
+    """Version numbers only grow; each test starts from the weights of seed 0 under a number of its own."""
+    number = next(_numbers)
+    await live.apply(write_version(tmp_path / "first", number, tiny.random_weights(0)))
+    return number
 
 
-_numbers = iter(range(1, 100000, 100))
+async def matches(live: Live, number: int, seed: int) -> None:
+    """A new request is sampled from the weights of this seed under this number."""
+    done = await live.generate(PROMPT, 24, number)
+    assert done.runs == [(0, number)]
+    assert tiny.worst_error({number: MODELS[seed]}, PROMPT, done) < BF16
 
 
-def spans(done):
-    ends = [start for start, _ in done.runs[1:]] + [len(done.tokens)]
-    return [(start, end, number) for (start, number), end in zip(done.runs, ends, strict=True)]
-
-
-async def test_it_says_what_it_is(live):
-    about = live.dialect.read_about(await live.call(*live.dialect.about()))
+async def test_it_says_what_it_is(live: Live):
+    about = live.dialect.read_about(await live.calls(live.dialect.about()))
     assert about.version.startswith("0.5.")
-    assert about.context == CONTEXT
+    assert about.context == tiny.CONTEXT
     assert about.can_update, about.missing
 
 
-def _renamed(tensors):
-    return {name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upper_proj"): value for name, value in tensors.items()}
+def spoiled() -> dict[str, dict[str, torch.Tensor]]:
+    """Weights that do not fit, by the complaint about them; only a rank that is alone finds a tensor too large."""
+    good = tiny.random_weights(1)
+    key, norm = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
+    return {
+        "no model.layers.1.mlp.upper_proj.weight": {
+            name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upper_proj"): value for name, value in good.items()
+        },
+        "too small: nothing fills model.layers.1.self_attn.qkv_proj.weight": {**good, key: good[key][:16].contiguous()},
+        "missing": {name: value for name, value in good.items() if "layers.0.self_attn.v_proj" not in name},
+        "model.norm.weight holds values that are not finite": {**good, norm: good[norm].clone().fill_(float("inf"))},
+        "layers.7": {**good, "model.layers.7.mlp.up_proj.weight": torch.zeros(96, 64)},
+    }
 
 
-def _halved(tensors):
-    name = "model.layers.1.self_attn.k_proj.weight"
-    return {**tensors, name: tensors[name][:16].contiguous()}
+async def test_a_version_that_does_not_fit_changes_nothing_on_any_rank(live: Live, fresh: int, tmp_path: Path):
+    for complaint, weights in spoiled().items():
+        number = next(_numbers)
+        with pytest.raises(BadRequest, match=complaint) as refused:
+            await live.apply(write_version(tmp_path, number, weights))
+        assert refused.value.status == 400
+        await matches(live, fresh, 0)
+    torn = write_version(tmp_path, next(_numbers), tiny.random_weights(1))
+    assert torn.folder is not None
+    file = torn.folder / torn.files[1]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(BadRequest, match=torn.files[1]):
+        await live.apply(torn)
+    task, _ = await live.begin(PROMPT, 300, fresh)
+    await live.apply(write_version(tmp_path, good := next(_numbers), tiny.random_weights(1)))
+    done = await task
+    assert [number for _, number in done.runs] == [fresh, good]
+    assert tiny.worst_error({fresh: MODELS[0], good: MODELS[1]}, PROMPT, done) < BF16
+    await matches(live, good, 1)
 
 
-def _doubled(tensors):
-    name = "model.layers.1.mlp.up_proj.weight"
-    return {**tensors, name: torch.cat([tensors[name], tensors[name]])}
-
-
-def _without(tensors):
-    return {name: value for name, value in tensors.items() if "layers.0.self_attn.v_proj" not in name}
-
-
-def _infinite(tensors):
-    name = "model.norm.weight"
-    return {**tensors, name: tensors[name].clone().fill_(float("inf"))}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (_renamed, "no model.layers.1.mlp.upper_proj.weight"),
-        (_halved, "too small: nothing fills model.layers.1.self_attn.qkv_proj.weight"),
-        (_doubled, "model.layers.1.mlp.up_proj.weight"),
-        (_without, "missing"),
-        (_infinite, "model.norm.weight holds values that are not finite"),
-        (lambda tensors: {**tensors, "model.layers.7.mlp.up_proj.weight": torch.zeros(96, 64)}, "layers.7"),
-    ],
-)
-async def test_a_version_that_does_not_fit_changes_nothing(live, fresh, tmp_path, spoil, complaint):
-    bad = version(fresh + 1, spoil(weights(tiny(1))), tmp_path / "bad")
-    with pytest.raises(Answer, match=complaint) as refused:
-        await live.apply(bad)
-    assert refused.value.status == 400
-    done = await live.generate(request(f"still{fresh}", [*PROMPT, 3]), fresh)
-    assert done.runs == [(0, fresh)]
-    assert np.abs(done.logprobs - plain(tiny(0), [*PROMPT, 3], done.tokens.tolist())).max() < BF16
-    await live.apply(version(fresh + 2, weights(tiny(1)), tmp_path / "good"))
-    done = await live.generate(request(f"good{fresh}", [*PROMPT, 3]), fresh + 2)
-    assert done.runs == [(0, fresh + 2)]
-    assert np.abs(done.logprobs - plain(tiny(1), [*PROMPT, 3], done.tokens.tolist())).max() < BF16
-
-
-async def test_a_torn_file_changes_nothing(live, fresh, tmp_path):
-    bad = version(fresh + 1, weights(tiny(1)), tmp_path / "bad")
-    path = bad.folder / "b.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(Answer, match=r"b\.safetensors"):
-        await live.apply(bad)
-    assert (await live.generate(request("torn", PROMPT), fresh)).runs == [(0, fresh)]
-
-
-async def test_an_abort_returns_what_there_is_within_a_second(live, fresh):
-    heard: list[int] = []
-    other: list[int] = []
-    task = asyncio.create_task(live.generate(request("req1", PROMPT, 480), fresh, heard))
-    beside = asyncio.create_task(live.generate(request("req12", [*PROMPT, 4], 480), fresh, other))
-    await heard_at_least(heard, 4)
-    await heard_at_least(other, 4)
+async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh: int):
+    task, _ = await live.begin(PROMPT, 4000, fresh, name=f"req{fresh}")
+    beside, _ = await live.begin([*PROMPT, 9], 4000, fresh, name=f"req{fresh}2")  # no prefix is meant
     began = time.monotonic()
-    await live.call(*live.dialect.abort("req1"))
+    await live.calls(live.dialect.abort(f"req{fresh}"))
     done = await task
     assert time.monotonic() - began < 1
     assert done.finish == "abort"
-    assert len(done.tokens) >= 4
-    assert np.abs(done.logprobs - plain(tiny(0), PROMPT, done.tokens.tolist())).max() < BF16
-    assert spans(done) == [(0, len(done.tokens), fresh)]
+    assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, done) < BF16
     assert not beside.done()
-    await live.call(*live.dialect.abort(None))
+    await live.calls(live.dialect.abort(None))
     assert (await beside).finish == "abort"
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-async def test_a_pause_holds_and_what_ran_goes_on(live, fresh, mode):
-    heard: list[int] = []
-    task = asyncio.create_task(live.generate(request(f"held-{mode}", PROMPT, 300), fresh, heard))
-    await heard_at_least(heard, 4)
-    await live.call(*live.dialect.pause(mode))
-    await live.call(*live.dialect.pause(mode))
-    await asyncio.sleep(0.3)
-    count = len(heard)
-    late = asyncio.create_task(live.generate(request(f"late-{mode}", PROMPT, 5), fresh))
-    await asyncio.sleep(0.5)
-    assert len(heard) == count
-    assert not late.done()
-    with pytest.raises(Answer) as busy:
-        await live.call(live.dialect.ready())
+async def test_a_paused_server_that_is_told_to_abort_ends_all_with_what_they_have(live: Live, fresh: int):
+    begun = [(await live.begin([*PROMPT, 9 + more], 4000, fresh))[0] for more in range(6)]
+    await live.calls(live.dialect.pause("keep"))
+    with pytest.raises(BadAnswer) as busy:
+        await live.calls([live.dialect.ready()])
     assert busy.value.status == 503
-    await live.call(*live.dialect.resume())
-    await live.call(*live.dialect.resume())
-    done = await task
-    assert (done.finish, len(done.tokens)) == ("length", 300)
-    assert np.abs(done.logprobs - plain(tiny(0), PROMPT, done.tokens.tolist())).max() < BF16
-    assert len((await late).tokens) > 0
-    await live.call(live.dialect.ready())
-
-
-@pytest.mark.parametrize("before", [None, "keep"])
-async def test_pause_abort_ends_all_with_what_they_have(live, fresh, before):
-    heard: list[int] = []
-    tasks = [asyncio.create_task(live.generate(request(f"one{fresh}", PROMPT, 480), fresh, heard))]
-    tasks += [
-        asyncio.create_task(live.generate(request(f"x{fresh}-{i}", [*PROMPT, i], 480), fresh)) for i in range(3, 8)
-    ]
-    await heard_at_least(heard, 8)
-    if before is not None:
-        await live.call(*live.dialect.pause(before))
     began = time.monotonic()
-    await live.call(*live.dialect.pause("abort"))
-    done = await asyncio.gather(*tasks)
+    await live.calls(live.dialect.pause("abort"))
+    done = await asyncio.gather(*begun)
     assert time.monotonic() - began < 1
-    for one in done:
+    for more, one in enumerate(done):
         assert one.finish == "abort"
-    assert len(done[0].tokens) >= 8
-    assert np.abs(done[0].logprobs - plain(tiny(0), PROMPT, done[0].tokens.tolist())).max() < BF16
-    await live.call(*live.dialect.resume())
-    assert (await live.generate(request(f"then{fresh}", PROMPT, 5), fresh)).finish == "length"
+        assert tiny.worst_error({fresh: MODELS[0]}, [*PROMPT, 9 + more], one) < BF16
+    await live.calls(live.dialect.resume())
+    await live.calls([live.dialect.ready()])
+    assert (await live.generate(PROMPT, 5, fresh)).finish == "length"
 
 
-async def test_figures_are_those_of_the_moment(live, fresh):
-    idle = live.dialect.read_metrics((await live.call(live.dialect.metrics()))[0])
-    assert (idle.running, idle.waiting) == (0, 0)
-    heard: list[int] = []
-    tasks = [asyncio.create_task(live.generate(request("first", PROMPT, 480), fresh, heard))]
-    tasks += [asyncio.create_task(live.generate(request(f"q{i}", [*PROMPT, i], 480), fresh)) for i in range(30)]
-    await heard_at_least(heard, 20)
-    busy = live.dialect.read_metrics((await live.call(live.dialect.metrics()))[0])
-    assert busy.running + busy.waiting > 10
-    assert 0 < busy.running <= 16
+async def test_figures_are_those_of_the_moment(live: Live, fresh: int):
+    [idle] = await live.calls([live.dialect.metrics()])
+    assert (live.dialect.read_metrics(idle).running, live.dialect.read_metrics(idle).waiting) == (0, 0)
+    first, _ = await live.begin(PROMPT, 4000, fresh)
+    others = [asyncio.create_task(live.generate([*PROMPT, 9 + more], 4000, fresh)) for more in range(30)]
+    async with asyncio.timeout(60):
+        while (busy := live.dialect.read_metrics((await live.calls([live.dialect.metrics()]))[0])).waiting < 15:
+            pass
+    assert 0 < busy.running <= SLOTS
+    assert busy.running + busy.waiting <= 31
     assert 0 < busy.cache_use <= 1
-    await live.call(*live.dialect.abort(None))
-    await asyncio.gather(*tasks)
+    await live.calls(live.dialect.abort(None))
+    await asyncio.gather(first, *others)
 
 
-async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(live, fresh):
+async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(live: Live, fresh: int):
     """Only the server's bookkeeping: a CPU frees nothing, and the dialect would refuse to ask."""
-    call = live.dialect.ready()  # its class, without an import of the test's own
-    send = type(call)
-    heard: list[int] = []
-    task = asyncio.create_task(live.generate(request("asleep", PROMPT, 200), fresh, heard))
-    await heard_at_least(heard, 4)
-    release = send("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
-    wake = send("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    await live.call(*live.dialect.pause("recompute"), release, release, wake, wake, *live.dialect.resume())
-    done = await task
-    assert np.abs(done.logprobs - plain(tiny(0), PROMPT, done.tokens.tolist())).max() < BF16
+    task, _ = await live.begin(PROMPT, 200, fresh, count=4)
+    release = Call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+    wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
+    await live.calls([*live.dialect.pause("recompute"), release, release, wake, wake, *live.dialect.resume()])
+    assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, await task) < BF16

@@ -1,41 +1,34 @@
-"""A real vLLM server through `VllmDialect` and our plug-in: what was sampled is compared with plain forward passes."""
+"""A real vLLM server of two processes, with our plug-in in both: weights reach both or neither."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from vllm_kit import (
-    CONTEXT,
-    Failed,
-    Live,
-    forward,
-    named,
-    random_model,
-    replay,
-    request,
-    save_model,
-    served,
-    write_version,
-)
-
+from streamrl.errors import StreamrlError
+from streamrl.http import BadAnswer, Call
+from streamrl.producers import tiny
 from streamrl.servers.launch import PLUGIN
+from streamrl.weight_sync.tensors import Version
+from tests.engines.conformance_kit import prompt, run_config, write_version
+from tests.engines.server_kit import Live, served
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 CLOSE = 0.04  # of log-probabilities in bfloat16; one of a thousand is off by 0.02, other weights move most by 0.5
-PROMPT = [5, 6, 7, 8, 9] * 8
+PROMPT = prompt(0, 40)
 FAULT = """
 import os
 import torch
@@ -50,9 +43,17 @@ files.tensors = tensors
 """
 
 
-def exact(model: Any) -> Any:
-    """The same values computed with in fp32, so that only the server's own rounding is seen."""
-    return copy.deepcopy(model).float()
+def untied_model(folder: Path, seed: int) -> Any:
+    """Random weights in bfloat16 for the tiny model, and a head of its own; the conformance suite has a tied one."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.update({"tie_word_embeddings": False, "initializer_range": 0.05, "eos_token_id": None})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zeros otherwise, and a lost bias would not be seen
+                parameter.normal_(0, 0.05)
+    return model
 
 
 class World:
@@ -60,64 +61,48 @@ class World:
 
     def __init__(self, live: Live, folder: Path, first: Any) -> None:
         self.live, self.folder = live, folder
-        self.number, self.models = 0, {0: exact(first)}
-        self.fault = folder / "fault0"
+        self.number, self.models = 0, {0: first.float()}
+        self._written = 0
 
-    def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Any:
+    def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Version:
         """The next version, not yet applied."""
-        model = random_model(self.number + 1, tied=True)
-        tensors = named(model)
+        model = untied_model(self.folder / "model", self.number + 1)
+        tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         change(tensors)
-        self.models[self.number + 1] = exact(model)
-        name = f"v-{self.number + 1}-{len(list(self.folder.iterdir()))}"
-        return write_version(tensors, self.folder / name, self.number + 1)
+        self.models[self.number + 1] = model.float()
+        self._written += 1
+        return write_version(self.folder / f"written {self._written}", self.number + 1, tensors)
 
-    async def publish(self, mode: Any = "keep", version: Any = None) -> int:
-        await self.live.update(self.write() if version is None else version, mode)
-        self.number += 1
-        return self.number
+    async def fails(self, calls: Any, words: str) -> None:
+        """An update ends with this error."""
+        with pytest.raises(BadAnswer, match=words):
+            await self.live.calls(calls)
 
-    async def matches(self, prompt: list[int] = PROMPT) -> None:
+    async def matches(self) -> None:
         """A new request is sampled from the newest version, and says so."""
-        done = await self.live.generate(request("m", prompt, 24), self.number)
+        done = await self.live.generate(PROMPT, 24, self.number)
         assert done.runs == [(0, self.number)]
-        assert np.abs(forward(self.models[self.number], prompt, done.tokens.tolist()) - done.logprobs).max() < CLOSE
-
-
-def breakable(folder: Path, fault: Path) -> dict[str, str]:
-    """Environment of a server whose loading breaks off on rank N while the file `fault`N is there."""
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(FAULT)
-    return {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(fault)}
+        assert tiny.worst_error(self.models, PROMPT, done) < CLOSE
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """The server; its loading breaks off on rank N while the file `faultN` is there."""
     folder = tmp_path_factory.mktemp("vllm")
-    model = random_model(0, tied=True)
-    (folder / "versions").mkdir()
-    flags = {"enable-lora": True, "max-lora-rank": 8, "max-loras": 2}
-    variables = breakable(folder, folder / "versions" / "fault")
-    async with served(save_model(model, folder / "model"), folder / "log", variables=variables, flags=flags) as live:
-        yield World(live, folder / "versions", model)
-
-
-async def during(world: World, limit: int, heard: int) -> asyncio.Task[Any]:
-    """A request that has been heard of so many tokens of."""
-    reached = asyncio.Event()
-    task = asyncio.create_task(
-        world.live.generate(
-            request("flight", PROMPT, limit), world.number, lambda count: count >= heard and reached.set()
-        )
-    )
-    await asyncio.wait_for(reached.wait(), 60)
-    return task
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(FAULT)
+    variables = {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(folder / "fault")}
+    config = run_config("vllm", folder, tensor_parallel=2, kv_cache="256MiB", variables=variables)
+    model = untied_model(folder / "model", 0)
+    model.save_pretrained(folder / "model")
+    async with served(config, folder) as live:
+        yield World(live, folder, model)
 
 
 async def test_it_says_what_it_is(world: World) -> None:
     about = world.live.dialect.read_about(await world.live.calls(world.live.dialect.about()))
     assert about.version.startswith("0.32")
-    assert about.context == CONTEXT
+    assert about.context == tiny.CONTEXT
     assert about.can_update
     assert about.probe is not None
 
@@ -130,59 +115,59 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "part of a fused bias": lambda held: held.pop(f"{LAYER}.bias"),
     "too many rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(300, 128)}),
     "too few rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(100, 128)}),
-    "too wide": lambda held: held.update({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 193)}),
-    "vocabulary": lambda held: held.update({"model.embed_tokens.weight": torch.ones(401, 128)}),
+    "too wide": lambda held: held.update({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 257)}),
+    "vocabulary": lambda held: held.update({"model.embed_tokens.weight": torch.ones(321, 128)}),
     "not a number": lambda held: held["model.norm.weight"].__setitem__(7, float("nan")),
     "infinite": lambda held: held["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), float("inf")),
 }
 
 
-async def test_a_cut_file_is_refused_before_anything_is_changed(world: World) -> None:
-    version = world.write()
-    await world.live.calls(world.live.dialect.prefetch(version))
-    file = version.folder / "rank1.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    await world.live.calls(world.live.dialect.pause("keep"))
-    with pytest.raises(Failed, match="its header speaks of"):
-        await world.live.calls(world.live.dialect.update(version))
-    await world.live.calls(world.live.dialect.resume())
+async def test_a_version_that_does_not_fit_is_refused_before_the_pause(world: World) -> None:
+    for change in BAD.values():
+        await world.fails(world.live.dialect.prefetch(world.write(change)), "500")
     await world.matches()
 
 
 async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world: World) -> None:
-    before, version = world.number, world.write()
-    await world.live.calls(world.live.dialect.prefetch(version))
-    task = await during(world, 4000, 40)
-    await world.live.calls(world.live.dialect.pause("keep"))
-    world.fault.touch()
-    for _ in range(2):
-        with pytest.raises(Failed, match="the disk is gone"):
-            await world.live.calls(world.live.dialect.update(version))
-    world.fault.unlink()
-    await world.live.calls(world.live.dialect.update(version))
-    await world.live.calls(world.live.dialect.resume())
+    before, version, dialect = world.number, world.write(), world.live.dialect
+    task, _ = await world.live.begin(PROMPT, 600, before)
+    await world.live.calls(dialect.prefetch(version))
+    await world.live.calls(dialect.pause("keep"))
+    for rank in (0, 1):  # one half is new then, and both ranks must know
+        fault = world.folder / f"fault{rank}"
+        fault.touch()
+        await world.fails(dialect.update(version), "the disk is gone")
+        fault.unlink()
+    assert version.folder is not None
+    file = version.folder / version.files[1]
+    whole = file.rename(version.folder / "whole")
+    file.write_bytes(whole.read_bytes()[:-10])
+    await world.fails(dialect.update(version), "its header speaks of")
+    whole.replace(file)
+    await world.live.calls(dialect.update(version))
+    await world.live.calls(dialect.resume())
     world.number += 1
     done = await task
     assert [run for _, run in done.runs] == [before, world.number]
-    assert np.abs(replay(world.models, PROMPT, done) - done.logprobs).max() < CLOSE
+    assert tiny.worst_error(world.models, PROMPT, done) < CLOSE
     await world.matches()
 
 
 async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
     await world.live.calls(world.live.dialect.pause("keep"))
     await world.live.calls(world.live.dialect.update(world.write())[:2])
-    await world.publish()
+    await world.live.apply(world.write())
+    world.number += 1
     await world.matches()
 
 
 async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
-    task = await during(world, 4000, 40)
+    task, _ = await world.live.begin(PROMPT, 4000, world.number)
     await world.live.calls(world.live.dialect.pause("abort"))
     assert (await task).finish == "abort"
-    held = asyncio.create_task(world.live.generate(request("held", PROMPT, 5), world.number))
-    gone = asyncio.create_task(world.live.generate(request("gone", PROMPT, 5), world.number))
-    paused = await world.live.http.get(world.live.url + "/is_paused")
-    assert await paused.json() == {"is_paused": True}
+    held = asyncio.create_task(world.live.generate(PROMPT, 5, world.number))
+    gone = asyncio.create_task(world.live.generate(PROMPT, 5, world.number, name="gone"))
+    assert await world.live.calls([Call("GET", "/is_paused")]) == [{"is_paused": True}]
     while not gone.done():  # it may be on its way to the server still
         await world.live.calls(world.live.dialect.abort("gone", paused=True))
         await asyncio.wait([gone], timeout=0.05)
@@ -197,37 +182,8 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
     version = world.write()
     await world.live.calls(world.live.dialect.prefetch(version))
     await world.live.calls(world.live.dialect.pause("keep"))
-    world.fault.touch()
-    with pytest.raises(Failed, match="the disk is gone"):
-        await world.live.calls(world.live.dialect.update(version))
+    (world.folder / "fault0").touch()
+    await world.fails(world.live.dialect.update(version), "the disk is gone")
     await world.live.calls(world.live.dialect.resume())
-    with pytest.raises((Failed, aiohttp.ClientError, Exception), match=r"EngineCore|disconnected|refused|reset"):
-        await world.live.generate(request("z", PROMPT, 8), world.number)
-
-
-async def test_two_ranks_refuse_and_apply_together(tmp_path: Path) -> None:
-    models = {number: random_model(number, tied=False) for number in range(3)}
-    folder, fault = save_model(models[0], tmp_path / "model"), tmp_path / "fault"
-    variables = breakable(tmp_path, fault)
-    async with served(folder, tmp_path / "log", tensor_parallel=2, variables=variables) as live:
-        for number in (1, 2):
-            for index, change in enumerate(BAD.values()):
-                held = named(models[number])
-                change(held)
-                with pytest.raises(Failed, match="500"):
-                    bad = write_version(held, tmp_path / f"b{number}-{index}", number)
-                    await live.calls(live.dialect.prefetch(bad))
-            version = write_version(named(models[number]), tmp_path / f"v{number}", number)
-            await live.calls(live.dialect.prefetch(version))
-            await live.calls(live.dialect.pause("keep"))
-            for rank in (0, 1):  # one half is new then, and both ranks must know
-                Path(f"{fault}{rank}").touch()
-                with pytest.raises(Failed, match="the disk is gone"):
-                    await live.calls(live.dialect.update(version))
-                Path(f"{fault}{rank}").unlink()
-            await live.calls(live.dialect.prefetch(version))
-            await live.calls(live.dialect.update(version))
-            await live.calls(live.dialect.resume())
-            done = await live.generate(request("a", PROMPT, 32), number)
-            assert done.runs == [(0, number)]
-            assert np.abs(forward(exact(models[number]), PROMPT, done.tokens.tolist()) - done.logprobs).max() < CLOSE
+    with pytest.raises(StreamrlError, match=r"EngineCore|isconnected|refused|reset"):
+        await world.live.generate(PROMPT, 8, world.number)

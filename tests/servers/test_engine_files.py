@@ -160,7 +160,7 @@ def server(tmp_path: Path, version: Any) -> Iterator[tuple[type[Served], str]]:
     (tmp_path / "manifest.json").write_text(json.dumps({"shards": shards}))
     kind = type("Kind", (Served,), {"asked": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=str(tmp_path))) as one:
-        thread = threading.Thread(target=one.serve_forever)
+        thread = threading.Thread(target=one.serve_forever, args=(0.01,))
         thread.start()
         yield kind, f"http://127.0.0.1:{one.server_address[1]}/v-1-1"
         one.shutdown()

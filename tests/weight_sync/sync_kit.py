@@ -29,7 +29,7 @@ class Stream:
     async def after(self, version, seconds):
         async with self.bell:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(min(seconds, 0.02)):  # a follower sees between two looks that it is to stop
                     await self.bell.wait_for(lambda: self.entry is not None and self.entry[0] > version)
             except TimeoutError:
                 return None
