@@ -52,10 +52,7 @@ class ValueModel(Backbone):
         positions: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the value of the state before each target: that of the place which predicts it; float32, shape (n,).
-
-        For the arguments see `LogProbModel.forward`; `targets` are not used.
-        """
+        """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
         del targets
         values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
         return values
@@ -131,11 +128,7 @@ class Critic(TrainableModel[ValueSums]):
 
 
 def make_critic(config: RunConfig, ranks: Ranks, actor: RowModel) -> Critic:
-    """The critic of a run with `learner.critic.kind: model`. Collective.
-
-    Raises:
-        ConfigError: its model cannot be had, or cannot read what the policy reads.
-    """
+    """Make the critic of a run with `learner.critic.kind: model`. Collective."""
     critic = Critic(config, ranks)
     path = config.learner.critic.path or config.model.path
     check_fit("learner.critic.path", path, critic, actor, config.model)

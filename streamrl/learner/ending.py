@@ -20,17 +20,14 @@ Reason = Literal["steps", "accuracy", "data"]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `finished.json`: why and where the run ended.
-
-    `accuracy` is the newest held-out one, if any; `epochs` are the passes over the data that the run was to make.
-    """
+    """Content of `finished.json`: why and where the run ended."""
 
     reason: Reason
     step: int
     version: int
     epoch: int
-    accuracy: float | None = None
-    epochs: int | None = None
+    accuracy: float | None = None  # newest held-out one
+    epochs: int | None = None  # passes over the data that the run was to make
 
     def holds(self, config: RunConfig) -> bool:
         """Whether the run is over under this configuration too; it is not when somebody raised the limit."""
@@ -44,7 +41,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_finished(run_dir: Path) -> Finished | None:
-    """Read `finished.json`; None when there is none or a crash cut it off."""
+    """Read `finished.json`; None when it is missing or a crash cut it off."""
     try:
         return msgspec.json.decode((run_dir / FINISHED_FILE).read_bytes(), type=Finished)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -52,10 +49,10 @@ def read_finished(run_dir: Path) -> Finished | None:
 
 
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """Whether the run has ended and nothing calls for going on.
+    """Whether the run has ended and there is nothing to go on for.
 
-    After the end of the data, groups that are live again do, or wait to be: dead groups that people replay, or groups
-    that came back with a Redis from the past.
+    After the end of the data, the run goes on for groups that are live again or wait to be: dead-lettered groups that
+    somebody replays, or groups that came back with an older state of Redis.
     """
     finished = read_finished(run_dir)
     if finished is None or not finished.holds(config):
@@ -68,7 +65,6 @@ async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
 
 
 def write_finished(run_dir: Path, finished: Finished) -> None:
-    """Write `finished.json` durably; it appears whole or not at all."""
     write_durably(run_dir / FINISHED_FILE, msgspec.json.encode(finished))
 
 

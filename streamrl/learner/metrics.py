@@ -1,7 +1,7 @@
 """What a step logs: one JSON line, always, and its figures to TensorBoard, Weights & Biases or trackio.
 
-A sink is for looking at: it never holds up or ends the training. Lines go out in a thread of their own; a sink that
-fails is left out from then on, and the log says so.
+A sink never holds up or ends the training. Lines go out in a thread of their own; a sink that fails is left out from
+then on, and the log says so.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class StepMeter:
 
 
 def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
-    """What the groups of a step were."""
     tokens = sum(group.tokens for group in groups)
     rewards = np.asarray([reward for group in groups for reward in group.rewards])
     lengths = [len(sample.tokens) for group in groups for sample in group.samples]
@@ -102,7 +101,6 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
 
 
 def _learnt(stats: StepStats) -> dict[str, Any]:
-    """What the updates of a step did."""
     sums = stats.trained
     return {
         "loss": stats.loss,
@@ -127,7 +125,7 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
 
 
 def _criticised(critic: Sequence[UpdateStats[ValueSums]]) -> dict[str, Any]:
-    """What the updates of the critic did; means over the updates."""
+    """Figures of the critic, means over its updates."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(critic)
@@ -177,16 +175,12 @@ _CLOSE_SECONDS: Final = 20.0
 class Sink(Protocol):
     """One place that figures go to; used by one thread."""
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step."""
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self) -> None: ...
 
 
 class TensorBoard(Sink):
-    """Event files in `RUN_DIR/tensorboard`."""
-
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -204,10 +198,7 @@ class TensorBoard(Sink):
 
 
 class Tracker(Sink):
-    """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
-
-    Settings of the learner are sent along, addresses and paths are not.
-    """
+    """A run of a library with the interface of wandb, named as the run. Addresses and paths are not sent."""
 
     def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
         about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
@@ -233,11 +224,7 @@ _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
 
 
 class Sinks:
-    """All sinks of a run (`learner.sinks`).
-
-    Raises:
-        ConfigError: a library that is named is not installed.
-    """
+    """All sinks of a run (`learner.sinks`)."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._names = tuple(dict.fromkeys(config.learner.sinks))
@@ -255,7 +242,7 @@ class Sinks:
             self._last = self._executor.submit(self._open)
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Send the figures of a step on; returns at once. The event loop calls it, and nobody else."""
+        """Queue the figures of a step and return at once. Call it from the event loop only."""
         if not self._names:
             return
         if self._waiting >= _MOST_WAITING:
@@ -267,7 +254,7 @@ class Sinks:
         self._last = self._executor.submit(self._send, step, figures(line))
 
     def close(self) -> None:
-        """Write what is left, for at most some seconds; it may block."""
+        """Write what is left, for at most `_CLOSE_SECONDS`; it may block."""
         if self._names:
             try:
                 self._executor.submit(self._close).result(_CLOSE_SECONDS)
@@ -303,7 +290,7 @@ class Sinks:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step's line; those of a map below it as `name/key`. Lists and texts are left out."""
+    """The numbers of a step's line, those of an inner map as `name/key`; lists and texts are left out."""
     found: dict[str, float] = {}
     for name, value in line.items():
         inner = value if isinstance(value, Mapping) else {"": value}
