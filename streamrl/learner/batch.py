@@ -54,11 +54,7 @@ class Limits:
     alone: bool = False  # each row is a micro-batch without padding; nothing is shared or packed
 
     def work(self, width: int) -> int:
-        """Work of a row, padding included, in arbitrary units.
-
-        A token costs 24 hidden^2 in a layer's products with weights and 4 width hidden in its attention. A shared row
-        also computes the attention between different responses, which is wasted.
-        """
+        """In arbitrary units: 24 hidden^2 per token and layer for the weights, 4 width hidden for the attention."""
         width = padded_width(width)
         return width * (6 * self.hidden + width)
 
@@ -68,16 +64,11 @@ def padded_width(tokens: int) -> int:
 
 
 def row_width(extents: Sequence[Extent], row: Row) -> int:
-    """Tokens of a row without padding."""
     return sum(_block_width(extents, block) for block in row)
 
 
 def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Limits) -> list[list[Row]]:
-    """Give each response its place: micro-batches of rows.
-
-    `prompts` has the indices of the samples of each prompt. Rows with several responses are never in one micro-batch
-    with rows above `limits.shared`, because the latter need the attention windows of the model itself.
-    """
+    """Micro-batches of rows. Shared rows never join wide ones, which need the attention windows of the model itself."""
     blocks = [block for members in prompts for block in _blocks(extents, members, limits)]
     if limits.alone:
         return [[[block]] for block in blocks]
@@ -93,17 +84,13 @@ def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Li
 
 
 def work_of_prompt(extents: Sequence[Extent], limits: Limits) -> int:
-    """Work of all responses to one prompt, as `Limits.work` counts; ranks are balanced by it."""
+    """Work of all responses to one prompt; ranks are balanced by it."""
     members = [index for index, extent in enumerate(extents) if extent.sampled]
     return sum(limits.work(_block_width(extents, block)) for block in _blocks(extents, members, limits))
 
 
 def split(widths: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut rows into micro-batches, widest first; returns indices into `widths`, one list per micro-batch.
-
-    A micro-batch holds at most `cap` tokens, padding included, or a single row. A narrower row joins the micro-batch
-    of a wider one only as long as all padding of that micro-batch costs less than one more pass.
-    """
+    """Indices into `widths` by micro-batch, widest first; its padding costs less than one more pass."""
     parts: list[list[int]] = []
     width = spare = 0
     for index in sorted(range(len(widths)), key=lambda row: -widths[row]):
@@ -117,7 +104,6 @@ def split(widths: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def _blocks(extents: Sequence[Extent], members: Sequence[int], limits: Limits) -> list[Block]:
-    """Share the prompt between several responses where that is less work."""
     alone = [[member] for member in members]
     if not limits.share_prompts or not limits.shared:
         return alone
@@ -131,10 +117,7 @@ def _blocks(extents: Sequence[Extent], members: Sequence[int], limits: Limits) -
 
 
 def _packed(extents: Sequence[Extent], blocks: Sequence[Block], length: int) -> list[Row]:
-    """Fill rows up to `length`; a longer block is a row of its own.
-
-    First fit decreasing (Johnson 1973): at most 11/9 of the fewest possible rows, and one more.
-    """
+    """First fit decreasing (Johnson 1973): at most 11/9 of the fewest possible rows, and one more."""
     rows: list[Row] = []
     room: list[int] = []
     for block in sorted(blocks, key=lambda each: -_block_width(extents, each)):
@@ -220,7 +203,6 @@ class Microbatch:
     returns: Float32Array | None = None
 
     def deal_out(self, tokens: npt.NDArray[np.float32], batch: list[Float32Array]) -> None:
-        """Split values of each token, shape (n,), by sample and put them into a list over the batch."""
         if len(self.samples):
             for index, piece in zip(self.samples, np.split(tokens, np.cumsum(self.counts)[:-1]), strict=True):
                 batch[index] = piece

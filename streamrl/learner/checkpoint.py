@@ -46,8 +46,6 @@ class CheckpointShard(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `meta.json`."""
-
     format: int = 1
     kind: Kind = "model"  # `recording`: groups were recorded and not trained, there are no weights
     parts: list[str] = []  # parts of the learner whose tensors are in the shards
@@ -74,16 +72,16 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.epoch}-{self.step}"
 
     def covers(self, position: Position) -> bool:
-        """Whether these weights include all that the checkpoint at `position` was trained on.
+        """Whether all that the checkpoint at `position` was trained on is in these weights.
 
-        False for a greater one of the same line, and for one of a learner that went on beside its successor.
+        False for a later one of this line, and for one of a learner that went on beside its successor.
         """
         line = [*self.bases, self.position]
         return position == NOWHERE or any(epoch == position[0] and step >= position[1] for epoch, step in line)
 
 
 class InvalidCheckpoint(StreamrlError):
-    """A checkpoint is incomplete, or its bytes are not the ones that were written."""
+    pass
 
 
 def parse_name(name: str | None) -> Position:
@@ -103,7 +101,6 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
 
     def positions(self) -> list[Position]:
-        """Positions of all finished checkpoints, valid or not, ascending."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         matches = (_NAME.fullmatch(path.name) for path in paths)
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
@@ -152,17 +149,15 @@ class Checkpoints:
         return self.folder / f"draft-{position[0]}-{position[1]}"
 
     def begin(self, position: Position) -> Path:
-        """Make an empty directory for the shards of all ranks."""
         draft = self.draft(position)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         return draft
 
     def finish(self, meta: Meta) -> None:
-        """Write `meta.json` beside the shards, make all durable, and rename.
+        """Write `meta.json`, make all durable, and rename.
 
-        An `OSError` (disk full or broken) leaves no checkpoint of this name. After `InvalidCheckpoint`, what is on disk
-        differs from what was written, and no group may be retired for it.
+        After an OSError there is no checkpoint of this name. After InvalidCheckpoint no group may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
         write_synced(draft / _META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
@@ -193,7 +188,6 @@ class Checkpoints:
         return meta
 
     def remove_drafts(self, epoch: int) -> None:
-        """Remove what learners before `epoch` left unfinished."""
         for path in self.folder.glob("draft-*"):
             number = path.name.split("-")[1]
             if number.isdigit() and int(number) < epoch:
@@ -213,11 +207,7 @@ class Checkpoints:
 
 
 def milestones(line: Sequence[Position], every: int) -> list[Position]:
-    """Of checkpoints in ascending order, the first at or after each multiple of `every` steps; none when it is 0.
-
-    A checkpoint need not be at a multiple, because the end of a run or a failed save shifts the ones that follow.
-    Removing those that are not chosen does not change the choice.
-    """
+    """The first checkpoint at or after each multiple of `every`; removing the others does not change the choice."""
     before = [0, *(step for _, step in line)]
     return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]
 

@@ -20,10 +20,7 @@ from streamrl.wire import Float32Array
 
 
 class ValueHead(nn.Linear):
-    """One number for each hidden state, computed in float32 whatever the type of the model is.
-
-    It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
-    """
+    """Computed in float32 whatever the type of the model is; begins at 0, so it is the same on all ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, dtype=torch.float32)
@@ -37,8 +34,6 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(Backbone):
-    """Values of the states in which tokens were sampled: a causal language model without its output layer."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
         self.value_head = ValueHead(self.hidden_width())

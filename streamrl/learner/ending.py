@@ -20,8 +20,6 @@ Reason = Literal["steps", "accuracy", "data"]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `finished.json`: why and where the run ended."""
-
     reason: Reason
     step: int
     version: int
@@ -49,11 +47,7 @@ def read_finished(run_dir: Path) -> Finished | None:
 
 
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """Whether the run has ended and there is nothing to go on for.
-
-    After the end of the data, the run goes on for groups that are live again or wait to be: dead-lettered groups that
-    somebody replays, or groups that came back with an older state of Redis.
-    """
+    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis)."""
     finished = read_finished(run_dir)
     if finished is None or not finished.holds(config):
         return False
@@ -76,7 +70,6 @@ class Ending:
         self._config, self._roles = config.learner, roles
 
     async def reason(self, step: int) -> Reason | None:
-        """Why the run is over after `step` updates, None when it is not."""
         if self._config.steps is not None and step >= self._config.steps:
             return "steps"
         limit = self._config.stop_at_accuracy

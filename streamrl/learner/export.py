@@ -98,7 +98,6 @@ def export_checkpoint(
 
 
 def _skeleton(config: RunConfig) -> PreTrainedModel:
-    """The model of a run with shapes and no values."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     try:
         described = AutoConfig.from_pretrained(config.model.path)
@@ -129,7 +128,6 @@ class _Source:
             self._base = dict(load_model(config.model).named_parameters())
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise `Refused` when the checkpoint lacks a parameter of the model."""
         there = self._stored if self._adapter is None else self._base.keys()
         if missing := sorted(set(names) - there):
             raise Refused(
@@ -139,7 +137,6 @@ class _Source:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole parameter in `model.dtype`."""
         whole = self._stored_tensor(name) if self._adapter is None else self._merged(name, self._adapter)
         return whole.to(self._dtype)
 
@@ -206,7 +203,6 @@ def _parts(names: Sequence[str], sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: dict[str, list[str]]) -> None:
-    """Write configuration, tokenizer, and the index of several files."""
     model.config.save_pretrained(draft)
     try:
         GenerationConfig.from_pretrained(config.model.path).save_pretrained(draft)

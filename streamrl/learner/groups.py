@@ -22,8 +22,6 @@ class Unusable(StreamrlError):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainGroup:
-    """One group, ready to be trained."""
-
     group_id: int
     crashes: int  # learners that died in a step with it
     samples: tuple[TrainSample, ...]  # its usable responses, without the greedy one
@@ -41,7 +39,6 @@ class TrainGroup:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, counted once for each response."""
         return sum(len(sample.prompt) for sample in self.samples)
 
     @property
@@ -50,7 +47,6 @@ class TrainGroup:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that nothing is learnt from their contrast."""
         return all_equal(np.asarray(self.rewards))
 
     @property
@@ -104,7 +100,6 @@ class GroupOpener:
 
 
 def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
-    """Responses with their rewards, in the order of their numbers."""
     parts = [closed.samples[number] for number in sorted(closed.samples)]
     return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore).value) for payload, score in parts]
 
@@ -134,7 +129,6 @@ def _train_samples(
 
 
 def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:
-    """Step of the version that sampled each token, shape (tokens,)."""
     found, places = np.unique(sample.token_versions, return_inverse=True)
     return np.asarray([versions[version] for version in found.tolist()], dtype=np.int64)[places]
 
@@ -145,10 +139,7 @@ def group_data(
     *,
     texts: TokenTexts | None = None,
 ) -> GroupData:
-    """Collect what an estimator of advantages knows of a group: all its usable responses, at least one.
-
-    `penalties` are the KL in the reward per token, times its coefficient; None without one.
-    """
+    """`penalties` are the KL in the reward per token, times its coefficient; None without one."""
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]
     return GroupData(

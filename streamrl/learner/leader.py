@@ -95,10 +95,9 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 @asynccontextmanager
 async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
-    """Take the devices that are shared with engines (`rollout.placement: colocated`) before the block begins.
+    """Take devices shared with engines (`rollout.placement: colocated`); None when there are none for this rank.
 
-    Yields None when the devices are the learner's own, or when another rank takes them. When the device lock is lost,
-    the block is cancelled and an ExceptionGroup is raised; the process has to end.
+    When the device lock is lost, the block is cancelled and an ExceptionGroup is raised; the process has to end.
     """
     if role.config.rollout.placement != "colocated" or rank:
         yield None
@@ -137,8 +136,6 @@ async def _begin(role: Role, ranks: RankGroup) -> Start:
 
 
 class Leader:
-    """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
-
     def __init__(self, role: Role, ranks: RankGroup, start: Start) -> None:
         self._role, self._config = role, role.config
         self._ranks, self._worker = ranks, ranks.worker
@@ -289,10 +286,7 @@ class Leader:
         changed.cancel()
 
     async def _save_between_steps(self) -> None:
-        """Save between two steps.
-
-        An open step is abandoned first when the hard cap keeps out the groups that it lacks.
-        """
+        """An open step is abandoned first when the hard cap keeps out the groups that it lacks."""
         if self._buffer.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
             await self._abandon()
         if not self._buffer.in_step:
@@ -301,7 +295,7 @@ class Leader:
     async def _nobody_has_it(self) -> bool:
         """Whether engines are there and none took the newest version within `weights.deadline`.
 
-        Its files may be damaged. Engines that stay behind take no prompts, so there would never be another version.
+        Its files may be damaged, and engines that stay behind take no prompts, so there would be no further version.
         """
         if self._publishing.age < self._config.weights.deadline:
             return False
@@ -337,7 +331,6 @@ class Leader:
             await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
 
     async def _update(self) -> None:
-        """Apply the step, write it down, free its slots, publish and save when due."""
         done = await self._apply() if self._buffer.in_step else None
         await self._buffer.drop_equal()
         if done is None:

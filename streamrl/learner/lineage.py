@@ -73,7 +73,6 @@ def read_trained(folder: Path, chain: Sequence[Link]) -> list[int]:
 
 
 def read_record(run_dir: Path, record: Sequence[Link]) -> Iterator[dict[str, Any]]:
-    """What is known of each group that the weights of a checkpoint were trained on, in the order of training."""
     for file, size in record:
         yield from read_frames(run_dir / file, size)
 
@@ -141,8 +140,6 @@ class EpochFile:
 
 
 class Lineage:
-    """The two files of this learner's epoch: ids of trained groups, and what is known of each."""
-
     def __init__(self, run_dir: Path, epoch: int) -> None:
         self._ids = EpochFile(run_dir / "checkpoints", trained_file(epoch))
         self._groups = EpochFile(run_dir, record_file(epoch))
@@ -153,11 +150,9 @@ class Lineage:
             self._groups.append(pack_frame(group))
 
     def mark(self) -> tuple[Link, Link]:
-        """Links that are valid after the next `sync`."""
         return self._ids.mark(), self._groups.mark()
 
     def sync(self) -> tuple[Link, Link]:
-        """Make all durable; returns the links of ids and of groups."""
         return self._ids.sync(), self._groups.sync()
 
     def close(self) -> None:
@@ -227,7 +222,6 @@ class Branch:
         self._order = sorted(steps)
 
     def note(self, version: int, step: int) -> None:
-        """Add a version of this learner; numbers only grow."""
         self._steps[version] = step
         self._order.append(version)
 

@@ -109,10 +109,10 @@ def prepare(
     small: int,
     exact: Iterable[nn.Module] = (),
 ) -> tuple[Limits, bool]:
-    """Find out which rows a whole model takes, set its layers up and shard it; returns the limits, and what `shard` returns.
+    """Find out which rows a whole model takes, set its layers up and shard it; returns the limits, and that of `shard`.
 
-    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of which nothing
-    is trained is cast to `model.dtype`: no update will ever need more digits than its forward pass has.
+    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of which
+    nothing is trained is cast to `model.dtype`: no update needs more digits than its forward pass has.
     """
     limits, dtype = row_limits(config, model), getattr(torch, config.model.dtype)
     set_up_layers(model.model, learner)
@@ -222,7 +222,6 @@ def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
 
 
 def _windows(values: Mapping[str, Any]) -> set[int]:
-    """All numbers of a configuration that may be attention windows."""
     found: set[int] = set()
     for key, value in values.items():
         name = str(key)
@@ -255,7 +254,6 @@ class _Trial:
             )
 
     def sees_later_tokens(self) -> bool:
-        """Whether the hidden states of a beginning change when the sequence goes on, or the model fails on it."""
         length = self.longest
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -267,7 +265,6 @@ class _Trial:
         return not self._agrees(2 * length, same)
 
     def takes_padding(self) -> bool:
-        """Whether two rows of different lengths give the same in one batch as alone."""
         lengths = self.longest, max(1, self.longest // 3)
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -329,7 +326,6 @@ class _Trial:
         return self._agrees(2 * width + prompt * len(responses), same)
 
     def _alone(self, row: torch.Tensor) -> torch.Tensor:
-        """Hidden states of one sequence with nothing beside it, shape (tokens, hidden)."""
         return self._model.hidden(row[None], None, None)[0]
 
     @torch.no_grad()

@@ -38,7 +38,8 @@ class Lora:
     """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
 
     The targets of `model`, whole and on the CPU, are adapted in place; all other parameters are frozen. A is drawn from
-    `seed`, so all ranks draw the same, and B is zero: before the first update the model computes what the base computes.
+    `seed`, so all ranks draw the same, and B is zero: before the first update the model computes what the base
+    computes.
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
@@ -102,8 +103,7 @@ class Lora:
     def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:
         """Gather what merging needs; return what merges this rank's rows of one parameter of the base. Collective.
 
-        The rows are float32 where the module is adapted, else as given. `adapter` has its parameters by `name_of`. The next
-        update makes what is returned invalid.
+        The rows are float32 where the module is adapted, else as given. The next update invalidates the function.
         """
         low = {module: _whole(adapter[names_of(module, dora=False).low]) for module in self._layers}
 
@@ -157,7 +157,7 @@ def _check(model: PreTrainedModel, layers: Mapping[str, Any], linear: set[str]) 
     for module in layers:
         if names := shared.get(f"{module}.weight"):
             raise ConfigError(
-                f"learner.lora.targets: {' and '.join(names)} are one weight, and an adapter would part them",
+                f"learner.lora.targets: {' and '.join(names)} are one weight, and an adapter would separate them",
                 "leave them out of the targets",
             )
 

@@ -38,7 +38,6 @@ class StepMeter:
         self._computed = 0.0
 
     def begin(self) -> None:
-        """The first groups are there. Later calls do nothing."""
         if self._began is None:
             self._began = self._since = time.monotonic()
 
@@ -58,8 +57,8 @@ class StepMeter:
     ) -> dict[str, Any]:
         """Close the step and describe it (docs/reference/metrics.md); steps count from 1.
 
-        `busy` has the intervals of computing since the last line, as pairs of `time.monotonic()`, and `read` the
-        lengths of the responses that were read since then, trained or not.
+        `busy` are intervals of `time.monotonic()` since the last line, `read` the lengths of all responses read since
+        then.
         """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
@@ -125,8 +124,6 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
 
 
 def _criticised(critic: Sequence[UpdateStats[ValueSums]]) -> dict[str, Any]:
-    """Figures of the critic, means over its updates."""
-
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(critic)
 
@@ -148,11 +145,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:
-    """The durable record of one trained group.
-
-    `step` is the step it was trained in (from 1), `version` the version that update made; `staleness` is the greatest
-    age of a token in steps, `mean_length` counts sampled tokens.
-    """
+    """The durable record of one trained group; `step` counts from 1, `staleness` is that of the oldest token."""
     ages = group.staleness(step - 1)
     return {
         "gid": group.group_id,
@@ -224,8 +217,6 @@ _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
 
 
 class Sinks:
-    """All sinks of a run (`learner.sinks`)."""
-
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._names = tuple(dict.fromkeys(config.learner.sinks))
         for name in self._names:

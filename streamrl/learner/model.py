@@ -47,10 +47,10 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probability of each target, and the entropy of each distribution in nats when asked for.
 
-    `head` is the output layer with whatever the model does to its logits; `hidden` are the last hidden states at the places
-    that predict the targets, shape (n, hidden); targets are token ids, shape (n,). At most `chunk` tokens have logits at the
-    same time, forward and backward. `entropy_gradient` lets the entropy carry a gradient, which costs as much again.
-    Results are float32, shape (n,); the softmax is taken in float32.
+    `head` is the output layer with whatever the model does to its logits; `hidden` are the last hidden states at the
+    places that predict the targets, shape (n, hidden); targets are token ids, shape (n,). At most `chunk` tokens have
+    logits at the same time, forward and backward. `entropy_gradient` lets the entropy carry a gradient, which costs as
+    much again. Results are float32, shape (n,); the softmax is taken in float32.
     """
     count = hidden.shape[0]
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = functools.partial(
@@ -118,8 +118,6 @@ def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
 
 
 class _Fallback:
-    """Whether layers are still compiled; shared by all layers of a model."""
-
     def __init__(self) -> None:
         self.compiled = True
 
@@ -128,16 +126,15 @@ class _Fallback:
             # The first line names the compiler, the second one what it said.
             said = " ".join(line for line in str(error).splitlines()[:2] if line.strip())
             logger.warning(
-                "layers run uncompiled: torch.compile failed; set learner.compile to false, or mend what it says",
+                "layers run uncompiled: torch.compile failed; set learner.compile to false, or fix the error",
                 extra={"error": f"{type(error).__name__}: {said}"},
             )
         self.compiled = False
 
 
 def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward pass of each layer, with shapes that may change.
+    """Compile the forward pass of each layer, with changing shapes; on failure the layers run uncompiled, with a warning.
 
-    Whatever cannot be compiled here (no C++ or Triton compiler, an unknown operation) runs uncompiled, after one warning.
     The backward pass is compiled together with the forward pass, so that it cannot fail later.
     """
     from torch._dynamo import config as dynamo
@@ -197,8 +194,6 @@ class _Hidden:
 
 
 class _PassThrough(nn.Module):
-    """Replaces the layers of a causal model, and returns the hidden states it is given."""
-
     @property
     def decoder(self) -> _PassThrough:
         """Some models (OPT) call `model.decoder` and not `model`."""
@@ -211,7 +206,7 @@ class _PassThrough(nn.Module):
 class Backbone(nn.Module):
     """A Hugging Face model over rows of tokens that may hold several responses to one prompt.
 
-    The model is put into evaluation mode and stays there, because dropout would make the importance ratios random.
+    It stays in evaluation mode, because dropout would make the importance ratios random.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -259,9 +254,9 @@ class Backbone(nn.Module):
 class LogProbModel(Backbone):
     """Log-probabilities of sampled tokens under a causal language model.
 
-    The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through, so output layer,
-    soft caps and scales are always the model's. `temperature` is that of the engines' softmax; at most `chunk` tokens have
-    logits at the same time.
+    The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through, so output
+    layer, soft caps and scales are always the model's. `temperature` is that of the engines' softmax; at most `chunk`
+    tokens have logits at the same time.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
@@ -314,10 +309,7 @@ class LogProbModel(Backbone):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare our path to the logits with the model's own; ConfigError when they differ.
-
-        Such a model computes its logits in a way we do not know; it is refused before a step is trained on wrong ratios.
-        """
+        """Refuse a model whose own logits differ from ours, before a step is trained on wrong ratios."""
         ids = self._probe()
         with exact_products():
             try:
@@ -334,10 +326,7 @@ class LogProbModel(Backbone):
 
 
 def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive attention mask of rows with several responses, shape (rows, 1, width, width).
-
-    A token sees what is before it in its own response and in the prompt of its block. Padding sees padding.
-    """
+    """Additive mask, shape (rows, 1, width, width): a token sees its response and its prompt, padding sees padding."""
     width = segments.shape[1]
     keys, queries = segments[:, None, None, :], segments[:, None, :, None]
     causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()

@@ -30,8 +30,8 @@ class Offload:
     """The storages of some tensors, which lie on their device or, as copies, in the host's memory.
 
     The tensors stay the same objects with the same storages, so views of them (in FSDP, an optimizer) stay valid. While
-    they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for the next
-    time, page-locked for a CUDA device: for tensors that move often.
+    they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for the
+    next time, page-locked for a CUDA device: for tensors that move often.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
@@ -113,8 +113,6 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats(Generic[SumsT]):
-    """What one update of a model did; the same on all ranks."""
-
     update: int  # updates applied so far, this one included unless it was skipped
     loss: float  # sum of the loss over the tokens of the update, divided by its size
     grad_norm: float  # of the gradient of that loss before clipping; may be infinite or nan when skipped
@@ -128,8 +126,8 @@ class ShardedAdamW:
 
     With `ema` there is also an exponential average of the weights, in float32, that begins at the first weights:
     `average = d average + (1 - d) weights` after every update, where d to the power of the updates of a step is `ema`.
-    With `offload`, moments and average are on the device only during an update. The local tensors of the parameters must
-    not be replaced, and every rank has the parameters in the same order.
+    With `offload`, moments and average are on the device only during an update. The local tensors of the parameters
+    must not be replaced, and every rank has the parameters in the same order.
     """
 
     def __init__(
@@ -168,9 +166,9 @@ class ShardedAdamW:
     ) -> UpdateStats[SumsT]:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
-        The gradient is divided by `size`, that of the whole update over all ranks, and clipped to `learner.clip_norm`. When its
-        norm is not finite, the update is skipped and reported. `sums` are those of this rank, float64, in the order of
-        `kind.names()`; they are added up over the ranks, and `lr_factor` sees the result.
+        The gradient is divided by `size`, that of the whole update over all ranks, and clipped to `learner.clip_norm`.
+        When its norm is not finite, the update is skipped and reported. `sums` are those of this rank, float64, in the
+        order of `kind.names()`; they are added up over the ranks, and `lr_factor` sees the result.
         """
         packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
         trained = kind.from_tensor(packet[1:])
@@ -196,10 +194,7 @@ class ShardedAdamW:
         )
 
     def _squared_norm(self) -> torch.Tensor:
-        """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
-
-        It moves the gradients from the sharded parameters to the shards; a parameter without one counts as zero.
-        """
+        """Squared norm of this rank's gradients, which it moves to the shards; a missing gradient counts as zero."""
         for name, shard in self._shards.items():
             gradient = self._parameters[name].grad
             if gradient is None:
@@ -227,7 +222,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned, bit for bit; gradients are forgotten. Refused, without effect, when it does not fit.
+        """Put back what `state` returned, bit for bit, and forget gradients. Refused, without effect, if it does not fit.
 
         An average that the run does not keep is left out; one that was not kept begins at the loaded weights.
         """
@@ -261,7 +256,6 @@ class ShardedAdamW:
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
-        """Moments and average are on the device within the block, and afterwards where they were before."""
         away = self._offload.away
         self._offload.to_device()
         try:

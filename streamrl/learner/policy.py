@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStats:
-    """What one `accumulate` did on this rank."""
-
     samples: int  # that went through the model
     skipped: int  # with a zero advantage, whose gradient is zero; they are not computed
     tokens: int  # sampled ones with a gradient
@@ -174,7 +172,7 @@ class Actor(TrainableModel[TokenSums]):
         return None if self.lora is None or self._merges else self.lora.about
 
     def published_rows(self) -> Rows | None:
-        """Function from this rank's rows of `published` to the rows of a version; None: the same rows. Collective.
+        """Function from this rank's rows of `published` to the rows of a version; None: they are the same. Collective.
 
         Valid until the next update.
         """

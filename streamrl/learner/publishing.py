@@ -29,8 +29,8 @@ class Publishing:
     same thread waits for the files of the other ranks. Engines are told when all is there; the learner waits for none.
 
     A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
-    in a row failed, or all within `deadline` seconds, the learner gives up: without new weights in the engines, each step
-    makes training worse. `tasks` owns the background task; an error there ends the learner.
+    in a row failed, or all within `deadline` seconds, the learner gives up: without new weights in the engines, each
+    step makes training worse. `tasks` owns the background task; an error there ends the learner.
 
     Attributes:
         version: newest version that engines can see, 0 when none.
@@ -81,7 +81,6 @@ class Publishing:
 
     @property
     def age(self) -> float:
-        """Seconds since engines could see the newest version."""
         return time.monotonic() - self._shown_at
 
     def begin_anew(self) -> None:

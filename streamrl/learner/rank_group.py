@@ -47,8 +47,6 @@ NOBODY = -1
 
 
 class Command(IntEnum):
-    """An order of rank 0; the integers that follow are its arguments."""
-
     IDLE = 0
     """Nothing to do; keeps the others from giving up."""
     LOAD = 1
@@ -90,7 +88,6 @@ class MicrobatchOrder:
         return cls(dict(pairs[: numbers[0]]), dict(pairs[numbers[0] :]))
 
     def step_of(self, version: int) -> int:
-        """Step of a version; ValueError when rank 0 found no token of it."""
         if version not in self.steps:
             raise ValueError(f"rank 0 found no token of version {version} in this group")
         return self.steps[version]
@@ -159,8 +156,8 @@ class RankWorker:
     def train(self, group_ids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool = False) -> bool:
         """Take in one micro-batch. Returns False, without effect, if any rank lacks its samples or reference log-probs.
 
-        `group_ids` are those of all ranks, `samples` this rank's share (None: could not be read). With `idle`, no group of the
-        micro-batch has a gradient, so no rank runs the model.
+        `group_ids` are those of all ranks, `samples` this rank's share (None: could not be read). With `idle`, no group
+        of the micro-batch has a gradient, so no rank runs the model.
         """
         if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
             return False
@@ -204,9 +201,9 @@ class RankWorker:
         return self._copies.take(self._models.actor.published_rows())
 
     def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> PolicySnapshot | None:
-        """Copy this rank's share of a version. A rank above 0 writes it in the background; rank 0 publishes it.
+        """A rank above 0 writes in the background.
 
-        None when this rank still writes the version before and leaves this one out.
+        None when it still writes the version before: it leaves this one out.
         """
         pair = epoch, version
         if self._parts is not None and self._parts.busy:
@@ -220,7 +217,6 @@ class RankWorker:
         return snapshot
 
     def load(self, epoch: int, step: int) -> None:
-        """Load this rank's share of a checkpoint."""
         folder = self._checkpoints.path((epoch, step))
         meta = self._checkpoints.read_meta(folder)
         self.state.load(folder, meta)
@@ -238,16 +234,12 @@ class RankWorker:
             model.to_device()
 
     def close(self) -> None:
-        """End the thread that writes versions; not collective."""
         if self._parts is not None:
             self._parts.close()
 
 
 class PartWriter:
-    """Writes this rank's files of one version after the other, in a thread of its own.
-
-    Only rank 0's publishing thread waits for it, with a deadline.
-    """
+    """Writes versions in a thread; only rank 0's publishing thread waits for it, with a deadline."""
 
     def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
         self._writer = RankWriter(config, run_dir, rank)
@@ -256,7 +248,6 @@ class PartWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether the version before is still being written."""
         return self._running is not None and not self._running.done()
 
     def start(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
@@ -290,10 +281,7 @@ _NEEDS_NO_DEVICE: Final = frozenset({Command.IDLE, Command.STOP, Command.SAVED, 
 
 
 class TorchThread:
-    """The one thread that runs torch; the event loop stays free for Redis meanwhile.
-
-    `busy` collects the intervals of computing, as pairs of `time.monotonic()`.
-    """
+    """The one thread that runs torch. `busy` are its intervals of computing, in `time.monotonic()`."""
 
     def __init__(self) -> None:
         self.busy: list[tuple[float, float]] = []
@@ -323,7 +311,6 @@ class RankGroup:
 
     @property
     def alternates(self) -> bool:
-        """Whether engines stand still while this learner works."""
         return self._devices is not None
 
     async def release(self) -> None:
@@ -364,10 +351,7 @@ class RankGroup:
         return trained
 
     async def keep_alive(self, deadline: float) -> None:
-        """Send `IDLE` well before the other ranks give up after `deadline` seconds of silence; runs until cancelled.
-
-        Rank 0 may wait for groups, for Redis or for a disk much longer than that.
-        """
+        """Send `IDLE` before the other ranks give up: rank 0 may wait long for groups, Redis or a disk."""
         while True:
             await asyncio.sleep(max(0.0, self._told_at + deadline / 4 - time.monotonic()))
             if time.monotonic() >= self._told_at + deadline / 4:
@@ -414,10 +398,9 @@ async def read_share(
 def share(
     groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, all_read: bool
 ) -> list[int]:
-    """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
+    """Owner of each group, `NOBODY` without a gradient (unless `all_read`): the costliest first, to the idlest rank.
 
-    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum. With
-    `all_read` (`Recipe.reads_all`) a group without a gradient has an owner too.
+    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
     """
     loads = [(0, rank) for rank in range(world)]
     owners = [NOBODY] * len(groups)

@@ -33,8 +33,8 @@ class Ranks:
     def __init__(self, *, rank: int, world: int, device: torch.device, deadline: float, rendezvous: str = "") -> None:
         """Join the process group; returns when all ranks have.
 
-        `deadline` is the longest wait in seconds for the others, here and in each collective. `rendezvous` is `file:///path` of
-        a file that no earlier group has used, or `tcp://host:port`; empty only for a single rank.
+        `deadline` is the longest wait in seconds for the others, here and in each collective. `rendezvous` is
+        `file:///path` of a file that no earlier group has used, or `tcp://host:port`; empty only for a single rank.
         """
         self.rank = rank
         self.world = world
@@ -54,11 +54,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, config: LearnerConfig, environ: Mapping[str, str] | None = None) -> Ranks:
-        """Join as the environment says: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`.
-
-        These are the variables of torchrun, so any launcher that knows them can start the ranks. Without them there is
-        one rank.
-        """
+        """Join by the variables of torchrun and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`; without them, one rank."""
         environ = os.environ if environ is None else environ
         rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         if world != config.ranks:
@@ -123,7 +119,7 @@ class Ranks:
 
     @contextmanager
     def computing(self, what: str) -> Iterator[None]:
-        """Name what went wrong when a collective inside torch (FSDP) fails in the block; other errors pass."""
+        """As `_collective`, for collectives inside torch (FSDP); other errors pass."""
         try:
             yield
         except RuntimeError as error:

@@ -150,7 +150,6 @@ class Recorder:
 
     @property
     def _goal(self) -> float:
-        """Groups of the whole recording: as many as `learner.steps` steps would train."""
         steps = self._config.learner.steps
         return float("inf") if steps is None else steps * self._config.learner.groups_per_step
 
@@ -181,7 +180,6 @@ class Recorder:
         return "data" if done and state.live <= len(closed) else None
 
     async def _save(self) -> None:
-        """Make what was taken durable, then retire it."""
         self._saved_at = time.monotonic()
         if self._fresh:
             try:

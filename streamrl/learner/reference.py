@@ -40,9 +40,7 @@ class Reference(Protocol):
         """Free the device's memory; not collective. A repeat does nothing."""
         ...
 
-    def to_device(self) -> None:
-        """Undo `to_host`; not collective. A repeat does nothing."""
-        ...
+    def to_device(self) -> None: ...
 
 
 class Frozen(RowModel, Reference):

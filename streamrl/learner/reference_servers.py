@@ -38,15 +38,12 @@ _SGLANG_LAST: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a server reports about itself."""
-
     kind: Literal["vllm", "sglang"]
     model: str  # name under which it serves its model
     context: int | None  # most tokens of a request; None when it does not say
 
     @property
     def longest(self) -> int | None:
-        """Longest prompt plus response that it scores; None when it does not say."""
         return None if self.context is None else self.context - _SPARE[self.kind]
 
 
@@ -65,7 +62,6 @@ def read_about(answer: Any, url: str) -> About:
 
 
 def scoring(about: About, sample: TrainSample) -> Call:
-    """Ask for the log-probabilities of a response. A repeat is harmless."""
     ids = [*sample.prompt.tolist(), *sample.tokens.tolist()]
     if about.kind == "vllm":
         body: dict[str, Any] = {
@@ -130,8 +126,6 @@ class NoReference(Unreachable):
 
 @dataclass(slots=True)
 class _Server:
-    """One server, as this rank knows it."""
-
     url: str
     about: About | None = None  # None before it was reached
     load: int = 0  # requests of this rank that wait for its answer
@@ -140,15 +134,14 @@ class _Server:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Order in which servers are asked, the smallest first."""
         return time.monotonic() < self.failed_at + _REST_SECONDS, self.load
 
 
 class Remote:
     """Log-probabilities under the model that servers hold (`learner.reference.kind: remote`).
 
-    Each rank sends its own samples, over HTTP. When a server fails or is silent, the response goes to another one; what has
-    no answer within `learner.reference.deadline` fails, on all ranks (NoReference).
+    Each rank sends its own samples, over HTTP. When a server fails or is silent, the response goes to another one; what
+    has no answer within `learner.reference.deadline` fails, on all ranks (NoReference).
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:

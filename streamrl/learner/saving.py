@@ -47,8 +47,6 @@ class _Saving:
 
 
 class Trained(Protocol):
-    """What a checkpoint is of: the worker of rank 0."""
-
     step: int
     digest: TrainedDigest
     state: RankState
@@ -58,9 +56,9 @@ class Saver:
     """The checkpoints of one learner, one at a time.
 
     A checkpoint that fails (full disk) leaves the run as it was: nothing is retired, training goes on until the hard
-    cap of live groups stops admission, and it is tried again after a pause that doubles. `newest` is the newest checkpoint
-    that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it; `progress` says how far
-    the slowest rank is. `tasks` owns the background task; an error there ends the learner.
+    cap of live groups stops admission, and it is tried again after a pause that doubles. `newest` is the newest
+    checkpoint that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it;
+    `progress` says how far the slowest rank is. `tasks` owns the background task; an error there ends the learner.
     """
 
     def __init__(
@@ -99,7 +97,8 @@ class Saver:
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
         most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
         the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
-        greatest number used so far. It raises Fenced when a newer learner has begun its log, even if Redis forgot that learner.
+        greatest number used so far. It raises Fenced when a newer learner has begun its log, even if Redis forgot that
+        learner.
         """
         await self.settle()
         if not self._buffer.fresh:
@@ -130,7 +129,6 @@ class Saver:
         return not self._buffer.fresh
 
     def close(self) -> None:
-        """Close the files; what is not in a checkpoint does not count."""
         self._lineage.close()
 
     def _describe(self, version: int) -> Meta:

@@ -84,10 +84,7 @@ class RowModel:
         return self._module
 
     def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
-        """Lay out this rank's batch and fill up to the number of passes of the busiest rank. Collective.
-
-        A ValueError for a sample that does not fit; the other ranks get a StreamrlError.
-        """
+        """Lay out this rank's batch, up to the passes of the busiest rank; if one refuses, all raise. Collective."""
         try:
             self.check_samples(batch)
         except ValueError:
@@ -170,11 +167,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 class TrainableModel(RowModel, Generic[SumsT]):
-    """A module over rows of tokens, with its optimizer.
-
-    `kind` are the statistics that `_backward` adds up. `whole`: the module is one FSDP unit that stays whole between
-    forward and backward.
-    """
+    """`kind` are the statistics that `_backward` adds up; `whole`: one FSDP unit that stays gathered."""
 
     def __init__(
         self, module: Backbone, config: LearnerConfig, ranks: Ranks, limits: Limits, *, kind: type[SumsT], whole: bool
@@ -250,12 +243,10 @@ class TrainableModel(RowModel, Generic[SumsT]):
         self.discard()
 
     def _lr_factor(self, trained: SumsT) -> float:
-        """Factor of the learning rate of an update with these statistics."""
         del trained
         return 1.0
 
     def _name_of(self, name: str) -> str:
-        """Name of a parameter in versions and checkpoints."""
         return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:

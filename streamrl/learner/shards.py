@@ -43,7 +43,7 @@ def rows_of(size: int, rank: int, world: int) -> slice:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
     """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
 
-    The tensors are on the CPU and must not change meanwhile. A file of an attempt that failed is replaced.
+    The tensors are on the CPU and must not change meanwhile.
     """
     path.unlink(missing_ok=True)
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
@@ -84,9 +84,7 @@ def _note(path: Path) -> Path:
 
 @runtime_checkable
 class Tensors(Protocol):
-    def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of this rank's rows, by flat name; without dimensions: a number that all ranks have."""
-        ...
+    def shard_state(self) -> dict[str, torch.Tensor]: ...
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """Put back what `shard_state` returned, bit for bit. Refused, without effect, when it does not fit."""
@@ -99,9 +97,7 @@ class Numbers(Protocol):
 
     def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned. Refused, without effect, when a number is missing or of another kind."""
-        ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 Part = Tensors | Numbers
@@ -158,7 +154,6 @@ class RankState:
         return WriteProgress(self._ranks.all_min(mine)[0])
 
     def load(self, folder: Path, meta: Meta) -> None:
-        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective."""
         self.check(meta)
         with open_shards(folder, meta.world) as shards:
             tensors = shards.rows(self._ranks.rank, self._ranks.world)
@@ -176,7 +171,7 @@ class RankState:
         if missing := sorted((ours - theirs) | (numbered - meta.numbers.keys())):
             what = f"has no state of {', '.join(missing)}"
         elif left := sorted((theirs - ours) | (meta.numbers.keys() - numbered)):
-            what = f"has state of {', '.join(left)}, which this learner has not"
+            what = f"has state of {', '.join(left)}, which this learner does not have"
         else:
             return
         raise Refused(

@@ -42,8 +42,6 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """Models of one rank; critic and reference are None where the algorithm has none."""
-
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
@@ -104,7 +102,6 @@ class StepStats:
         critic: Sequence[UpdateStats[ValueSums]] = (),
         failed: bool = False,
     ) -> StepStats:
-        """Put the updates of a step together, applied or not; `failed`: the step could not be computed."""
         applied = [stats for stats in updates if not stats.skipped]
         learnt = tuple(stats for stats in critic if not stats.skipped)
         count = max(1, len(applied))

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a learner goes on."""
-
     nonce: str  # fences this learner's writes
     epoch: int
     meta: Meta | None  # loaded checkpoint; None when training starts from the model of the run
@@ -92,7 +90,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
 
 
 def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
-    """Refuse to go on when Redis retired groups for a checkpoint and none that holds them can be loaded."""
     if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
             f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"

@@ -30,8 +30,6 @@ _REST: Final = 4.0
 
 
 class Stage(Enum):
-    """How far a closed group is."""
-
     CANDIDATE = 0
     EQUAL_REWARDS = 1  # takes a slot of the step until its end, then it is dropped; a crash leaves it closed
     IN_STEP = 2  # has gradients that are not applied yet
@@ -81,17 +79,14 @@ class TrainBuffer:
 
     @property
     def in_step(self) -> list[TrainGroup]:
-        """Groups with gradients that are not applied yet, in the order in which they were begun."""
         return self._at(Stage.IN_STEP)
 
     @property
     def fresh(self) -> set[int]:
-        """Ids in the weights that no durable checkpoint holds."""
         return {group_id for group_id, state in self._groups.items() if state.stage in {Stage.APPLIED, Stage.TRAINED}}
 
     @property
     def room(self) -> int:
-        """Free slots in the step."""
         taken = sum(state.stage in {Stage.IN_STEP, Stage.EQUAL_REWARDS} for state in self._groups.values())
         return self._config.learner.groups_per_step - taken
 
@@ -113,8 +108,8 @@ class TrainBuffer:
     async def ended(self) -> bool:
         """Whether no group will close any more: the data is at its end and every live group is in `scored`.
 
-        An end after fewer epochs than configured now does not count, because the feeder will go on. Dead-lettered groups that
-        wait to be admitted again are more data.
+        An end after fewer epochs than configured now does not count, because the feeder will go on. Dead-lettered
+        groups that wait to be admitted again are more data.
         """
         state, epochs = await self._ledger.state(), self._config.data.epochs
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
@@ -127,10 +122,10 @@ class TrainBuffer:
     def choose(self, room: int, cost: int, *, last: bool) -> list[TrainGroup]:
         """The groups of the next micro-batch, oldest first; none when it is better to wait for more.
 
-        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so
-        that the learner waits for a slow group. A group in whose steps a learner died is tried alone, so that another death
-        tells it from its neighbours. `cost` are the tokens that make a micro-batch worth a pass; fewer are taken when they fill
-        the step, or with `last`, when no more groups will come.
+        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so that
+        the learner waits for a slow group. A group in whose steps a learner died is tried alone, so that another death
+        tells it from its neighbours. `cost` are the tokens that make a micro-batch worth a pass; fewer are taken when
+        they fill the step, or with `last`, when no more groups will come.
         """
         groups = self._nearest(room)
         suspects = [group for group in groups if group.crashes]
@@ -150,8 +145,7 @@ class TrainBuffer:
     def set_equal_aside(self, room: int) -> int:
         """Take out the groups with equal rewards among those that `choose(room)` looks at; returns how many.
 
-        They keep their slots until `drop_equal`: a group admitted while the step is open would be sampled with the previous
-        weights, and would be one step older when it is trained.
+        They keep their slots until `drop_equal`: a group admitted meanwhile would be sampled with the old weights.
         """
         equal = [group.group_id for group in self._nearest(room) if group.zero_variance]
         for group_id in equal:
@@ -159,7 +153,6 @@ class TrainBuffer:
         return len(equal)
 
     async def drop_equal(self) -> None:
-        """Drop what `set_equal_aside` took out."""
         async with self._lock:
             equal = sorted(group.group_id for group in self._at(Stage.EQUAL_REWARDS))
             self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
@@ -205,10 +198,7 @@ class TrainBuffer:
             await self._drop([group.group_id for group in groups], why)
 
     def applied(self) -> list[TrainGroup]:
-        """The update of the step is in the weights: its groups are trained. Returns them.
-
-        Their slots stay taken until `free_places` names them, also when other calls write `unretired` in between.
-        """
+        """Mark the groups of the step as trained; their slots stay taken until `free_places` names them."""
         groups = self.in_step
         for group in groups:
             self._groups[group.group_id] = GroupState(Stage.APPLIED, None)
@@ -230,7 +220,6 @@ class TrainBuffer:
             await self._ledger.consume(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
-        """Retire groups that are in a durable checkpoint."""
         self.durable.update(group_ids)
         for group_id in group_ids:
             self._groups.pop(group_id, None)

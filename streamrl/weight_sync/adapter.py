@@ -83,7 +83,6 @@ def merge(
 
 
 def peft_config(adapter: Adapter) -> dict[str, Any]:
-    """The `adapter_config.json` of peft."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

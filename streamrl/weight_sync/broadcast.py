@@ -90,15 +90,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class VersionOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """A version is about to be sent; `manifest` is its encoded manifest."""
-
     number: _Number
     manifest: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Whether the member has room for the offered version and wants it."""
-
     number: _Number
     ok: bool
 
@@ -165,10 +161,7 @@ class GroupPlace:
 
 
 class Rendezvous:
-    """The store where the processes of all groups find each other: on the learner's host, at this address alone.
-
-    It has no passwords, like gloo and NCCL: the bytes that travel are only checked against the manifest.
-    """
+    """The store where processes of all groups meet. It has no passwords: received bytes are only checked."""
 
     def __init__(self, host: str) -> None:
         try:
@@ -200,10 +193,7 @@ class BroadcastGroup:
         await self._in_thread(files, "rb", mmap.MAP_PRIVATE)
 
     async def receive(self, files: Sequence[Path]) -> None:
-        """Receive into files that exist with their final sizes and allocated room.
-
-        Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
-        """
+        """Receive into files of the final size. After a cancellation the thread writes until the stall timeout."""
         await self._in_thread(files, "r+b", mmap.MAP_SHARED)
 
     def leave(self) -> None:
@@ -342,8 +332,8 @@ class Broadcaster:
     """Sends each version that is announced to all members, in one round; `deadline` is for one version.
 
     A member that does not answer is dropped, one that fails pulls the version over http; the learner waits for neither.
-    A slow member is left out of some versions, also when it joins again under its name. While a round runs, only the newest
-    announced version waits.
+    A slow member is left out of some versions, also when it joins again under its name. While a round runs, only the
+    newest announced version waits.
     """
 
     def __init__(self, root: Path, host: str, deadline: float) -> None:
@@ -455,8 +445,9 @@ class Broadcaster:
         """Leave the slowest member out of the next versions if some did not get this one.
 
         Members that did not answer have been left out already, and a round that a death ended says nothing about speed.
-        A slow member may hold others up at its own piece, because pieces travel from member to member. So of several with
-        the fewest bytes only one is left out, preferably one that was too slow before; the next round shows if that was wrong.
+        A slow member may hold others up at its own piece, because pieces travel from member to member. So of several
+        with the fewest bytes only one is left out, preferably one that was too slow before; the next round shows if
+        that was wrong.
         """
         missed = {member: got.bytes for member, got in answers.items() if not got.whole}
         for member in answers.keys() - missed.keys():
@@ -493,7 +484,6 @@ class Broadcaster:
         return True
 
     def _gather(self, members: Sequence[_Member]) -> BroadcastGroup:
-        """This host's end of a group with these members; the last group is used again when it has the same."""
         numbers = [member.number for member in members]
         if self._group is not None and self._group[0] == numbers:
             return self._group[1]
@@ -536,7 +526,6 @@ class Broadcaster:
         return answers
 
     async def _tell(self, member: _Member, message: ToMember) -> None:
-        """Send a message; a member that does not take it in time is dropped."""
         try:
             async with asyncio.timeout(self._stall):
                 await member.socket.send_str(pack(message))
@@ -556,8 +545,6 @@ class Broadcaster:
 
 @dataclass
 class _Round:
-    """The broadcast that this member takes part in."""
-
     number: int
     manifest: Manifest
     draft: Path
@@ -565,10 +552,7 @@ class _Round:
 
 
 class CollectiveSource(WeightSource):
-    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed; a context manager.
-
-    It waits half of `deadline` for a broadcast. `broadcasts` counts those that came whole.
-    """
+    """Takes versions from broadcasts, waiting half of `deadline`, and pulls over http what it missed."""
 
     def __init__(self, pulled: HttpSource, staging: StagingFolder, deadline: float, *, name: str) -> None:
         self.proves = True
@@ -616,7 +600,6 @@ class CollectiveSource(WeightSource):
         return over or self._staging.holds(manifest) is not None
 
     async def _follow(self, url: str) -> None:
-        """Be a member at this host, and at no other."""
         if self._following is not None and self._following.done():
             await self._following  # raises what ended it
         if url == self._url and self._following is not None:
@@ -629,7 +612,6 @@ class CollectiveSource(WeightSource):
         self._following = asyncio.create_task(self._stay(url), name="member of the broadcast")
 
     async def _stay(self, url: str) -> None:
-        """Connect to the host, again and again, until it is cancelled."""
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -651,7 +633,6 @@ class CollectiveSource(WeightSource):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Do what the host says until the connection ends."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for message in socket:

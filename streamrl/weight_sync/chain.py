@@ -65,8 +65,6 @@ _DISK_HINT: Final = "make room on the disk of the run directory, or unpin anothe
 
 @dataclass(frozen=True)
 class Link:
-    """One version of a chain with the folder that holds its files."""
-
     manifest: Manifest
     folder: Path
 
@@ -215,7 +213,6 @@ class Staging:
         return self._source.traffic
 
     async def fetch(self, manifest: Manifest) -> Fetched:
-        """Get the files of a version onto this host, without touching what an engine may be reading."""
         if manifest.base is not None or self._config.delta.enabled:
             return Fetched(manifest, await self.links(manifest), in_place=False)
         if self._source.proves:
@@ -223,7 +220,6 @@ class Staging:
         return Fetched(manifest, [Link(manifest, await self._source.fetch(manifest))], in_place=True)
 
     async def make(self, fetched: Fetched) -> Version:
-        """Prove and map a version; no engine may be reading one meanwhile. Errors as of `WeightSource.fetch`."""
         manifest, deadline = fetched.manifest, self._config.deadline
         try:
             async with asyncio.timeout(deadline):
@@ -252,8 +248,8 @@ class Staging:
     async def links(self, manifest: Manifest) -> list[Link]:
         """Fetch what leads from the delta base to a version, the oldest first; nothing when it holds that one.
 
-        A repeat fetches only what is missing. May run while an engine reads the base. `WeightsError` also when no chain leads
-        to the version, or only one that was found wrong before.
+        A repeat fetches only what is missing. May run while an engine reads the base. `WeightsError` also when no chain
+        leads to the version, or only one that was found wrong before.
         """
         held = self._base.pair
         if manifest.pair == held:
@@ -265,7 +261,7 @@ class Staging:
             if chain[-1].pair == self._hopeless:
                 raise WeightsError(
                     f"version {manifest.version} builds on {self._hopeless}, whose deltas gave wrong weights before",
-                    "the next full version mends this",
+                    "the next full version fixes this",
                 )
             extra = {"version": manifest.version, "anchor": chain[-1].version, "deltas": len(chain) - 1}
             logger.info("weights rebuilt from a full version", extra=extra)
@@ -275,9 +271,9 @@ class Staging:
         return [Link(link, await self._source.fetch(link)) for link in reversed(chain)]
 
     async def apply(self, links: list[Link]) -> Version:
-        """Bring the delta base to the last version of a chain and return it; an empty chain returns what it holds.
+        """Bring the delta base to the last link of a chain; an empty chain returns what it holds.
 
-        Writes into what an engine may be reading. Cancelling leaves a base that holds nothing.
+        Writes into what an engine may be reading. After a cancellation the base holds nothing.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -323,7 +319,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
     Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
-    already is left as it is; a failure (wrong files, no room, or a newer version replaced this one) leaves nothing behind.
+    already is left as it is; a failure (wrong files, no room, or a newer version replaced this one) leaves nothing
+    behind.
     """
     target = run_dir / PINNED / folder_name(*pair)
     if (target / MANIFEST_FILE).exists():

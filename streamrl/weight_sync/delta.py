@@ -52,12 +52,10 @@ class Encoded:
 
     @property
     def count(self) -> int:
-        """Changed elements."""
         return int(self.values.shape[1])
 
     @property
     def bytes(self) -> int:
-        """Bytes before compression."""
         return self.gaps.nbytes + self.values.nbytes
 
 
@@ -115,10 +113,7 @@ def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
 
 
 def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool = False) -> Shard:
-    """Write the changes of one rank's parts as one new file and return its entry for the manifest.
-
-    Parts that did not change are left out of `parts`. `OSError` may leave the file behind in part.
-    """
+    """Write one rank's changes as one new file; `parts` has changed parts only. OSError may leave part of it."""
     arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
     arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
     pieces = encode_tensors([(name, torch.from_numpy(array)) for name, array in arrays])
@@ -156,7 +151,6 @@ def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[_Words, _Words]:
 
 
 def _words(tensor: torch.Tensor) -> _Words:
-    """The elements of a contiguous CPU tensor as integers of their width, without a copy."""
     word = _WORDS.get(tensor.element_size())
     if word is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise WeightsError(f"no deltas of {tensor.dtype} tensors, or of tensors that are not contiguous on the CPU")

@@ -41,8 +41,6 @@ _OPEN_FILES: Final = 1 << 16
 
 @dataclass(frozen=True)
 class VersionStore:
-    """Folder that holds the folders of versions."""
-
     root: Path
     durable: bool  # a version is on the disk before it gets its name
     hint: str  # what to do when there is no room
@@ -62,7 +60,6 @@ def store_of(transport: str, run_dir: Path) -> VersionStore:
 
 
 def create_root(store: VersionStore) -> None:
-    """Make the root of a store, private to its user."""
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = store.root.lstat()
@@ -93,19 +90,13 @@ def memory_of(run_dir: Path) -> list[Path]:
 
 
 def release_memory(run_dir: Path) -> None:
-    """Free the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing.
-
-    The supervisor calls it when no role is left: a run that is resumed publishes its weights again.
-    """
+    """Free the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing."""
     for folder in memory_of(run_dir):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def allow_many_files() -> None:
-    """Raise this process's soft limit of open files as far as its hard limit allows. A repeat does nothing.
-
-    Connections, programs, and each mapped or held file of a version take a descriptor.
-    """
+    """Raise this process's soft limit of open files: each mapped or held file takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -118,7 +109,6 @@ def allow_many_files() -> None:
 
 
 def checksum(*buffers: Buffer) -> str:
-    """xxh3-128 of the buffers, one after the other, as 32 hexadecimal digits."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         _update(state, buffer)
@@ -206,7 +196,6 @@ class StagingFolder:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def holds(self, manifest: Manifest) -> Path | None:
-        """Folder of a version that is here whole, None when it is not."""
         folder = self.root / manifest.folder
         try:
             found = read_manifest(folder)
@@ -215,10 +204,7 @@ class StagingFolder:
         return folder if found.pair == manifest.pair and found.shards == manifest.shards else None
 
     def draft(self, manifest: Manifest, mark: str = "") -> Path:
-        """Return the folder for the files of a version on their way; an existing one is continued.
-
-        `mark` tells apart drafts of one version that are written at the same time.
-        """
+        """Folder for a version on its way, continued if there is one; `mark` tells concurrent drafts apart."""
         folder = self.root / f"{_DRAFT}{manifest.folder}+{mark}"
         try:
             if not folder.is_dir():

@@ -43,7 +43,7 @@ Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
 
 class _Overtaken(Exception):
-    """The files of a version went away because a newer one came."""
+    pass
 
 
 class _CannotFetch(Exception):
@@ -61,10 +61,10 @@ class Follower:
     skipped. One whose files are here is applied even if a newer one is known by then: it is newer than what the engine
     has, and a replica whose network is slower than the learner would otherwise never apply any.
 
-    A version that cannot be used (checksum, size, another run, an older epoch, names or shapes the engine does not know) is
-    logged and counted in `refused`, and the version before it stays. It is tried again, with pauses, until a newer one
-    comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing to train on,
-    so no newer one would ever come. A version whose files went away because a newer one came is no error.
+    A version that cannot be used (checksum, size, another run, an older epoch, names or shapes the engine does not
+    know) is logged and counted in `refused`, and the version before it stays. It is tried again, with pauses, until a
+    newer one comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing
+    to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
 
     `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
     the state of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
@@ -112,7 +112,6 @@ class Follower:
 
     @property
     def version(self) -> int:
-        """Number of the version applied last; 0 before the first."""
         return 0 if self._applied is None else self._applied.version
 
     @property
@@ -128,8 +127,8 @@ class Follower:
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop` is set; may be run again afterwards.
 
-        After a cancellation, `apply` decides the state of the engine. An engine that has refused every version since the first
-        has another model (ConfigError).
+        After a cancellation, `apply` decides the state of the engine. An engine that has refused every version since
+        the first has another model (ConfigError).
         """
         opened = open_staging(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
         try:
@@ -147,7 +146,6 @@ class Follower:
             self._staging = None
 
     async def next_applied(self) -> None:
-        """Return when one more version was applied. Cancelling is harmless."""
         async with self._took:
             await self._took.wait()
 
@@ -175,7 +173,7 @@ class Follower:
                 if attempt == _AGAIN - 1 or newest is None:
                     raise WeightsError(
                         f"the files of version {manifest.version} cannot be read again: {error}",
-                        "the next version mends this",
+                        "the next version fixes this",
                     ) from error
                 manifest = decode(newest[1])
                 self._check(newest[0], manifest, again=True)

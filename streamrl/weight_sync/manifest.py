@@ -25,8 +25,6 @@ _Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$"
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a version."""
-
     file: _FileName
     bytes: _Count
     checksum: _Checksum  # xxh3-128 of all its bytes in hexadecimal
@@ -55,7 +53,6 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the adapter's matrices."""
         return self.alpha / self.rank
 
     @property
@@ -64,8 +61,6 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
-    """One version of the weights."""
-
     v: int = SCHEMA
     run: str
     version: _Count  # only grows, also across restarts of the learner
@@ -163,7 +158,6 @@ def versions(root: Path) -> dict[Pair, Manifest]:
 
 
 def newest_with(number: int, among: dict[Pair, Manifest]) -> Manifest | None:
-    """The version with this number, of the newest epoch that has one."""
     return next((among[pair] for pair in sorted(among, reverse=True) if pair[1] == number), None)
 
 

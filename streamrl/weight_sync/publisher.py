@@ -62,8 +62,6 @@ class VersionFigures:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A version that is on the transport."""
-
     pair: Pair
     base: Pair | None
     bytes: int
@@ -81,7 +79,8 @@ class Publisher:
     has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
-    `manifest` and `figures` are those of the newest version that this publisher wrote, and do not exist before the first.
+    `manifest` and `figures` are those of the newest version that this publisher wrote, and do not exist before the
+    first.
     """
 
     def __init__(self, config: WeightsConfig, run: str, run_dir: Path) -> None:

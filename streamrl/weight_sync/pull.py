@@ -83,7 +83,6 @@ class PeerHosts:
         self.add(relays)
 
     def add(self, relays: Mapping[str, int]) -> None:
-        """Add neighbours that have the version by now; a ban stays."""
         for url, busy in relays.items():
             self._all.setdefault(url, PeerHost(url, relay=True)).busy = busy
 
@@ -122,7 +121,7 @@ class PeerHosts:
 
 
 class _Gone(Exception):
-    """This server does not have the version."""
+    pass
 
 
 class _Busy(Exception):
@@ -247,8 +246,6 @@ class Transfer:
 
 @dataclass
 class _Draft:
-    """A version on its way."""
-
     manifest: Manifest
     folder: Path
     parts: list[PartialFile]
@@ -257,8 +254,7 @@ class _Draft:
 class HttpSource(WeightSource):
     """Pulls versions from the learner's host and from neighbours that relay; used as a context manager.
 
-    `deadline` is for one version, `name` the own role, which is no neighbour, `board` where neighbours announce
-    themselves; `session` bears the token of the run.
+    `deadline` is for one version, `name` the own role, which is no neighbour; `session` bears the token of the run.
     """
 
     session: aiohttp.ClientSession
@@ -306,7 +302,7 @@ class HttpSource(WeightSource):
             except TimeoutError as error:
                 raise Unreachable(
                     f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}",
-                    "look whether the learner's host can be reached from here, or raise weights.deadline",
+                    "check that this host can reach the learner's host, or raise weights.deadline",
                 ) from error
 
     @override

@@ -43,8 +43,6 @@ _ERRORS: Final[Mapping[ErrorKind, type[StreamrlError]]] = {
 
 
 class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The rows of one tensor that one rank holds."""
-
     name: str
     dtype: str  # of safetensors
     shape: list[int]  # of these rows
@@ -204,10 +202,9 @@ class RankWriter:
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Group tensors, in their order, so that each group has at most `limit` bytes of values: one file each.
+    """One file each: groups of at most `limit` bytes, in order; a larger tensor is a group of its own and never cut.
 
-    A tensor with more bytes is a group of its own and never cut. Tensors are taken one by one, and at most one group and
-    one tensor are held. The same shapes give the same groups.
+    At most one group and one tensor are held. The same shapes give the same groups.
     """
     bucket: list[Named] = []
     size = 0

@@ -44,8 +44,6 @@ _CHUNK_BYTES: Final = 4 << 20
 
 @dataclass
 class Hold:
-    """One version that is held, with a descriptor for each file; `used` is monotonic time."""
-
     used: float
     transfers: int = 0
     files: dict[str, int] = field(default_factory=dict)
@@ -131,7 +129,6 @@ class ShardServer:
         return app
 
     async def _holding(self, app: web.Application) -> AsyncIterator[None]:
-        """Let go of idle versions; owned by the application."""
         del app
         expiring = asyncio.create_task(self._expire(), name="held versions")
         yield

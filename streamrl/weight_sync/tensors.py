@@ -241,7 +241,6 @@ def parse_tensors(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Te
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview[Any]:
-    """The bytes of a contiguous CPU tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
