@@ -90,7 +90,10 @@ def work_of_prompt(extents: Sequence[Extent], limits: Limits) -> int:
 
 
 def split(widths: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices into `widths` by micro-batch, widest first; its padding costs less than one more pass."""
+    """Indices into `widths` by micro-batch, widest first.
+
+    A micro-batch has at most `cap` tokens, or one row, and less padding than one more pass would cost.
+    """
     parts: list[list[int]] = []
     width = spare = 0
     for index in sorted(range(len(widths)), key=lambda row: -widths[row]):

@@ -67,7 +67,7 @@ class Critic(TrainableModel[ValueSums]):
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
-        # A value head is no output layer: it is in float32 anyway.
+        # `head_float32` is about output layers; a value head is in float32 anyway.
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
         limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip

@@ -178,7 +178,7 @@ def _write(
     files: dict[str, list[str]] = {}
     for number, part in enumerate(parts, 1):
         file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        # The names that other programs know, where transformers has others in memory (fused experts).
+        # Names as in files: transformers has others in memory for some models (fused experts).
         tensors = revert_weight_conversion(model, {name: source.read(name).contiguous() for name in part})
         if number == len(parts):
             tensors |= source.buffers(model)

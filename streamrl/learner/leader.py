@@ -209,7 +209,7 @@ class Leader:
         if self._buffer.in_step:
             await self._abandon()
         if self._worker.step != self._published_step:
-            await self._publish()  # the last steps, where not each is published
+            await self._publish()  # the last steps may be unpublished when `publish_every` is above 1
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
         await self._publishing.settle()

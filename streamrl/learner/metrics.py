@@ -201,7 +201,7 @@ class Tracker(Sink):
 
     @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        # The step is a figure of its own, since it goes back when a checkpoint is loaded.
+        # Log the step as a figure, because it goes back when a checkpoint is loaded.
         self._library.log({**figures, "step": step})
 
     @override

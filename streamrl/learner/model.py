@@ -133,7 +133,7 @@ class _Fallback:
 
 
 def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward pass of each layer, with changing shapes; on failure the layers run uncompiled, with a warning.
+    """Compile the forward pass of each layer, with changing shapes; on failure layers run uncompiled, with a warning.
 
     The backward pass is compiled together with the forward pass, so that it cannot fail later.
     """

@@ -222,9 +222,10 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned, bit for bit, and forget gradients. Refused, without effect, if it does not fit.
+        """Put back what `state` returned, bit for bit. Refused, without effect, when it does not fit.
 
-        An average that the run does not keep is left out; one that was not kept begins at the loaded weights.
+        Gradients are forgotten. An average that the run does not keep is left out; one that was not kept begins at the
+        loaded weights.
         """
         live = self.live()
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}

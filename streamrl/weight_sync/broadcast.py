@@ -437,7 +437,7 @@ class Broadcaster:
         proving = manifest.total_bytes / _PROOF_BYTES_PER_SECOND
         if not await self._send(group, manifest):
             proving = 0.0
-            await self._finish(manifest.pair)  # members say how far they came, and pull
+            await self._finish(manifest.pair)  # members report how far they came, and pull
         answers = await self._answers(taking, Got, number, self._stall + proving)
         self._settle(taking, answers)
 
@@ -570,7 +570,7 @@ class CollectiveSource(WeightSource):
     @override
     async def fetch(self, manifest: Manifest) -> Path:
         here = self._staging.holds(manifest)
-        if here is not None:  # also when the learner whose broadcasts we follow never sends it
+        if here is not None:  # before `_follow`: it may be of an older learner than the one we follow
             return here
         await self._follow(manifest.sources[0] if manifest.sources else "")
         with self.traffic.timed(), contextlib.suppress(TimeoutError):
@@ -677,7 +677,7 @@ class CollectiveSource(WeightSource):
             return
         if self._group is None or self._group.place.group != go.group:
             self._leave_group()
-            # the address by which the host is reached is the one by which it reaches us
+            # The others can reach this host at the address that it uses towards the learner's host.
             own = socket.get_extra_info("sockname", ("127.0.0.1",))[0]
             place = GroupPlace(go.group, go.rank, go.size, go.backend, go.stall, own)
             self._group = BroadcastGroup(place, (go.host, go.port))

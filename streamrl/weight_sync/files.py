@@ -101,7 +101,7 @@ def allow_many_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    with contextlib.suppress(OSError, ValueError):  # a container may forbid it; then the limit is met where it is
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it: keep the present limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -190,7 +190,7 @@ class Follower:
             if found is None:
                 continue
             self._known, seen = found, found[0]
-            with contextlib.suppress(WeightsError):  # it is refused where it is taken
+            with contextlib.suppress(WeightsError):  # `_take` decodes it again and refuses it
                 manifest = decode(found[1])
                 self.newest_step = manifest.step
                 if self._fetching is not None and manifest.epoch > self._fetching.epoch:

@@ -363,7 +363,7 @@ class Estimator:
                 advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
         except ValueError:
             raise
-        except Exception as error:  # whatever code of a user raises concerns this group, not the learner
+        except Exception as error:  # an error in a user's code concerns this group and must not end the learner
             raise ValueError(f"the estimator {self.name} failed: {error!r}") from error
         shapes, lengths = [array.shape for array in advantages], group.lengths.tolist()
         if shapes != [(length,) for length in lengths]:
