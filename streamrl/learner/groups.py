@@ -39,6 +39,7 @@ class TrainGroup:
 
     @property
     def prompt_tokens(self) -> int:
+        """The prompt counts once for each response."""
         return sum(len(sample.prompt) for sample in self.samples)
 
     @property

@@ -222,6 +222,7 @@ class Branch:
         self._order = sorted(steps)
 
     def note(self, version: int, step: int) -> None:
+        """Numbers only grow."""
         self._steps[version] = step
         self._order.append(version)
 

@@ -38,6 +38,7 @@ class StepMeter:
         self._computed = 0.0
 
     def begin(self) -> None:
+        """The first groups are there. Later calls do nothing."""
         if self._began is None:
             self._began = self._since = time.monotonic()
 

@@ -113,6 +113,8 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats(Generic[SumsT]):
+    """What one update of a model did; the same on all ranks."""
+
     update: int  # updates applied so far, this one included unless it was skipped
     loss: float  # sum of the loss over the tokens of the update, divided by its size
     grad_norm: float  # of the gradient of that loss before clipping; may be infinite or nan when skipped

@@ -234,6 +234,7 @@ class RankWorker:
             model.to_device()
 
     def close(self) -> None:
+        """Not collective."""
         if self._parts is not None:
             self._parts.close()
 
@@ -311,6 +312,7 @@ class RankGroup:
 
     @property
     def alternates(self) -> bool:
+        """Whether engines stand still while this learner works."""
         return self._devices is not None
 
     async def release(self) -> None:

@@ -40,7 +40,9 @@ class Reference(Protocol):
         """Free the device's memory; not collective. A repeat does nothing."""
         ...
 
-    def to_device(self) -> None: ...
+    def to_device(self) -> None:
+        """Undo `to_host`; not collective. A repeat does nothing."""
+        ...
 
 
 class Frozen(RowModel, Reference):

@@ -152,6 +152,7 @@ class Remote:
         self._together(self._look)
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
+        """As `Reference` says; also DataError when servers refuse a response, WireError for unusable answers."""
         found = [np.zeros(0, dtype=np.float32) for _ in batch]
         self._together(lambda clients: self._score(clients, batch, found))
         return found

@@ -84,7 +84,9 @@ def _note(path: Path) -> Path:
 
 @runtime_checkable
 class Tensors(Protocol):
-    def shard_state(self) -> dict[str, torch.Tensor]: ...
+    def shard_state(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU of this rank's rows, by flat name; without dimensions: a number that all ranks have."""
+        ...
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """Put back what `shard_state` returned, bit for bit. Refused, without effect, when it does not fit."""
@@ -97,7 +99,9 @@ class Numbers(Protocol):
 
     def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` returned. Refused, without effect, when a number is missing or of another kind."""
+        ...
 
 
 Part = Tensors | Numbers
@@ -154,6 +158,7 @@ class RankState:
         return WriteProgress(self._ranks.all_min(mine)[0])
 
     def load(self, folder: Path, meta: Meta) -> None:
+        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective."""
         self.check(meta)
         with open_shards(folder, meta.world) as shards:
             tensors = shards.rows(self._ranks.rank, self._ranks.world)

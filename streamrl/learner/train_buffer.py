@@ -220,6 +220,7 @@ class TrainBuffer:
             await self._ledger.consume(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
+        """Retire groups that are in a durable checkpoint."""
         self.durable.update(group_ids)
         for group_id in group_ids:
             self._groups.pop(group_id, None)

@@ -213,6 +213,7 @@ class Staging:
         return self._source.traffic
 
     async def fetch(self, manifest: Manifest) -> Fetched:
+        """Get the files of a version onto this host, without touching what an engine may be reading."""
         if manifest.base is not None or self._config.delta.enabled:
             return Fetched(manifest, await self.links(manifest), in_place=False)
         if self._source.proves:
@@ -220,6 +221,7 @@ class Staging:
         return Fetched(manifest, [Link(manifest, await self._source.fetch(manifest))], in_place=True)
 
     async def make(self, fetched: Fetched) -> Version:
+        """Prove and map a version; no engine may be reading one meanwhile. Errors as of `WeightSource.fetch`."""
         manifest, deadline = fetched.manifest, self._config.deadline
         try:
             async with asyncio.timeout(deadline):

@@ -146,6 +146,7 @@ class Follower:
             self._staging = None
 
     async def next_applied(self) -> None:
+        """Return when one more version was applied. Cancelling is harmless."""
         async with self._took:
             await self._took.wait()
 

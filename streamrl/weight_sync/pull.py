@@ -83,6 +83,7 @@ class PeerHosts:
         self.add(relays)
 
     def add(self, relays: Mapping[str, int]) -> None:
+        """A ban stays."""
         for url, busy in relays.items():
             self._all.setdefault(url, PeerHost(url, relay=True)).busy = busy
 
