@@ -1,7 +1,7 @@
 """Samples, and their arrays in the rows of micro-batches.
 
 A block is a prompt with one or more responses to it: they lie side by side, each attends to the prompt and to itself,
-and their positions all begin behind the prompt, so every token sees exactly what it would see alone. The last token of
+and their positions all begin after the prompt, so every token sees exactly what it would see alone. The last token of
 a response is left out, because nothing is predicted from it.
 
 A row is one block (`learner.rows: buckets`), or is filled with blocks up to a length (`packed`), under the same mask: a
@@ -37,61 +37,38 @@ Row: TypeAlias = list[Block]
 
 
 class Extent(NamedTuple):
-    """Tokens of a sample: of its prompt, at least one, and sampled ones."""
-
     prompt: int
     sampled: int
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that rows and micro-batches must keep.
+    """Sizes that rows and micro-batches must keep, in tokens."""
 
-    Attributes:
-        tokens: most tokens of a micro-batch, padding included; a single longer row still gets one of its own.
-        longest: longest sequence the model takes; padding does not go beyond it.
-        shared: longest row with several responses, in tokens; 0: the model cannot have such rows.
-        packed: length up to which a row is filled with blocks, at most `shared`; 0: a block a row.
-        share_prompts: a block may have several responses.
-        hidden: hidden size of the model, for the choice between sharing and not.
-        alone: each row is a micro-batch without padding; nothing is shared or packed.
-    """
-
-    tokens: int
-    longest: int = 1 << 30
-    shared: int = 0
-    packed: int = 0
-    share_prompts: bool = True
-    hidden: int = 1
-    alone: bool = False
+    tokens: int  # of a micro-batch, padding included; a single longer row still gets one of its own
+    longest: int = 1 << 30  # sequence that the model takes; padding does not go beyond it
+    shared: int = 0  # longest row with several responses; 0: the model cannot have such rows
+    packed: int = 0  # length up to which a row is filled with blocks, at most `shared`; 0: one block per row
+    share_prompts: bool = True  # a block may have several responses
+    hidden: int = 1  # hidden size of the model
+    alone: bool = False  # each row is a micro-batch without padding; nothing is shared or packed
 
     def work(self, width: int) -> int:
-        """Work of a row, padding included, in arbitrary units.
-
-        A token costs 24 hidden^2 in a layer's products with weights and 4 width hidden in its attention, in which a
-        shared row also computes the pairs of different responses, for nothing.
-        """
+        """In arbitrary units: 24 hidden^2 per token and layer for the weights, 4 width hidden for the attention."""
         width = padded_width(width)
         return width * (6 * self.hidden + width)
 
 
 def padded_width(tokens: int) -> int:
-    """Width of a row of so many tokens: the next multiple of `WIDTH_STEP`."""
     return -(-tokens // WIDTH_STEP) * WIDTH_STEP
 
 
 def row_width(extents: Sequence[Extent], row: Row) -> int:
-    """Tokens of a row, padding not counted."""
     return sum(_block_width(extents, block) for block in row)
 
 
 def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Limits) -> list[list[Row]]:
-    """Give each response its place: micro-batches of rows.
-
-    `prompts` has the indices of the samples of each prompt; every sample to be trained is in one of them, and has
-    sampled tokens. Rows with several responses are never in one micro-batch with rows above `limits.shared`, whose
-    windows of attention are the model's own.
-    """
+    """Micro-batches of rows. Shared rows never join wide ones, which need the attention windows of the model itself."""
     blocks = [block for members in prompts for block in _blocks(extents, members, limits)]
     if limits.alone:
         return [[[block]] for block in blocks]
@@ -107,16 +84,15 @@ def plan(extents: Sequence[Extent], prompts: Sequence[Sequence[int]], limits: Li
 
 
 def work_of_prompt(extents: Sequence[Extent], limits: Limits) -> int:
-    """Work of all responses to one prompt, as `Limits.work` counts: how ranks are balanced."""
+    """Work of all responses to one prompt; ranks are balanced by it."""
     members = [index for index, extent in enumerate(extents) if extent.sampled]
     return sum(limits.work(_block_width(extents, block)) for block in _blocks(extents, members, limits))
 
 
 def split(widths: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut rows into micro-batches, widest first; returns indices into `widths`, one list per micro-batch.
+    """Indices into `widths` by micro-batch, widest first.
 
-    A micro-batch holds at most `cap` tokens, padding included, or a single row. A narrower row joins the micro-batch
-    of a wider one only as long as all padding of that micro-batch costs less than one more pass.
+    A micro-batch has at most `cap` tokens, or one row, and less padding than one more pass would cost.
     """
     parts: list[list[int]] = []
     width = spare = 0
@@ -131,7 +107,6 @@ def split(widths: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def _blocks(extents: Sequence[Extent], members: Sequence[int], limits: Limits) -> list[Block]:
-    """Blocks of the responses to one prompt: several in one where that is less work, else one each."""
     alone = [[member] for member in members]
     if not limits.share_prompts or not limits.shared:
         return alone
@@ -145,11 +120,7 @@ def _blocks(extents: Sequence[Extent], members: Sequence[int], limits: Limits) -
 
 
 def _packed(extents: Sequence[Extent], blocks: Sequence[Block], length: int) -> list[Row]:
-    """Fill rows up to a length, widest blocks first, each into the first row that has room.
-
-    First fit decreasing (Johnson 1973): at most 11/9 of the fewest possible rows, and one more. A block above the
-    length is a row.
-    """
+    """First fit decreasing (Johnson 1973): at most 11/9 of the fewest possible rows, and one more."""
     rows: list[Row] = []
     room: list[int] = []
     for block in sorted(blocks, key=lambda each: -_block_width(extents, each)):
@@ -173,37 +144,21 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
-    """One response with what the learner needs of it; n sampled tokens.
-
-    Attributes:
-        group_id: id of its group.
-        prompt: token ids of the prompt, shape (prompt tokens,), at least one.
-        tokens: sampled token ids, shape (n,); without any, the sample gives no gradient.
-        logprobs: log-probability that each token was sampled with, shape (n,), finite.
-        steps: step of the version that sampled each token, shape (n,), at least 0.
-        reward: of the response, finite.
-        advantages: of each token, float32, shape (n,), finite.
-        baseline: reward of the greedy response to the prompt; None without one.
-        proximal: log-probability under the policy of the start of the step, shape (n,); None until it is computed.
-        reference: the same under the reference policy.
-        entropy: of the distribution of each token under the policy of the start of the step, in nats; None likewise.
-        values: the critic's value of the state before each token; None likewise.
-        returns: what the critic learns, shape (n,); None likewise.
-    """
+    """One response with what the learner needs of it; n sampled tokens. Optional arrays are None until computed."""
 
     group_id: int
-    prompt: Int32Array
-    tokens: Int32Array
-    logprobs: Float32Array
-    steps: Int64Array
+    prompt: Int32Array  # token ids, shape (prompt tokens,), at least one
+    tokens: Int32Array  # sampled token ids, shape (n,); without any, the sample gives no gradient
+    logprobs: Float32Array  # log-probability that each token was sampled with, shape (n,), finite
+    steps: Int64Array  # step of the version that sampled each token, shape (n,), at least 0
     reward: float
-    advantages: Float32Array
-    baseline: float | None = None
-    proximal: Float32Array | None = None
-    reference: Float32Array | None = None
-    entropy: Float32Array | None = None
-    values: Float32Array | None = None
-    returns: Float32Array | None = None
+    advantages: Float32Array  # shape (n,), finite
+    baseline: float | None = None  # reward of the greedy response to the prompt
+    proximal: Float32Array | None = None  # log-probability under the policy of the start of the step, shape (n,)
+    reference: Float32Array | None = None  # log-probability under the reference policy, shape (n,)
+    entropy: Float32Array | None = None  # of each token's distribution at the start of the step, in nats, shape (n,)
+    values: Float32Array | None = None  # the critic's value of the state before each token, shape (n,)
+    returns: Float32Array | None = None  # what the critic learns, shape (n,)
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -222,40 +177,26 @@ class TrainSample:
 
     @property
     def width(self) -> int:
-        """Tokens that go through the model."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def has_advantage(self) -> bool:
-        """Whether some token has an advantage other than 0."""
         return bool(self.advantages.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """Rows of one forward pass, and the places in them where sampled tokens are predicted; n tokens in all.
+    """Rows of one forward pass, and the places in them where sampled tokens are predicted; n tokens in all."""
 
-    Attributes:
-        samples: index in the batch of each sample, shape (samples,), row by row.
-        counts: sampled tokens of each sample, shape (samples,).
-        input_ids: shape (rows, width), zeros to the right.
-        segments: shape (rows, width), see `BLOCK`; `PADDING` to the right.
-        position_ids: shape (rows, width), place of each token in its own sequence, 0 for padding.
-        shared: some row holds more than one response.
-        positions: flat index (row * width + column) of the place that predicts each sampled token, shape (n,).
-        targets: sampled token ids, shape (n,).
-        behaviour: `TrainSample.logprobs`, shape (n,). The arrays that follow have this shape too and are those of
-            `TrainSample`; an optional one is None when some sample has none.
-    """
-
-    samples: Int64Array
-    counts: npt.NDArray[np.int64]
-    input_ids: npt.NDArray[np.int64]
-    segments: npt.NDArray[np.int64]
-    position_ids: npt.NDArray[np.int64]
-    shared: bool
-    positions: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
+    samples: Int64Array  # index in the batch of each sample, shape (samples,), row by row
+    counts: npt.NDArray[np.int64]  # sampled tokens of each sample, shape (samples,)
+    input_ids: npt.NDArray[np.int64]  # shape (rows, width), zeros to the right
+    segments: npt.NDArray[np.int64]  # shape (rows, width), see `BLOCK`; `PADDING` to the right
+    position_ids: npt.NDArray[np.int64]  # shape (rows, width), place of each token in its own sequence, 0 for padding
+    shared: bool  # some row holds more than one response
+    positions: npt.NDArray[np.int64]  # flat index (row * width + column) of the place that predicts each token, (n,)
+    targets: npt.NDArray[np.int64]  # sampled token ids, shape (n,)
+    # The fields below are those of `TrainSample`, shape (n,); None when some sample has none.
     behaviour: Float32Array
     steps: Int64Array
     advantages: Float32Array
@@ -265,19 +206,17 @@ class Microbatch:
     returns: Float32Array | None = None
 
     def deal_out(self, tokens: npt.NDArray[np.float32], batch: list[Float32Array]) -> None:
-        """Put what was computed for each token, shape (n,), to the places of its samples in a list over the batch."""
         if len(self.samples):
             for index, piece in zip(self.samples, np.split(tokens, np.cumsum(self.counts)[:-1]), strict=True):
                 batch[index] = piece
 
 
 def sizes(batch: Sequence[TrainSample]) -> tuple[int, int]:
-    """Sampled tokens and responses of a batch; what updates are divided by. A response without tokens is none."""
+    """Sampled tokens, and responses with sampled tokens: what updates are divided by."""
     return sum(len(sample.tokens) for sample in batch), sum(len(sample.tokens) > 0 for sample in batch)
 
 
 def layout(batch: Sequence[TrainSample], limits: Limits) -> list[Microbatch]:
-    """Lay the samples of a batch out in micro-batches; samples without sampled tokens are left out."""
     prompts: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(batch):
         if len(sample.tokens):
@@ -356,6 +295,5 @@ def _microbatch(
 
 
 def _joined(arrays: Sequence[Float32Array | None]) -> Float32Array | None:
-    """All of them in one, None when one is missing."""
     known = [array for array in arrays if array is not None]
     return np.concatenate(known).astype(np.float32) if len(known) == len(arrays) else None

@@ -1,11 +1,11 @@
 """Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
 
-Every rank writes its shard into `draft-EPOCH-STEP` (shards.py); when all are there rank 0 writes `meta.json`,
-makes everything durable and renames the directory. There is no "latest": the name carries epoch and step, so that a
-paused old learner which wakes up cannot put its file over a newer one, and Redis says which files are void
-(`Checkpoints.greatest`).
+Every rank writes its shard into `draft-EPOCH-STEP` (shards.py). When all are there, rank 0 writes `meta.json`, makes
+everything durable and renames the directory. There is no "latest" file: the name carries epoch and step, so a learner
+that was paused and wakes up cannot replace the file of its successor, and Redis says which files are void
+(`Checkpoints.eligible`).
 
-This module knows no torch: the audit reads `meta.json` and checksums without it.
+This module imports no torch, so that the audit can read `meta.json` and checksums without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHUNK: Final = 8 << 20
 
 
 class CheckpointShard(msgspec.Struct, frozen=True):
-    """One rank's file: name, bytes, xxh3-128 of its content in hexadecimal."""
+    """One rank's file; the checksum is xxh3-128 in hexadecimal."""
 
     file: str
     bytes: int
@@ -46,60 +46,46 @@ class CheckpointShard(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself (`meta.json`).
-
-    `chain` names the logs of trained ids and how many bytes of each belong to these weights; `record` does the same for
-    the files that say what is known of those groups (lineage.py). `count` and `digest` were kept beside the weights
-    (`TrainedDigest`). `bases` are the checkpoints that each later learner of this line went on from, one per epoch.
-
-    `kind` is `recording` where groups were recorded and not trained: there are no weights, and `recording` names the
-    files in the run directory, with their lengths, that hold them. `model` is `model.path`. `parts` are the parts of
-    the learner whose tensors are in the shards, and `numbers` what they keep besides, by part (shards.py).
-    """
-
     format: int = 1
-    kind: Kind = "model"
-    parts: list[str] = []
-    numbers: dict[str, dict[str, Any]] = {}
+    kind: Kind = "model"  # `recording`: groups were recorded and not trained, there are no weights
+    parts: list[str] = []  # parts of the learner whose tensors are in the shards
+    numbers: dict[str, dict[str, Any]] = {}  # what the parts keep besides tensors (shards.py)
     epoch: int
     step: int
     version: int
-    chain: list[Link] = []
-    count: int = 0
+    chain: list[Link] = []  # logs of trained ids, and how many bytes of each belong to these weights
+    count: int = 0  # `TrainedDigest`, kept beside the weights
     digest: str = "0" * 32
-    bases: list[Position] = []
+    bases: list[Position] = []  # the checkpoint that each later learner of this line went on from, one per epoch
     world: int = 1
-    model: str = ""
-    record: list[Link] = []
-    recording: list[Link] = []
+    model: str = ""  # `model.path`
+    record: list[Link] = []  # what is known of those groups (lineage.py)
+    recording: list[Link] = []  # recorded groups, in the run directory
     shards: list[CheckpointShard] = []
 
     @property
     def position(self) -> Position:
-        """(epoch, step): the order of checkpoints."""
         return self.epoch, self.step
 
     @property
     def name(self) -> str:
-        """`EPOCH-STEP`, as Redis knows it."""
         return f"{self.epoch}-{self.step}"
 
     def covers(self, position: Position) -> bool:
-        """Whether these weights go on from the checkpoint at `position`, or are it: all it was trained on is in them.
+        """Whether all that the checkpoint at `position` was trained on is in these weights.
 
-        False for a greater one of the same line, and for one of another line: that of a learner which went on beside
-        its successor.
+        False for a later one of this line, and for one of a learner that went on beside its successor.
         """
         line = [*self.bases, self.position]
         return position == NOWHERE or any(epoch == position[0] and step >= position[1] for epoch, step in line)
 
 
 class InvalidCheckpoint(StreamrlError):
-    """A checkpoint is incomplete, or its bytes are not those that were written."""
+    pass
 
 
 def parse_name(name: str | None) -> Position:
-    """(epoch, step) of the `EPOCH-STEP` that Redis holds; (0, 0) when it holds none."""
+    """Parse the `EPOCH-STEP` that Redis holds; (0, 0) when it holds none."""
     if not name:
         return NOWHERE
     epoch, _, step = name.partition("-")
@@ -107,11 +93,7 @@ def parse_name(name: str | None) -> Position:
 
 
 class Checkpoints:
-    """The checkpoints of a run.
-
-    Args:
-        make: make the directory when it is missing; False: read only.
-    """
+    """The checkpoints of a run; with `make=False` they are only read."""
 
     def __init__(self, folder: Path, *, make: bool = True) -> None:
         self.folder = folder
@@ -119,20 +101,15 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
 
     def positions(self) -> list[Position]:
-        """Positions of all finished checkpoints, valid or not, ascending."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         matches = (_NAME.fullmatch(path.name) for path in paths)
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
     def path(self, position: Position) -> Path:
-        """Directory of a finished checkpoint."""
         return self.folder / f"ckpt-{position[0]}-{position[1]}"
 
     def loadable(self, base: str | None, base_epoch: int, retired: str | None) -> Iterator[Meta]:
-        """Meta data of the checkpoints that may be loaded, the greatest first; nothing else of them is read.
-
-        Those whose meta data cannot be read are logged and left out. For the arguments see `greatest`.
-        """
+        """Meta data of the checkpoints that `greatest` may choose, the greatest first; unreadable ones are logged."""
         for position in reversed(self.eligible(base, base_epoch)):
             path = self.path(position)
             try:
@@ -153,14 +130,12 @@ class Checkpoints:
         return [place for place in self.positions() if not base or place == declared or place[0] >= base_epoch]
 
     def greatest(self, base: str | None, base_epoch: int, retired: str | None = None) -> Meta | None:
-        """The greatest valid checkpoint that may be loaded, None when there is none; invalid ones are logged.
+        """The greatest valid checkpoint that may be loaded; invalid ones are logged.
 
-        Args:
-            base: declared by the last learner, `EPOCH-STEP`; None when there was none.
-            base_epoch: of the learner that declared it.
-            retired: the checkpoint that Redis last retired groups for. A checkpoint that does not go on from it lacks
-                those groups. When Redis comes back from before a take-over and the older learner retires groups again,
-                its line is continued; the same roll-back brought the groups of the successor back.
+        `base` (`EPOCH-STEP`) was declared by the last learner, of epoch `base_epoch`. `retired` is the checkpoint that
+        Redis last retired groups for: a checkpoint that does not go on from it lacks those groups. When Redis comes
+        back from before a take-over and the older learner retires groups again, its line is continued; the same
+        roll-back brought the groups of the successor back.
         """
         for meta in self.loadable(base, base_epoch, retired):
             path = self.path(meta.position)
@@ -171,22 +146,18 @@ class Checkpoints:
         return None
 
     def draft(self, position: Position) -> Path:
-        """Path of the unfinished checkpoint of a position."""
         return self.folder / f"draft-{position[0]}-{position[1]}"
 
     def begin(self, position: Position) -> Path:
-        """Make an empty directory for the shards of all ranks; `OSError` when the disk does not let us."""
         draft = self.draft(position)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         return draft
 
     def finish(self, meta: Meta) -> None:
-        """Write `meta.json` beside the shards, make all durable, and rename; every rank has read its shard back.
+        """Write `meta.json`, make all durable, and rename.
 
-        Raises:
-            OSError: the disk is full or broken; no checkpoint of this name has come to be.
-            InvalidCheckpoint: what is there is not what was written; nothing may be retired for it.
+        After an OSError there is no checkpoint of this name. After InvalidCheckpoint no group may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
         write_synced(draft / _META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
@@ -196,15 +167,11 @@ class Checkpoints:
             raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
 
     def read_meta(self, path: Path) -> Meta:
-        """The meta data of a checkpoint, unchecked; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
+        """Read the meta data without checks; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
         return msgspec.json.decode((path / _META_FILE).read_bytes(), type=Meta)
 
     def validate(self, path: Path) -> Meta:
-        """Read a checkpoint whole and return its meta data.
-
-        Raises:
-            InvalidCheckpoint: no meta data, another name, a shard missing, short or changed, a log of the chain gone.
-        """
+        """Read a checkpoint whole, compare it with its checksums, and return its meta data."""
         try:
             meta = self.read_meta(path)
             if self.path(meta.position) != path or len(meta.shards) != meta.world:
@@ -221,7 +188,6 @@ class Checkpoints:
         return meta
 
     def remove_drafts(self, epoch: int) -> None:
-        """Remove what learners before `epoch` left unfinished."""
         for path in self.folder.glob("draft-*"):
             number = path.name.split("-")[1]
             if number.isdigit() and int(number) < epoch:
@@ -230,12 +196,8 @@ class Checkpoints:
     def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
         """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
 
-        Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest.
-
-        Args:
-            current: the newest checkpoint.
-            keep: newest ones that stay.
-            keep_every: of the older ones, the first at or after each multiple of so many steps stays too; 0: none.
+        Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest. The first
+        older checkpoint at or after each multiple of `keep_every` steps stays too (0: none).
         """
         line = [place for place in self.positions() if current.covers(place)]
         kept = {*line[-keep:], *milestones(line, keep_every)}
@@ -245,22 +207,16 @@ class Checkpoints:
 
 
 def milestones(line: Sequence[Position], every: int) -> list[Position]:
-    """Of checkpoints in ascending order, the first at or after each multiple of `every` steps; none when it is 0.
-
-    Checkpoints need not be at a multiple: one at the end of a run, or after a failed one, shifts those that follow.
-    Removing the ones that are not chosen does not change the choice.
-    """
+    """The first checkpoint at or after each multiple of `every`; removing the others does not change the choice."""
     before = [0, *(step for _, step in line)]
     return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]
 
 
 def shard_name(rank: int, world: int) -> str:
-    """Name of one rank's file."""
     return f"rank-{rank}-of-{world}.safetensors"
 
 
 def describe(path: Path) -> CheckpointShard:
-    """Size and checksum of a file as it is on disk."""
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

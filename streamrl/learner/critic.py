@@ -20,10 +20,7 @@ from streamrl.wire import Float32Array
 
 
 class ValueHead(nn.Linear):
-    """One number for each hidden state, computed in float32 whatever the type of the model is.
-
-    It begins at 0, so the first values are 0 on every rank and the first gradients go into the head alone.
-    """
+    """Computed in float32 whatever the type of the model is; begins at 0, so it is the same on all ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, dtype=torch.float32)
@@ -37,8 +34,6 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(Backbone):
-    """Values of the states in which tokens were sampled: a causal language model without its output layer."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
         self.value_head = ValueHead(self.hidden_width())
@@ -52,10 +47,7 @@ class ValueModel(Backbone):
         positions: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the value of the state before each target: that of the place which predicts it; float32, shape (n,).
-
-        For the arguments see `LogProbModel.forward`; `targets` are not used.
-        """
+        """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
         del targets
         values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
         return values
@@ -75,7 +67,7 @@ class Critic(TrainableModel[ValueSums]):
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
-        # A value head is no output layer: it is in float32 anyway.
+        # `head_float32` is about output layers; a value head is in float32 anyway.
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
         limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
@@ -131,11 +123,7 @@ class Critic(TrainableModel[ValueSums]):
 
 
 def make_critic(config: RunConfig, ranks: Ranks, actor: RowModel) -> Critic:
-    """The critic of a run with `learner.critic.kind: model`. Collective.
-
-    Raises:
-        ConfigError: its model cannot be had, or cannot read what the policy reads.
-    """
+    """Make the critic of a run with `learner.critic.kind: model`. Collective."""
     critic = Critic(config, ranks)
     path = config.learner.critic.path or config.model.path
     check_fit("learner.critic.path", path, critic, actor, config.model)

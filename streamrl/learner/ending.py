@@ -20,17 +20,12 @@ Reason = Literal["steps", "accuracy", "data"]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `finished.json`: why and where the run ended.
-
-    `accuracy` is the newest held-out one, if any; `epochs` are the passes over the data that the run was to make.
-    """
-
     reason: Reason
     step: int
     version: int
     epoch: int
-    accuracy: float | None = None
-    epochs: int | None = None
+    accuracy: float | None = None  # newest held-out one
+    epochs: int | None = None  # passes over the data that the run was to make
 
     def holds(self, config: RunConfig) -> bool:
         """Whether the run is over under this configuration too; it is not when somebody raised the limit."""
@@ -44,7 +39,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_finished(run_dir: Path) -> Finished | None:
-    """Read `finished.json`; None when there is none or a crash cut it off."""
+    """Read `finished.json`; None when it is missing or a crash cut it off."""
     try:
         return msgspec.json.decode((run_dir / FINISHED_FILE).read_bytes(), type=Finished)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -52,11 +47,7 @@ def read_finished(run_dir: Path) -> Finished | None:
 
 
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """Whether the run has ended and nothing calls for going on.
-
-    After the end of the data, groups that are live again do, or wait to be: dead groups that people replay, or groups
-    that came back with a Redis from the past.
-    """
+    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis)."""
     finished = read_finished(run_dir)
     if finished is None or not finished.holds(config):
         return False
@@ -68,7 +59,6 @@ async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
 
 
 def write_finished(run_dir: Path, finished: Finished) -> None:
-    """Write `finished.json` durably; it appears whole or not at all."""
     write_durably(run_dir / FINISHED_FILE, msgspec.json.encode(finished))
 
 
@@ -80,7 +70,6 @@ class Ending:
         self._config, self._roles = config.learner, roles
 
     async def reason(self, step: int) -> Reason | None:
-        """Why the run is over after `step` updates, None when it is not."""
         if self._config.steps is not None and step >= self._config.steps:
             return "steps"
         limit = self._config.stop_at_accuracy

@@ -1,4 +1,4 @@
-"""A Hugging Face directory from a checkpoint, without a learner: tensor after tensor, from the files of all ranks."""
+"""Export a checkpoint as a Hugging Face directory without a learner, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,23 +33,13 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the checkpoint it is from, the files with weights, and their bytes."""
-
     checkpoint: str
     files: list[str]
     bytes: int
 
 
 def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
-    """The meta data of a checkpoint that can be exported, read whole and compared with its checksums.
-
-    Without a step it is the newest one.
-
-    Raises:
-        ConfigError: there is none, or none of this step.
-        InvalidCheckpoint: it is damaged.
-        Refused: it is of another format, or of a recording.
-    """
+    """Choose a checkpoint (the newest without a step), read it whole and compare it with its checksums."""
     places = checkpoints.positions()
     fitting = [place for place in places if step is None or place[1] == step]
     if not fitting:
@@ -87,14 +77,9 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole, and replaces another.
 
-    An adapter is merged into the base model, which is loaded for that, and stands by itself in the folder `adapter`.
-    With `average` it is the average of the weights (`learner.ema`) that is written.
-
-    Raises:
-        ConfigError: `model.path` cannot be read any more, or no average was kept.
-        Refused: the checkpoint is of another model than `model.path`.
-        InvalidCheckpoint: a file of the checkpoint went away.
-        CannotCreate: no room, or no permission; what was there before is still there.
+    An adapter is merged into the base model, which is loaded for that, and is also written to the folder `adapter`.
+    `average` writes the average of the weights (`learner.ema`). When the directory cannot be written (CannotCreate),
+    what was there before is still there.
     """
     model = _skeleton(config)
     with open_shards(folder, meta.world) as shards:
@@ -113,7 +98,6 @@ def export_checkpoint(
 
 
 def _skeleton(config: RunConfig) -> PreTrainedModel:
-    """The model of a run with shapes and no values."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     try:
         described = AutoConfig.from_pretrained(config.model.path)
@@ -128,7 +112,7 @@ def _skeleton(config: RunConfig) -> PreTrainedModel:
 
 
 class _Source:
-    """Whole parameters out of a checkpoint, by Hugging Face name; `kind` is `weight`, or `ema` for the average."""
+    """Whole parameters from a checkpoint, by Hugging Face name; `kind` is `weight`, or `ema` for the average."""
 
     def __init__(self, config: RunConfig, shards: ShardReader, meta: Meta, kind: str) -> None:
         self._config, self._shards, self._meta = config, shards, meta
@@ -144,7 +128,6 @@ class _Source:
             self._base = dict(load_model(config.model).named_parameters())
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise `Refused` when the checkpoint lacks a parameter of the model."""
         there = self._stored if self._adapter is None else self._base.keys()
         if missing := sorted(set(names) - there):
             raise Refused(
@@ -154,21 +137,19 @@ class _Source:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole parameter in `model.dtype`."""
         whole = self._stored_tensor(name) if self._adapter is None else self._merged(name, self._adapter)
         return whole.to(self._dtype)
 
     def buffers(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Buffers that files of this model hold; they are not trained, so they are those of `model.path`."""
+        """Buffers that files of this model hold; they are not trained, so they come from `model.path`."""
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names = model.state_dict().keys() - parameters
         whole = load_model(self._config.model).state_dict() if names else {}
         return {name: whole[name].clone() for name in names}
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter as peft reads it; nothing without one."""
         if self._adapter is not None:
-            names = sorted(name for name in self._stored if name.startswith(PREFIX))  # a value head is none of it
+            names = sorted(name for name in self._stored if name.startswith(PREFIX))  # without a value head
             tensors = {name: self._stored_tensor(name).to(self._dtype) for name in names}
             write_adapter(folder, self._adapter, tensors)
 
@@ -191,14 +172,13 @@ class _Source:
 def _write(
     draft: Path, model: PreTrainedModel, source: _Source, names: Sequence[str], on_progress: OnProgress | None
 ) -> dict[str, list[str]]:
-    """Write the weights; returns the names of the tensors by file."""
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
     parts = list(_parts(names, sizes))
     written, total = 0, sum(sizes.values())
     files: dict[str, list[str]] = {}
     for number, part in enumerate(parts, 1):
         file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        # The names that other programs know, where transformers has others in memory (fused experts).
+        # Names as in files: transformers has others in memory for some models (fused experts).
         tensors = revert_weight_conversion(model, {name: source.read(name).contiguous() for name in part})
         if number == len(parts):
             tensors |= source.buffers(model)
@@ -223,7 +203,6 @@ def _parts(names: Sequence[str], sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: dict[str, list[str]]) -> None:
-    """Configuration, tokenizer, and the index of several files."""
     model.config.save_pretrained(draft)
     try:
         GenerationConfig.from_pretrained(config.model.path).save_pretrained(draft)

@@ -1,4 +1,4 @@
-"""From a closed group in Redis to what the learner trains: decode, check, advantages, ages of its tokens."""
+"""Turn a closed group in Redis into what the learner trains: decode, check, advantages, ages of its tokens."""
 
 from __future__ import annotations
 
@@ -22,52 +22,37 @@ class Unusable(StreamrlError):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainGroup:
-    """One group, ready to be trained.
-
-    Attributes:
-        group_id: its id.
-        crashes: learners that died in a step with it.
-        samples: its usable responses; the greedy one is not among them.
-        mixed_version: responses whose tokens come from more than one version.
-        zero_gradient: the gradient is exactly zero: no forward pass is needed.
-        versions: step of each version that sampled some of its tokens.
-    """
-
     group_id: int
-    crashes: int
-    samples: tuple[TrainSample, ...]
-    mixed_version: int
-    zero_gradient: bool
-    versions: Mapping[int, int]
+    crashes: int  # learners that died in a step with it
+    samples: tuple[TrainSample, ...]  # its usable responses, without the greedy one
+    mixed_version: int  # responses whose tokens come from more than one version
+    zero_gradient: bool  # the gradient is exactly zero, so no forward pass is needed
+    versions: Mapping[int, int]  # step of each version that sampled some of its tokens
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Rewards of the responses."""
         return tuple(sample.reward for sample in self.samples)
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens."""
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, counted once for each response."""
+        """The prompt counts once for each response."""
         return sum(len(sample.prompt) for sample in self.samples)
 
     @property
     def responses(self) -> int:
-        """Responses with sampled tokens."""
         return sum(len(sample.tokens) > 0 for sample in self.samples)
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that nothing is learnt from their contrast."""
         return all_equal(np.asarray(self.rewards))
 
     @property
     def cost(self) -> int:
-        """Tokens that go through the model, padding not counted."""
+        """Tokens that go through the model, without padding."""
         return 0 if self.zero_gradient else sum(sample.width for sample in self.samples)
 
     def staleness(self, step: int) -> Counter[int]:
@@ -78,26 +63,13 @@ class TrainGroup:
 
 
 class GroupOpener:
-    """Decodes and checks closed groups.
-
-    Args:
-        check: raises a ValueError when samples do not fit the model (`Actor.check_samples`).
-    """
+    """Decodes and checks closed groups; `check` raises ValueError when samples do not fit the model."""
 
     def __init__(self, recipe: Recipe, check: Callable[[Sequence[TrainSample]], None]) -> None:
         self._recipe, self._check = recipe, check
 
     def __call__(self, closed: ClosedGroup, step_of: Callable[[int], int]) -> TrainGroup:
-        """Open one group. Advantages that need more than the group have to be computed later; they are 0 here.
-
-        Args:
-            closed: the group as Redis holds it.
-            step_of: the step of a version; a ValueError for one that it does not know.
-
-        Raises:
-            Unusable: a message that is none of ours, an empty prompt, no response but the greedy one, numbers that give
-                no finite advantage, or tokens that the model does not know.
-        """
+        """Open one group. Advantages that need more than the group are 0 here and computed later."""
         try:
             responses = _decode(closed)
             versions = {
@@ -129,7 +101,6 @@ class GroupOpener:
 
 
 def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
-    """Responses with their rewards, in the order of their numbers."""
     parts = [closed.samples[number] for number in sorted(closed.samples)]
     return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore).value) for payload, score in parts]
 
@@ -159,7 +130,6 @@ def _train_samples(
 
 
 def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:
-    """Step of the version that sampled each token, shape (tokens,)."""
     found, places = np.unique(sample.token_versions, return_inverse=True)
     return np.asarray([versions[version] for version in found.tolist()], dtype=np.int64)[places]
 
@@ -170,10 +140,7 @@ def group_data(
     *,
     texts: TokenTexts | None = None,
 ) -> GroupData:
-    """What an estimator of advantages knows of a group: of all its usable responses, at least one.
-
-    `penalties` are the KL in the reward per token, times its coefficient; None without one.
-    """
+    """`penalties` are the KL in the reward per token, times its coefficient; None without one."""
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]
     return GroupData(

@@ -51,7 +51,7 @@ _MAX_UNREAD: Final = 5
 _UNREAD_SECONDS: Final = 0.125
 """Half of the first pause after such a micro-batch; the pause doubles."""
 _REPEAT_SECONDS: Final = 2.0
-"""How often a waiting learner makes sure that engines can get the newest version."""
+"""Pause between checks of a waiting learner that engines can get the newest version."""
 
 
 async def run_learner(role: Role) -> None:
@@ -95,13 +95,9 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 @asynccontextmanager
 async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
-    """Take the devices that are shared with engines (`rollout.placement: colocated`) before the block begins.
+    """Take devices shared with engines (`rollout.placement: colocated`); None when there are none for this rank.
 
-    Yields None when the devices are the learner's own, or when another rank takes them.
-
-    Raises:
-        DeadlineExceeded: engines did not leave.
-        ExceptionGroup: also when the device lock was lost; the block is cancelled then, and the process has to end.
+    When the device lock is lost, the block is cancelled and an ExceptionGroup is raised; the process has to end.
     """
     if role.config.rollout.placement != "colocated" or rank:
         yield None
@@ -130,7 +126,7 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
 
 
 async def _begin(role: Role, ranks: RankGroup) -> Start:
-    """Take over. A large checkpoint is read for longer than the other ranks wait for a word: they get one meanwhile."""
+    """Take over, and keep the other ranks from timing out while a large checkpoint is read."""
     checkpoints = Checkpoints(role.run_dir / "checkpoints")
     async with asyncio.TaskGroup() as tasks:
         talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
@@ -140,8 +136,6 @@ async def _begin(role: Role, ranks: RankGroup) -> Start:
 
 
 class Leader:
-    """Rank 0: decides what is trained, writes the ledger, publishes and saves."""
-
     def __init__(self, role: Role, ranks: RankGroup, start: Start) -> None:
         self._role, self._config = role, role.config
         self._ranks, self._worker = ranks, ranks.worker
@@ -159,7 +153,6 @@ class Leader:
         self._sinks: Sinks
 
     async def run(self) -> None:
-        """Load, train, and leave everything durable."""
         checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
         start = self._start
         if start.meta is not None:
@@ -216,7 +209,7 @@ class Leader:
         if self._buffer.in_step:
             await self._abandon()
         if self._worker.step != self._published_step:
-            await self._publish()  # the last steps, where not each is published
+            await self._publish()  # the last steps may be unpublished when `publish_every` is above 1
         if not await self._saver.save(self._version):
             raise CannotCreate("the last checkpoint could not be written", "make room and start the learner again")
         await self._publishing.settle()
@@ -268,7 +261,7 @@ class Leader:
         return self._buffer.choose(room, cost, last=last) if room > 0 else []
 
     async def _starve(self) -> None:
-        """Nothing to train: wait for groups; meanwhile save when due, and see that engines can get the weights."""
+        """Wait for groups; meanwhile save when due, and check that engines can get the weights."""
         now = time.monotonic()
         self._starved_since = self._starved_since or now
         if self._worker.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
@@ -293,7 +286,7 @@ class Leader:
         changed.cancel()
 
     async def _save_between_steps(self) -> None:
-        """Save unless the step is open: then only when nothing else makes room for the groups that it lacks."""
+        """An open step is abandoned first when the hard cap keeps out the groups that it lacks."""
         if self._buffer.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
             await self._abandon()
         if not self._buffer.in_step:
@@ -302,7 +295,7 @@ class Leader:
     async def _nobody_has_it(self) -> bool:
         """Whether engines are there and none took the newest version within `weights.deadline`.
 
-        Its files may be damaged. Engines that stay behind take no prompts, so there would never be another version.
+        Its files may be damaged, and engines that stay behind take no prompts, so there would be no further version.
         """
         if self._publishing.age < self._config.weights.deadline:
             return False
@@ -325,11 +318,7 @@ class Leader:
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
-        """A rank lacks its share or the reference of it, so nobody trained: they are candidates again, after a pause.
-
-        Raises:
-            Unreachable: that happened too often in a row.
-        """
+        """Make groups candidates again after a pause, because a rank lacks its share or the reference of it."""
         await self._buffer.release(groups)
         self._unread += 1
         logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
@@ -342,7 +331,6 @@ class Leader:
             await asyncio.wait_for(self._role.stop.wait(), _UNREAD_SECONDS * 2**self._unread)
 
     async def _update(self) -> None:
-        """Apply the step, write it down, free its places, publish when it is its turn, and save when due."""
         done = await self._apply() if self._buffer.in_step else None
         await self._buffer.drop_equal()
         if done is None:
@@ -361,12 +349,7 @@ class Leader:
             await self._saver.begin(self._version)
 
     async def _apply(self) -> tuple[list[TrainGroup], StepStats] | None:
-        """Apply the step and free the places of its groups; returns both, None when nothing of it was applied.
-
-        Raises:
-            ConfigError: a model had no finite gradient in too many steps in a row: the weights have diverged, and each
-                step would cost more groups.
-        """
+        """Apply the step; returns its groups and statistics, None when nothing of it was applied."""
         in_step = self._buffer.in_step
         tokens, responses = sum(group.tokens for group in in_step), sum(group.responses for group in in_step)
         stats: StepStats = await self._ranks.order(Command.APPLY, max(1, tokens), responses)
@@ -391,10 +374,9 @@ class Leader:
         return groups, stats
 
     async def _make_room(self, group_ids: Sequence[int]) -> None:
-        """Free the places of trained groups, and publish when it is this step's turn."""
         due = self._worker.step - self._published_step >= self._config.learner.publish_every
         if due and not self._config.max_staleness:
-            # Nobody may begin the next step with the weights before: they have to know of the new ones first.
+            # No engine may begin the next step with the previous weights, so publish before its slots are freed.
             await self._publish()
             await self._publishing.settle()
             await self._buffer.free_places(group_ids)
@@ -405,7 +387,7 @@ class Leader:
                 tasks.create_task(self._publish())
 
     async def _publish(self) -> None:
-        """Give the present weights a number and publish them in the background; waits for the version before."""
+        """Publish the present weights in the background, as a new version; waits for the version before."""
         await self._publishing.settle()
         self._version += 1
         self._published_step = self._worker.step

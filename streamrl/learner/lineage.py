@@ -1,9 +1,9 @@
-"""What the weights of a checkpoint were trained on, and which version of the weights came of which step.
+"""What the weights of a checkpoint were trained on, and which step each version of the weights came from.
 
 Each learner (one epoch of the fence) writes two files of its own: `trained-EPOCH.log` has the id of each group it
 trained, one per line, and `groups-EPOCH.msgpack` has what is known of the group, so that `streamrl trace` still finds
 it when Redis has retired it. A checkpoint names the prefixes of both that belong to its weights, as (file, bytes).
-Only those count: what a crash or a woken old learner leaves behind them is ignored, so nothing is ever cut off.
+Only these prefixes count. What a crash or a woken old learner leaves behind them is ignored, so no file is ever cut.
 
 This module imports no torch: the audit reads the same files.
 """
@@ -30,9 +30,9 @@ _MODULUS: Final = 1 << 128
 class TrainedDigest:
     """Count and order-free digest of the groups whose gradients are in the weights.
 
-    It lives beside the weights and grows only when an update was really applied; a checkpoint stores it, and the audit
-    compares it with the ids of the chain, which are written by other code. The digest is the sum modulo 2^128 of the
-    first 16 bytes of SHA-256("g" + decimal id), so that a group trained twice changes it twice.
+    It grows only when an update was really applied. A checkpoint stores it, and the audit compares it with the ids of
+    the chain, which other code writes. The digest is the sum modulo 2^128 of the first 16 bytes of SHA-256("g" +
+    decimal id), so a group trained twice changes it twice.
     """
 
     def __init__(self, count: int = 0, digest: str = "0" * 32) -> None:
@@ -40,33 +40,25 @@ class TrainedDigest:
         self._sum = int(digest, 16)
 
     def add(self, group_ids: Iterable[int]) -> None:
-        """Count groups whose gradients were applied."""
         for group_id in group_ids:
             self.count += 1
             self._sum = (self._sum + int.from_bytes(hashlib.sha256(b"g%d" % group_id).digest()[:16], "big")) % _MODULUS
 
     @property
     def hexdigest(self) -> str:
-        """The digest as 32 hexadecimal digits."""
         return f"{self._sum:032x}"
 
 
 def trained_file(epoch: int) -> str:
-    """Name of the log of ids of one epoch, in `checkpoints`."""
     return f"trained-{epoch}.log"
 
 
 def record_file(epoch: int) -> str:
-    """Name of the record of groups of one epoch, in the run directory."""
     return f"groups-{epoch}.msgpack"
 
 
 def read_trained(folder: Path, chain: Sequence[Link]) -> list[int]:
-    """The ids in the logs of `folder`, in the order they were trained, repeats included.
-
-    Raises:
-        Refused: a log is missing, shorter than the chain says, or holds something else than ids.
-    """
+    """The ids in the logs of `folder`, in the order they were trained, repeats included."""
     group_ids: list[int] = []
     for file, size in chain:
         try:
@@ -81,18 +73,12 @@ def read_trained(folder: Path, chain: Sequence[Link]) -> list[int]:
 
 
 def read_record(run_dir: Path, record: Sequence[Link]) -> Iterator[dict[str, Any]]:
-    """What is known of each group that the weights of a checkpoint were trained on, in the order they were trained.
-
-    Raises:
-        WireError: a file of the record holds something else than frames.
-        OSError: a file of the record cannot be read.
-    """
     for file, size in record:
         yield from read_frames(run_dir / file, size)
 
 
 def greatest_logged_epoch(folder: Path) -> int:
-    """Greatest epoch that has a log here, 0 when none: the next learner's epoch must be above it."""
+    """Greatest epoch that has a log here, 0 when none; the next learner's epoch must be above it."""
     numbers = [path.stem.removeprefix("trained-") for path in folder.glob("trained-*.log")]
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
@@ -102,9 +88,6 @@ class EpochFile:
 
     Bytes stay in memory until `sync`: without a checkpoint they have no meaning, so a full disk delays both. A write
     that failed half way is repeated at the same offset. One thread may add while another one syncs.
-
-    Raises:
-        CannotCreate: the file is there already (another learner used this epoch) or cannot be made.
     """
 
     def __init__(self, folder: Path, file: str) -> None:
@@ -118,7 +101,6 @@ class EpochFile:
         self._lock = threading.Lock()
 
     def append(self, data: bytes) -> None:
-        """Add bytes; the next `sync` writes them."""
         with self._lock:
             self._unwritten += data
 
@@ -128,11 +110,7 @@ class EpochFile:
             return self.file, self._written + len(self._unwritten)
 
     def sync(self) -> Link:
-        """Write what was added, make it durable, and return the link for it.
-
-        Raises:
-            OSError: the disk is full or broken: nothing is forgotten, call again later; or the file is closed.
-        """
+        """Make what was added durable, and return the link for it. After an OSError, call again: nothing is lost."""
         with self._lock:
             while self._unwritten:
                 count = os.pwrite(self._descriptor, self._unwritten, self._written)
@@ -148,7 +126,7 @@ class EpochFile:
     def close(self) -> None:
         """Close the file; a repeat does nothing.
 
-        While a thread writes, the file stays open: a disk that hangs would hold up the caller. A thread that syncs has
+        While a thread writes, the file stays open: a disk that hangs would block the caller. A thread that syncs has
         a descriptor of its own, or fails: it never writes into another file that got the same number.
         """
         if not self._lock.acquire(blocking=False):
@@ -162,34 +140,28 @@ class EpochFile:
 
 
 class Lineage:
-    """The two files of this learner's epoch: ids of trained groups, and what is known of each."""
-
     def __init__(self, run_dir: Path, epoch: int) -> None:
         self._ids = EpochFile(run_dir / "checkpoints", trained_file(epoch))
         self._groups = EpochFile(run_dir, record_file(epoch))
 
     def add(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Add trained groups: each a frame with at least `group_id`."""
         for group in groups:
             self._ids.append(b"%d\n" % group["gid"])
             self._groups.append(pack_frame(group))
 
     def mark(self) -> tuple[Link, Link]:
-        """As `sync`, for what the next one will write."""
         return self._ids.mark(), self._groups.mark()
 
     def sync(self) -> tuple[Link, Link]:
-        """Make all durable; returns the links of ids and of groups. Fails as `EpochFile.sync` does."""
         return self._ids.sync(), self._groups.sync()
 
     def close(self) -> None:
-        """Close both files; what is in no checkpoint does not count."""
         self._ids.close()
         self._groups.close()
 
 
 class VersionNote(NamedTuple):
-    """One line of the version log: before a version is published, who made it and at which step."""
+    """One line of the version log, written before the version is published."""
 
     epoch: int
     version: int
@@ -219,11 +191,7 @@ class VersionsLog:
         self._descriptor = os.open(folder / VERSIONS_FILE, flags, 0o644)
 
     def note(self, version: int, step: int) -> None:
-        """Write down, durably, that `version` will be published; call before publishing it.
-
-        Raises:
-            OSError: the disk is full or broken.
-        """
+        """Write down, durably, that `version` will be published; call before publishing it."""
         size = os.fstat(self._descriptor).st_size
         torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         line = f"{self._epoch} {version} {step} {self._nonce}\n"
@@ -231,19 +199,15 @@ class VersionsLog:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
 class Branch:
     """Steps of the surviving branch by version, so that staleness counts updates and not restarts.
 
-    A version of a lost branch counts as the step at which that branch left the surviving one: its last ancestor in the
-    history of today's weights. (Its tokens are farther from today's policy than this number says; the importance
-    weights know, because the log-probabilities of sampling are stored with the tokens.)
-
-    Args:
-        surviving: epochs in the chain of the checkpoint that was loaded.
+    A version of a lost branch counts as the step at which that branch left the surviving one (`surviving`: epochs in
+    the chain of the loaded checkpoint). Its tokens are farther from the present policy than this number says; the
+    importance weights account for it, because the log-probabilities of sampling are stored with the tokens.
     """
 
     def __init__(self, notes: Sequence[VersionNote], surviving: Iterable[int], epoch: int, step: int) -> None:
@@ -258,22 +222,21 @@ class Branch:
         self._order = sorted(steps)
 
     def note(self, version: int, step: int) -> None:
-        """Add a version of this learner; numbers only grow."""
+        """Numbers only grow."""
         self._steps[version] = step
         self._order.append(version)
 
     def step(self, version: int) -> int:
-        """Step of a version; for one nobody wrote down, that of the newest version before it (0 when none)."""
+        """Step of a version; if it was not noted, that of the newest version before it (0 when none)."""
         place = bisect.bisect_right(self._order, version)
         return self._steps[self._order[place - 1]] if place else 0
 
     @property
     def greatest(self) -> int:
-        """Greatest version known, 0 when none."""
         return self._order[-1] if self._order else 0
 
 
 def _fork(first: Mapping[int, int], alive: set[int], epoch: int) -> int:
-    """Last step of an epoch's branch that today's weights still have in their history."""
+    """Last step of an epoch's branch that is in the history of the present weights."""
     later = [step for other, step in first.items() if other > epoch and other in alive]
     return min(later if epoch in alive else [*later, first[epoch]])

@@ -6,8 +6,8 @@ the configuration of a model is not trusted. The model is tried, with rows that 
 
 ```
 later tokens     a sequence, and its beginning alone            differ: refused, no layout gives right numbers
-padding, rows    a long and a short row in one batch            differ: each response in a pass of its own, with a
-warning shared rows      several responses in one row under our mask    differ: narrower rows or none, with a warning
+padding, rows    a long and a short row in one batch            differ: one response per pass, with a warning
+shared rows      several responses in one row under our mask    differ: narrower rows or none, with a warning
 ```
 """
 
@@ -80,11 +80,8 @@ _BY_LENGTH: Final = ("longrope", "dynamic")
 def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
     """Load the causal language model of a run in float32 on the CPU: the master weights.
 
-    `key` of the run's configuration names the path, for messages.
-
-    Raises:
-        ConfigError: the directory is missing or holds no causal language model, a file of it is cut off, or a weight is
-            not finite. Code that comes with a model is never executed.
+    `key` of the run's configuration names the path, for messages. A model with a weight that is not finite is refused
+    (ConfigError). Code that comes with a model is never executed.
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -112,16 +109,10 @@ def prepare(
     small: int,
     exact: Iterable[nn.Module] = (),
 ) -> tuple[Limits, bool]:
-    """Find out which rows a whole model takes, set its layers up and shard it.
+    """Find out which rows a whole model takes, set its layers up and shard it; returns the limits, and that of `shard`.
 
-    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of
-    which nothing is trained is cast to `model.dtype`: no update will ever need more digits than its forward pass has.
-
-    Returns:
-        The limits of its rows, and what `shard` returns.
-
-    Raises:
-        ConfigError: no layout of rows gives right numbers, or `learner` asks for what this model cannot do.
+    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of which
+    nothing is trained is cast to `model.dtype`: no update needs more digits than its forward pass has.
     """
     limits, dtype = row_limits(config, model), getattr(torch, config.model.dtype)
     set_up_layers(model.model, learner)
@@ -142,19 +133,10 @@ def shard(
 ) -> bool:
     """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
 
-    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32.
-
-    Args:
-        model: on the CPU or on the device of the mesh; its parameters move there.
-        mesh: one dimension, all ranks.
-        dtype: type of forward and backward.
-        small: models with fewer parameters than this become one unit.
-        exact: modules of the model that run in float32 whatever `dtype` is; they do not overlap.
-        offload: shards and gradients lie on the host, and each unit is on the device only while it computes. On a CPU
-            there is no other memory to go to, and nothing changes.
-
-    Returns:
-        True when the model became one unit that stays whole between forward and backward.
+    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32; the
+    modules of `exact`, which do not overlap, run in float32 whatever `dtype` is. A model with fewer parameters than
+    `small` becomes one unit that stays whole between forward and backward (returns True). With `offload`, shards and
+    gradients lie on the host, and each unit is on the device only while it computes; on a CPU nothing changes.
     """
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     offload = offload and mesh.device_type != "cpu"
@@ -173,12 +155,7 @@ def shard(
 
 
 def row_limits(config: RunConfig, model: Backbone) -> Limits:
-    """Limits of rows: what the configuration allows and what the model takes.
-
-    Raises:
-        ConfigError: the model fails on a sequence alone, or log-probabilities depend on later tokens; no layout of
-            rows gives right ones.
-    """
+    """Limits of rows: what the configuration allows and what the model takes; ConfigError when no layout is right."""
     text = model.model.config.get_text_config()
     learner = config.learner
     longest = min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context)
@@ -245,7 +222,6 @@ def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
 
 
 def _windows(values: Mapping[str, Any]) -> set[int]:
-    """All numbers of a configuration that may be windows of attention."""
     found: set[int] = set()
     for key, value in values.items():
         name = str(key)
@@ -263,9 +239,7 @@ def _windows(values: Mapping[str, Any]) -> set[int]:
 class _Trial:
     """Runs a model, on the CPU and in float32, on the same sequences in several layouts.
 
-    Attributes:
-        longest: tokens of the longest sequence that is tried.
-        why: ": " and the error of the model in the last layout that failed; empty when the numbers differed instead.
+    `why` is ": " and the error of the model in the last layout that failed; empty when the numbers differed instead.
     """
 
     def __init__(self, model: Backbone, longest: int, windows: Iterable[int]) -> None:
@@ -280,7 +254,6 @@ class _Trial:
             )
 
     def sees_later_tokens(self) -> bool:
-        """Whether the hidden states of a beginning change when the sequence goes on, or the model fails on it."""
         length = self.longest
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -292,7 +265,6 @@ class _Trial:
         return not self._agrees(2 * length, same)
 
     def takes_padding(self) -> bool:
-        """Whether two rows of different lengths give the same in one batch as alone."""
         lengths = self.longest, max(1, self.longest // 3)
 
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
@@ -354,7 +326,6 @@ class _Trial:
         return self._agrees(2 * width + prompt * len(responses), same)
 
     def _alone(self, row: torch.Tensor) -> torch.Tensor:
-        """Hidden states of one sequence with nothing beside it, shape (tokens, hidden)."""
         return self._model.hidden(row[None], None, None)[0]
 
     @torch.no_grad()
@@ -412,7 +383,7 @@ def _few_layers(model: Backbone, tokens: int) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module, place: int, count: int, model: Backbone) -> str:
-    """All that tells a layer from another one but the values of its weights: settings, shapes, and configuration."""
+    """Key of a layer: everything but the values of its weights (settings, shapes, configuration)."""
     lists = [value for value in model.model.config.get_text_config().to_dict().values() if isinstance(value, list)]
     facts: list[object] = [value[place] for value in lists if len(value) == count]
     for name, module in layer.named_modules():

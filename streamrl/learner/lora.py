@@ -5,7 +5,7 @@ load_model -> Lora(model, config)   adapted modules in place, base frozen, B = 0
            -> shard(...)            adapter and base are cut along their rows, each rank has its own
 ```
 W, A and B of a module are cut at the same rows of W and B, and a row of W + scale B A needs only its own rows of W and
-B and the whole of A. So merging gathers the A's alone, which are small, and no rank ever holds a merged model.
+B and the whole of A. So merging gathers only the A's, which are small, and no rank ever holds a merged model.
 """
 
 from __future__ import annotations
@@ -37,17 +37,9 @@ _BASE: Final = ".base_layer."
 class Lora:
     """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
 
-    A is drawn from `seed`, so that all ranks draw the same, and B is zero: before the first update the model computes
-    exactly what the base computes.
-
-    Args:
-        model: whole, on the CPU; its targets are adapted in place, all other parameters are frozen.
-
-    Attributes:
-        about: what versions that are this adapter alone say of it.
-
-    Raises:
-        ConfigError: a target is not there or is no linear layer, or shares its weight with another module.
+    The targets of `model`, whole and on the CPU, are adapted in place; all other parameters are frozen. A is drawn from
+    `seed`, so all ranks draw the same, and B is zero: before the first update the model computes what the base
+    computes.
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
@@ -85,7 +77,7 @@ class Lora:
 
     @staticmethod
     def name_of(name: str) -> str:
-        """Name of a parameter of the adapted model in versions and checkpoints: that of peft, or of the base model."""
+        """Name of a parameter of the adapted model in versions and checkpoints: as in peft, or in the base model."""
         if ".lora_" not in name:
             return name.replace(_BASE, ".")
         module, _, rest = name.partition(".lora_")
@@ -111,8 +103,7 @@ class Lora:
     def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:
         """Gather what merging needs; return what merges this rank's rows of one parameter of the base. Collective.
 
-        The rows are float32 where the module is adapted, and the given ones elsewhere. `adapter` has its parameters by
-        `name_of`; the next update makes what is returned invalid.
+        The rows are float32 where the module is adapted, else as given. The next update invalidates the function.
         """
         low = {module: _whole(adapter[names_of(module, dora=False).low]) for module in self._layers}
 
@@ -129,16 +120,11 @@ class Lora:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint of this adapter has to say besides its tensors."""
         state: dict[str, Any] = msgspec.to_builtins(self.about)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Compare what `state` said with this adapter; there is nothing to be loaded.
-
-        Raises:
-            Refused: it is another adapter.
-        """
+        """Compare what `state` said with this adapter (Refused when it is another one); nothing is loaded."""
         ours = self.state()
         if odd := sorted(name for name in ours.keys() | state.keys() if ours.get(name) != state.get(name)):
             raise Refused(
@@ -171,7 +157,7 @@ def _check(model: PreTrainedModel, layers: Mapping[str, Any], linear: set[str]) 
     for module in layers:
         if names := shared.get(f"{module}.weight"):
             raise ConfigError(
-                f"learner.lora.targets: {' and '.join(names)} are one weight, and an adapter would part them",
+                f"learner.lora.targets: {' and '.join(names)} are one weight, and an adapter would separate them",
                 "leave them out of the targets",
             )
 

@@ -1,7 +1,7 @@
 """What a step logs: one JSON line, always, and its figures to TensorBoard, Weights & Biases or trackio.
 
-A sink is for looking at: it never holds up or ends the training. Lines go out in a thread of their own; a sink that
-fails is left out from then on, and the log says so.
+A sink never holds up or ends the training. Lines go out in a thread of their own; a sink that fails is left out from
+then on, and the log says so.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StepMeter:
     ) -> dict[str, Any]:
         """Close the step and describe it (docs/reference/metrics.md); steps count from 1.
 
-        `busy` has the intervals of computing since the last line, as pairs of `time.monotonic()`, and `read` the
-        lengths of the responses that were read since then, trained or not.
+        `busy` are intervals of `time.monotonic()` since the last line, `read` the lengths of all responses read since
+        then.
         """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
@@ -79,7 +79,6 @@ class StepMeter:
 
 
 def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
-    """What the groups of a step were."""
     tokens = sum(group.tokens for group in groups)
     rewards = np.asarray([reward for group in groups for reward in group.rewards])
     lengths = [len(sample.tokens) for group in groups for sample in group.samples]
@@ -102,7 +101,6 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
 
 
 def _learnt(stats: StepStats) -> dict[str, Any]:
-    """What the updates of a step did."""
     sums = stats.trained
     return {
         "loss": stats.loss,
@@ -127,8 +125,6 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
 
 
 def _criticised(critic: Sequence[UpdateStats[ValueSums]]) -> dict[str, Any]:
-    """What the updates of the critic did; means over the updates."""
-
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(critic)
 
@@ -150,11 +146,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:
-    """The durable record of one trained group.
-
-    `step` is the step it was trained in (from 1), `version` the version that update made; `staleness` is the greatest
-    age of a token in steps, `mean_length` counts sampled tokens.
-    """
+    """The durable record of one trained group; `step` counts from 1, `staleness` is that of the oldest token."""
     ages = group.staleness(step - 1)
     return {
         "gid": group.group_id,
@@ -177,16 +169,12 @@ _CLOSE_SECONDS: Final = 20.0
 class Sink(Protocol):
     """One place that figures go to; used by one thread."""
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step."""
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self) -> None: ...
 
 
 class TensorBoard(Sink):
-    """Event files in `RUN_DIR/tensorboard`."""
-
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -204,10 +192,7 @@ class TensorBoard(Sink):
 
 
 class Tracker(Sink):
-    """A run of a library with the interface of wandb (Weights & Biases, trackio), named as the run.
-
-    Settings of the learner are sent along, addresses and paths are not.
-    """
+    """A run of a library with the interface of wandb, named as the run. Addresses and paths are not sent."""
 
     def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
         about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
@@ -217,7 +202,7 @@ class Tracker(Sink):
 
     @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        # The step is a figure of its own, since it goes back when a checkpoint is loaded.
+        # Log the step as a figure, because it goes back when a checkpoint is loaded.
         self._library.log({**figures, "step": step})
 
     @override
@@ -233,12 +218,6 @@ _MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
 
 
 class Sinks:
-    """All sinks of a run (`learner.sinks`).
-
-    Raises:
-        ConfigError: a library that is named is not installed.
-    """
-
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._names = tuple(dict.fromkeys(config.learner.sinks))
         for name in self._names:
@@ -255,7 +234,7 @@ class Sinks:
             self._last = self._executor.submit(self._open)
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Send the figures of a step on; returns at once. The event loop calls it, and nobody else."""
+        """Queue the figures of a step and return at once. Call it from the event loop only."""
         if not self._names:
             return
         if self._waiting >= _MOST_WAITING:
@@ -267,7 +246,7 @@ class Sinks:
         self._last = self._executor.submit(self._send, step, figures(line))
 
     def close(self) -> None:
-        """Write what is left, for at most some seconds; it may block."""
+        """Write what is left, for at most `_CLOSE_SECONDS`; it may block."""
         if self._names:
             try:
                 self._executor.submit(self._close).result(_CLOSE_SECONDS)
@@ -303,7 +282,7 @@ class Sinks:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step's line; those of a map below it as `name/key`. Lists and texts are left out."""
+    """The numbers of a step's line, those of an inner map as `name/key`; lists and texts are left out."""
     found: dict[str, float] = {}
     for name, value in line.items():
         inner = value if isinstance(value, Mapping) else {"": value}

@@ -45,19 +45,12 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probability of each target, and the entropy of each distribution when asked for.
+    """Return the log-probability of each target, and the entropy of each distribution in nats when asked for.
 
-    Args:
-        head: the output layer of the model, with whatever the model does to its logits.
-        hidden: last hidden states at the places that predict the targets, shape (n, hidden).
-        targets: token ids, shape (n,).
-        temperature: softmax temperature, as the engine sampled with.
-        chunk: most tokens whose logits exist at the same time, forward and backward.
-        entropy: also return `-sum p log p` in nats.
-        entropy_gradient: the entropy carries a gradient, which costs as much again.
-
-    Returns:
-        Two float32 tensors of shape (n,); the second is None without `entropy`. The softmax is taken in float32.
+    `head` is the output layer with whatever the model does to its logits; `hidden` are the last hidden states at the
+    places that predict the targets, shape (n, hidden); targets are token ids, shape (n,). At most `chunk` tokens have
+    logits at the same time, forward and backward. `entropy_gradient` lets the entropy carry a gradient, which costs as
+    much again. Results are float32, shape (n,); the softmax is taken in float32.
     """
     count = hidden.shape[0]
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = functools.partial(
@@ -107,15 +100,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
-    """Do to a model what the configuration asks for; call it once, before it is sharded.
-
-    Args:
-        model: its parameters may have any type; with `head_float32` it needs an output layer.
-        config: `compile`, `checkpoint_activations` and `head_float32`.
-
-    Raises:
-        ConfigError: the model has no layers that we know, or no plain output layer, and the configuration needs them.
-    """
+    """Apply `compile`, `checkpoint_activations` and `head_float32`; call it once, before the model is sharded."""
     layers = decoder_layers(model) if config.compile or config.checkpoint_activations else []
     if not layers and (config.compile or config.checkpoint_activations):
         option = "compile" if config.compile else "checkpoint_activations"
@@ -133,28 +118,24 @@ def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
 
 
 class _Fallback:
-    """Whether layers are still compiled; shared by all layers of a model."""
-
     def __init__(self) -> None:
         self.compiled = True
 
     def give_up(self, error: Exception) -> None:
-        """Say why, once, and go on without."""
         if self.compiled:
             # The first line names the compiler, the second one what it said.
             said = " ".join(line for line in str(error).splitlines()[:2] if line.strip())
             logger.warning(
-                "layers run uncompiled: torch.compile failed; set learner.compile to false, or mend what it says",
+                "layers run uncompiled: torch.compile failed; set learner.compile to false, or fix the error",
                 extra={"error": f"{type(error).__name__}: {said}"},
             )
         self.compiled = False
 
 
 def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward pass of each layer, with shapes that may change.
+    """Compile the forward pass of each layer, with changing shapes; on failure layers run uncompiled, with a warning.
 
-    Whatever cannot be compiled here (no C++ or Triton compiler, an operation it does not know) runs as it is, after
-    one warning. The backward pass is compiled together with the forward pass, so that it cannot fail later.
+    The backward pass is compiled together with the forward pass, so that it cannot fail later.
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
@@ -199,7 +180,7 @@ def _float32_head(model: PreTrainedModel) -> None:
 
 
 class _Hidden:
-    """Hidden states and nothing else; whatever more a model looks for (router logits, cross attentions) is None."""
+    """Hidden states and nothing else; other fields that a model reads (router logits, cross attentions) are None."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -213,8 +194,6 @@ class _Hidden:
 
 
 class _PassThrough(nn.Module):
-    """Stands where the layers of a causal model stand, and returns the hidden states it is given."""
-
     @property
     def decoder(self) -> _PassThrough:
         """Some models (OPT) call `model.decoder` and not `model`."""
@@ -227,9 +206,7 @@ class _PassThrough(nn.Module):
 class Backbone(nn.Module):
     """A Hugging Face model over rows of tokens that may hold several responses to one prompt.
 
-    Args:
-        model: a causal language model, or one without its output layer; it is put into evaluation mode and stays
-            there, because dropout would make the importance ratios random.
+    It stays in evaluation mode, because dropout would make the importance ratios random.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -266,7 +243,6 @@ class Backbone(nn.Module):
         return self.hidden(self._probe(), None, None).shape[-1]
 
     def _probe(self) -> torch.Tensor:
-        """Eight token ids of the vocabulary, shape (1, 8)."""
         return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
 
     @property
@@ -278,14 +254,9 @@ class Backbone(nn.Module):
 class LogProbModel(Backbone):
     """Log-probabilities of sampled tokens under a causal language model.
 
-    The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through: output layer,
-    soft caps and scales are then the model's, whatever they are.
-
-    Args:
-        model: the causal language model; it is put into evaluation mode and stays there, because dropout would make
-            the importance ratios random.
-        temperature: softmax temperature that the engines sample with.
-        chunk: most tokens whose logits exist at the same time.
+    The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through, so output
+    layer, soft caps and scales are always the model's. `temperature` is that of the engines' softmax; at most `chunk`
+    tokens have logits at the same time.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
@@ -298,7 +269,6 @@ class LogProbModel(Backbone):
         self._head = (head,)  # in a tuple, so that its modules are not registered a second time
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states of shape (n, hidden); shape (n, vocabulary)."""
         logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
@@ -339,12 +309,7 @@ class LogProbModel(Backbone):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare our path to the logits with the model's own.
-
-        Raises:
-            ConfigError: they differ, so the model computes its logits in a way we do not know. It is refused here,
-                before a step is trained on wrong ratios.
-        """
+        """Refuse a model whose own logits differ from ours, before a step is trained on wrong ratios."""
         ids = self._probe()
         with exact_products():
             try:
@@ -361,10 +326,7 @@ class LogProbModel(Backbone):
 
 
 def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive attention mask of rows with several responses, shape (rows, 1, width, width).
-
-    A token sees what is before it in its own response and in the prompt of its block. Padding sees padding.
-    """
+    """Additive mask, shape (rows, 1, width, width): a token sees its response and its prompt, padding sees padding."""
     width = segments.shape[1]
     keys, queries = segments[:, None, None, :], segments[:, None, :, None]
     causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
@@ -376,7 +338,7 @@ def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Within the block float32 matrices are multiplied in full precision, so that two ways can be compared."""
+    """Multiply float32 matrices in full precision within the block, so that two ways can be compared."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

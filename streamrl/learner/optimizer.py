@@ -1,7 +1,7 @@
 """AdamW on this rank's shards, with a learning rate that follows a schedule, and an average of the weights.
 
 The optimizer works on the local tensors of the DTensors. Shards are disjoint and AdamW is element-wise, so this is
-exact, and it spares the dispatch of DTensor, which costs more than the arithmetic when the model is small. The only
+exact, and it avoids the dispatch of DTensor, which costs more than the arithmetic when the model is small. The only
 thing that ranks must agree on is the gradient norm, whose squares simply add up.
 """
 
@@ -29,12 +29,9 @@ SumsT = TypeVar("SumsT", bound=Sums)
 class Offload:
     """The storages of some tensors, which lie on their device or, as copies, in the host's memory.
 
-    The tensors stay the same objects with the same storages: whoever holds a view of them (FSDP, an optimizer) holds it
-    afterwards. While they are on the host their storages have no bytes: nobody may touch them.
-
-    Args:
-        tensors: on any device; views of one storage move together.
-        keep: the host's memory is kept, page-locked for a CUDA device, for the next time: for what moves often.
+    The tensors stay the same objects with the same storages, so views of them (in FSDP, an optimizer) stay valid. While
+    they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for the
+    next time, page-locked for a CUDA device: for tensors that move often.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
@@ -46,7 +43,6 @@ class Offload:
 
     @property
     def away(self) -> bool:
-        """Whether the tensors are on the host."""
         return self._copies is not None
 
     def to_host(self) -> None:
@@ -84,7 +80,6 @@ class Offload:
 
 
 def updates_per_step(config: LearnerConfig) -> int:
-    """Updates that one step makes: `passes` times `mini_batches`."""
     return config.passes * config.mini_batches
 
 
@@ -118,23 +113,14 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats(Generic[SumsT]):
-    """What one update of a model did; the same on all ranks.
+    """What one update of a model did; the same on all ranks."""
 
-    Attributes:
-        update: updates applied so far, this one included unless it was skipped.
-        loss: sum of the loss over the tokens of the update, divided by its size.
-        grad_norm: norm of the gradient of that loss before clipping; may be infinite or nan when skipped.
-        lr: learning rate of this update.
-        skipped: the gradient norm was not finite, so weights and optimizer are as before.
-        trained: sums over the tokens that had a gradient, of all ranks.
-    """
-
-    update: int
-    loss: float
-    grad_norm: float
+    update: int  # updates applied so far, this one included unless it was skipped
+    loss: float  # sum of the loss over the tokens of the update, divided by its size
+    grad_norm: float  # of the gradient of that loss before clipping; may be infinite or nan when skipped
     lr: float
-    skipped: bool
-    trained: SumsT
+    skipped: bool  # the gradient norm was not finite, so weights and optimizer are as before
+    trained: SumsT  # sums over the tokens that had a gradient, of all ranks
 
 
 class ShardedAdamW:
@@ -142,13 +128,8 @@ class ShardedAdamW:
 
     With `ema` there is also an exponential average of the weights, in float32, that begins at the first weights:
     `average = d average + (1 - d) weights` after every update, where d to the power of the updates of a step is `ema`.
-
-    Args:
-        parameters: sharded parameters by name; the same order on every rank. Their local tensors must not be replaced.
-        offload: moments and average lie on the host but for the time of an update.
-
-    Attributes:
-        updates: updates applied so far; the learning rate is a function of it.
+    With `offload`, moments and average are on the device only during an update. The local tensors of the parameters
+    must not be replaced, and every rank has the parameters in the same order.
     """
 
     def __init__(
@@ -179,7 +160,6 @@ class ShardedAdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update, as the schedule says."""
         return learning_rate(self._config, self.updates)
 
     @torch.no_grad()
@@ -188,14 +168,9 @@ class ShardedAdamW:
     ) -> UpdateStats[SumsT]:
         """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
 
-        The gradient is divided by `size` and clipped to `learner.clip_norm`. When its norm is not finite, the update is
-        skipped and reported.
-
-        Args:
-            size: of the whole update over all ranks, above 0 and the same on all ranks.
-            sums: of this rank, float64, in the order of `kind.names()`; added up over the ranks on the way.
-            kind: how the sums are read.
-            lr_factor: factor of the learning rate of this update, by the sums of all ranks.
+        The gradient is divided by `size`, that of the whole update over all ranks, and clipped to `learner.clip_norm`.
+        When its norm is not finite, the update is skipped and reported. `sums` are those of this rank, float64, in the
+        order of `kind.names()`; they are added up over the ranks, and `lr_factor` sees the result.
         """
         packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
         trained = kind.from_tensor(packet[1:])
@@ -221,10 +196,7 @@ class ShardedAdamW:
         )
 
     def _squared_norm(self) -> torch.Tensor:
-        """Sum of squares of this rank's gradients, float64, shape (); the global one is the sum over ranks.
-
-        It hands the gradients over from the sharded parameters to the shards; a parameter without one counts as zero.
-        """
+        """Squared norm of this rank's gradients, which it moves to the shards; a missing gradient counts as zero."""
         for name, shard in self._shards.items():
             gradient = self._parameters[name].grad
             if gradient is None:
@@ -236,7 +208,6 @@ class ShardedAdamW:
         return torch.stack(norms).double().square().sum()
 
     def zero(self) -> None:
-        """Forget the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
         for shard in self._shards.values():
@@ -253,12 +224,10 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned, bit for bit; gradients are forgotten.
+        """Put back what `state` returned, bit for bit. Refused, without effect, when it does not fit.
 
-        An average that the run does not keep is left out; one that was not kept begins at the loaded weights.
-
-        Raises:
-            Refused: names, shapes or types are not those of this model on this number of ranks. Nothing is changed.
+        Gradients are forgotten. An average that the run does not keep is left out; one that was not kept begins at the
+        loaded weights.
         """
         live = self.live()
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
@@ -290,7 +259,6 @@ class ShardedAdamW:
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
-        """Moments and average on the device; afterwards they are where they were."""
         away = self._offload.away
         self._offload.to_device()
         try:

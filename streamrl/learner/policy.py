@@ -30,34 +30,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStats:
-    """What one `accumulate` did on this rank.
-
-    Attributes:
-        samples: samples that went through the model.
-        skipped: samples with a zero advantage, whose gradient is zero; they are not computed.
-        tokens: sampled tokens with a gradient.
-        computed: tokens that went through the model, prompts and padding included.
-        passes: forward and backward passes, dummy ones included; the same on all ranks.
-    """
-
-    samples: int
-    skipped: int
-    tokens: int
-    computed: int
-    passes: int
+    samples: int  # that went through the model
+    skipped: int  # with a zero advantage, whose gradient is zero; they are not computed
+    tokens: int  # sampled ones with a gradient
+    computed: int  # tokens that went through the model, prompts and padding included
+    passes: int  # forward and backward, dummy ones included; the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbs:
-    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch.
+    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch."""
 
-    Attributes:
-        logprobs: float32, shape (completion tokens,) each.
-        entropy: entropy in nats of the distribution each token was drawn from, same shapes; None when not asked for.
-    """
-
-    logprobs: list[Float32Array]
-    entropy: list[Float32Array] | None
+    logprobs: list[Float32Array]  # shape (completion tokens,) each
+    entropy: list[Float32Array] | None  # in nats, of the distribution each token was drawn from; None: not asked for
 
 
 class Actor(TrainableModel[TokenSums]):
@@ -178,16 +163,16 @@ class Actor(TrainableModel[TokenSums]):
 
     @property
     def published(self) -> dict[str, DTensor]:
-        """Parameters that versions of the weights hold, by name: those that are trained, or what these change."""
+        """Parameters that versions of the weights hold, by name: the trained ones, or the base that they change."""
         return dict(self._frozen) if self._merges else self.parameters
 
     @property
     def adapter(self) -> Adapter | None:
-        """What a version says of itself that holds an adapter alone; None when versions hold all weights."""
+        """Description of the adapter, in versions that hold an adapter alone; None when versions hold all weights."""
         return None if self.lora is None or self._merges else self.lora.about
 
     def published_rows(self) -> Rows | None:
-        """What makes the rows of a version of this rank's own rows of `published`; None: they are them. Collective.
+        """Function from this rank's rows of `published` to the rows of a version; None: they are the same. Collective.
 
         Valid until the next update.
         """
@@ -247,7 +232,6 @@ class Actor(TrainableModel[TokenSums]):
         )
 
     def _weights(self, part: Microbatch) -> torch.Tensor | None:
-        """Weights of the aggregation; None: all are 1."""
         aggregate = self.recipe.aggregate
         if aggregate == "token_mean":
             return None

@@ -26,21 +26,17 @@ class Publishing:
     """Publishes one version after the other, each in order, never two at once.
 
     Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop; the
-    same thread waits for the files of the other ranks. Engines are told when all is there; none is waited for.
+    same thread waits for the files of the other ranks. Engines are told when all is there; the learner waits for none.
 
     A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
-    in a row failed, or all within the deadline, the learner gives up: without new weights in the engines, each step
-    makes training worse.
+    in a row failed, or all within `deadline` seconds, the learner gives up: without new weights in the engines, each
+    step makes training worse. `tasks` owns the background task; an error there ends the learner.
 
     Attributes:
         version: newest version that engines can see, 0 when none.
         record: figures of the newest one, for the record of the step: `published` (its number), `publish_seconds` from
             the copied weights to the ledger, `snapshot_seconds` of the copy, `publish_bytes` of its files,
-            `publish_kind` and `publish_density` (share of values that changed; None when nobody compared).
-
-    Args:
-        deadline: seconds without a version that could be written, after which the learner gives up.
-        tasks: owns the background task; an error there ends the learner.
+            `publish_kind` and `publish_density` (share of values that changed; None when they were not compared).
     """
 
     def __init__(
@@ -78,17 +74,13 @@ class Publishing:
         return self._publisher.next_base()
 
     async def start(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
-        """Begin to publish a version; waits first for the one before it.
-
-        `base` is the answer of `next_base` that all ranks were told, `snapshot` this rank's share of the weights.
-        """
+        """Begin to publish this rank's `snapshot`, after the version before it; `base` is from `next_base`."""
         await self.settle()
         publish = self._publish(version, step, base, snapshot)
         self._running = self._tasks.create_task(publish, name=f"publish {version}")
 
     @property
     def age(self) -> float:
-        """Seconds since engines could see the newest version."""
         return time.monotonic() - self._shown_at
 
     def begin_anew(self) -> None:
@@ -96,12 +88,10 @@ class Publishing:
         self._publisher.begin_anew()
 
     async def repeat(self) -> bool:
-        """Show the newest version again, in case Redis came back from before it.
+        """Show the newest version again, in case Redis came back with an older state. A repeat changes nothing.
 
-        False when the present weights have to be published again: the files are gone, or were never written.
-
-        For a learner that waits: engines that cannot get a version generate nothing, and without groups there would
-        never be another version. A repeat changes nothing.
+        A waiting learner calls it: engines that cannot get a version generate nothing, and without groups there would
+        never be another version. False when the present weights have to be published again, because the files are gone.
         """
         await self.settle()
         if self._failed_steps or not self._publisher.holds_newest():

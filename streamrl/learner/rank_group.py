@@ -47,8 +47,6 @@ NOBODY = -1
 
 
 class Command(IntEnum):
-    """An order of rank 0; the integers that follow are its arguments."""
-
     IDLE = 0
     """Nothing to do; keeps the others from giving up."""
     LOAD = 1
@@ -75,49 +73,35 @@ class Command(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchOrder:
-    """The arguments of `Command.TRAIN`.
+    """The arguments of `Command.TRAIN`."""
 
-    Attributes:
-        owners: rank that has each group, by id, or `NOBODY`.
-        steps: step of every version that sampled tokens of these groups, so that all ranks know the ages of tokens.
-    """
-
-    owners: Mapping[int, int]
-    steps: Mapping[int, int]
+    owners: Mapping[int, int]  # rank that has each group, by id, or `NOBODY`
+    steps: Mapping[int, int]  # of every version that sampled tokens of these groups: all ranks need the tokens' ages
 
     def encode(self) -> list[int]:
-        """As integers for a broadcast."""
         pairs = [*self.owners.items(), *self.steps.items()]
         return [len(self.owners), *(number for pair in pairs for number in pair)]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MicrobatchOrder:
-        """Undo `encode`."""
         pairs = list(zip(numbers[1::2], numbers[2::2], strict=True))
         return cls(dict(pairs[: numbers[0]]), dict(pairs[numbers[0] :]))
 
     def step_of(self, version: int) -> int:
-        """Step of a version; a ValueError for one of which rank 0 has found no token."""
         if version not in self.steps:
             raise ValueError(f"rank 0 found no token of version {version} in this group")
         return self.steps[version]
 
     @property
     def idle(self) -> bool:
-        """Whether no group has a gradient, so that no rank runs the model."""
         return max(self.owners.values()) < 0
 
 
 class RankWorker:
     """One rank's models with what was trained into them.
 
-    All methods but those that say otherwise are collective: every rank calls the same one in the same order, in its
-    torch thread. A step goes one of two ways, as its recipe says: streamed or collected (step.py).
-
-    Attributes:
-        step: steps applied so far.
-        digest: groups whose gradients are in the weights.
-        state: this rank's share of checkpoints.
+    Methods are collective unless they say otherwise: every rank calls the same one in the same order, in its torch
+    thread. A step is streamed or collected, as its recipe says (step.py).
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, models: Models, run_dir: Path) -> None:
@@ -146,7 +130,6 @@ class RankWorker:
     def execute(  # noqa: PLR0911  (one line for each order)
         self, command: Command, arguments: Sequence[int] = (), samples: Sequence[TrainSample] | None = None
     ) -> Any:
-        """Carry out an order of rank 0; `samples` are those of `train`."""
         match command:
             case Command.LOAD:
                 return self.load(*arguments)
@@ -173,10 +156,8 @@ class RankWorker:
     def train(self, group_ids: Sequence[int], samples: Sequence[TrainSample] | None, *, idle: bool = False) -> bool:
         """Take in one micro-batch. Returns False, without effect, if any rank lacks its samples or reference log-probs.
 
-        Args:
-            group_ids: all groups of the micro-batch, on all ranks.
-            samples: this rank's share; None when it could not be read.
-            idle: no group of the micro-batch has a gradient, so no rank runs the model.
+        `group_ids` are those of all ranks, `samples` this rank's share (None: could not be read). With `idle`, no group
+        of the micro-batch has a gradient, so no rank runs the model.
         """
         if self.ranks.all_min(int(samples is not None)) != [1] or samples is None:
             return False
@@ -209,21 +190,20 @@ class RankWorker:
         return stats
 
     def discard(self) -> None:
-        """Forget the gradients of a partial step."""
         self._models.discard()
         self._gids, self._samples = [], []
 
     def snapshot(self) -> PolicySnapshot:
-        """A copy of this rank's share of the weights as they are published.
+        """Copy this rank's share of the published weights.
 
-        It is valid until the next one; with deltas until the one after that, which needs it no more.
+        It stays valid until the next copy (deltas: next but one).
         """
         return self._copies.take(self._models.actor.published_rows())
 
     def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> PolicySnapshot | None:
-        """Copy this rank's share of a version. A rank above 0 writes it in the background; rank 0 publishes it.
+        """A rank above 0 writes in the background.
 
-        None when this rank still writes the version before and leaves this one out.
+        None when it still writes the version before: it leaves this one out.
         """
         pair = epoch, version
         if self._parts is not None and self._parts.busy:
@@ -237,11 +217,6 @@ class RankWorker:
         return snapshot
 
     def load(self, epoch: int, step: int) -> None:
-        """Load this rank's share of a checkpoint.
-
-        Raises:
-            Refused: it is of another model or another algorithm.
-        """
         folder = self._checkpoints.path((epoch, step))
         meta = self._checkpoints.read_meta(folder)
         self.state.load(folder, meta)
@@ -259,16 +234,13 @@ class RankWorker:
             model.to_device()
 
     def close(self) -> None:
-        """End the thread that writes versions; not collective."""
+        """Not collective."""
         if self._parts is not None:
             self._parts.close()
 
 
 class PartWriter:
-    """Writes this rank's files of one version after the other, in a thread of its own.
-
-    Nobody waits for it but rank 0's thread that puts the version together, and that one has a deadline.
-    """
+    """Writes versions in a thread; only rank 0's publishing thread waits for it, with a deadline."""
 
     def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
         self._writer = RankWriter(config, run_dir, rank)
@@ -277,11 +249,9 @@ class PartWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether the version before is still being written."""
         return self._running is not None and not self._running.done()
 
     def start(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
-        """Begin to write this rank's files of a version; `busy` must be False."""
         self._running = self._executor.submit(self._write, pair, base, snapshot)
 
     def refuse(self, pair: Pair) -> None:
@@ -291,7 +261,7 @@ class PartWriter:
         self._writer.refuse(pair, error)
 
     def close(self) -> None:
-        """End the thread; a write that hangs is left to itself."""
+        """End the thread; a write that hangs is not waited for."""
         self._writer.stop()
         self._executor.shutdown(wait=not self.busy, cancel_futures=True)
 
@@ -299,7 +269,7 @@ class PartWriter:
         try:
             self._writer.deliver(pair, base, snapshot.tensors, snapshot.shapes)
         except Exception as error:
-            # The reader of the last exception: rank 0 leaves the version out, and this rank goes on training.
+            # Rank 0 leaves the version out; this rank goes on training.
             logger.exception("part of a version not written", extra={"version": pair[1]})
             self._writer.refuse(pair, error)
 
@@ -312,35 +282,26 @@ _NEEDS_NO_DEVICE: Final = frozenset({Command.IDLE, Command.STOP, Command.SAVED, 
 
 
 class TorchThread:
-    """The one thread that runs torch; the event loop stays free for Redis meanwhile.
-
-    `busy` collects the intervals of computing, as pairs of `time.monotonic()`.
-    """
+    """The one thread that runs torch. `busy` are its intervals of computing, in `time.monotonic()`."""
 
     def __init__(self) -> None:
         self.busy: list[tuple[float, float]] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run in the thread and return its result. A cancelled caller leaves the thread to finish what it does."""
+        """Run in the thread and return its result. Cancelling the caller does not stop the thread's work."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
 
     def take_busy(self) -> list[tuple[float, float]]:
-        """Return the intervals collected since the last call."""
         busy, self.busy = self.busy, []
         return busy
 
     def close(self) -> None:
-        """Wait for what runs and end the thread."""
         self._executor.shutdown()
 
 
 class RankGroup:
-    """Rank 0 with the other ranks behind it.
-
-    Args:
-        devices: shared with engines; orders that need them take them. None: they are the learner's own.
-    """
+    """Rank 0 with the other ranks behind it; `devices` are those shared with engines, None: none are shared."""
 
     def __init__(self, worker: RankWorker, torch: TorchThread, devices: LearnerDevices | None = None) -> None:
         self.worker, self.torch = worker, torch
@@ -355,7 +316,7 @@ class RankGroup:
         return self._devices is not None
 
     async def release(self) -> None:
-        """There is nothing to do for now: engines may have shared devices. A repeat does nothing."""
+        """Let engines have shared devices, because there is nothing to do. A repeat does nothing."""
         if self._devices is not None:
             await self._devices.give()
 
@@ -380,7 +341,7 @@ class RankGroup:
         return await self.torch.run(execute)
 
     async def train(self, groups: Sequence[TrainGroup]) -> bool:
-        """Have the ranks share a micro-batch. False when a rank could not: then none did anything."""
+        """Have the ranks share a micro-batch. False, without effect on any rank, when one could not."""
         all_read = self.worker.recipe.reads_all
         owners = share(groups, self.worker.ranks.world, self.worker.actor.work, all_read=all_read)
         order = MicrobatchOrder(
@@ -392,10 +353,7 @@ class RankGroup:
         return trained
 
     async def keep_alive(self, deadline: float) -> None:
-        """Break every silence well before the others give up after `deadline` seconds; runs until cancelled.
-
-        Rank 0 may wait long without a word for groups, for Redis or for a disk.
-        """
+        """Send `IDLE` before the other ranks give up: rank 0 may wait long for groups, Redis or a disk."""
         while True:
             await asyncio.sleep(max(0.0, self._told_at + deadline / 4 - time.monotonic()))
             if time.monotonic() >= self._told_at + deadline / 4:
@@ -403,12 +361,7 @@ class RankGroup:
 
 
 async def follow(worker: RankWorker, torch: TorchThread, ledger: Ledger) -> None:
-    """Execute the orders of rank 0 on another rank until `STOP`; rank 0 alone decides when, also on SIGTERM.
-
-    Raises:
-        DeadlineExceeded: rank 0 said nothing for `learner.collective_deadline`.
-        Unreachable: another rank is gone.
-    """
+    """Execute the orders of rank 0 until `STOP`, also after SIGTERM: only rank 0 decides when to stop."""
     opener = GroupOpener(worker.recipe, worker.actor.check_samples)
     try:
         while True:
@@ -426,7 +379,7 @@ async def follow(worker: RankWorker, torch: TorchThread, ledger: Ledger) -> None
 async def read_share(
     order: MicrobatchOrder, rank: int, ledger: Ledger, opener: GroupOpener
 ) -> list[TrainSample] | None:
-    """The samples of a rank's groups; None when one of them is not there (any more)."""
+    """The samples of a rank's groups; None when one of them is gone or cannot be opened."""
     mine = [group_id for group_id, owner in order.owners.items() if owner == rank]
     async with asyncio.TaskGroup() as tasks:
         reads = [tasks.create_task(ledger.read_group(group_id)) for group_id in mine]
@@ -447,10 +400,9 @@ async def read_share(
 def share(
     groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, all_read: bool
 ) -> list[int]:
-    """Owner of each group: the costliest first, each to the rank with the least so far; `NOBODY` without a gradient.
+    """Owner of each group, `NOBODY` without a gradient (unless `all_read`): the costliest first, to the idlest rank.
 
-    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum. With
-    `all_read` (`Recipe.reads_all`) a group without a gradient has an owner too.
+    The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
     """
     loads = [(0, rank) for rank in range(world)]
     owners = [NOBODY] * len(groups)

@@ -1,4 +1,4 @@
-"""The processes of one learner: who they are, and the few small collectives that keep them in step.
+"""The processes of one learner, and the few small collectives that keep them in step.
 
 All ranks must call the same collectives in the same order. Each collective ends within the deadline: when a rank is
 gone or stuck, the others get an error and leave, and the supervisor starts the whole learner again.
@@ -24,32 +24,17 @@ RENDEZVOUS = "STREAMRL_RENDEZVOUS"
 
 
 class Ranks:
-    """This process among the ranks of the learner, with its device and process group.
+    """This process among the ranks of the learner, with its device and process group. Rank 0 talks to Redis for all.
 
     A single rank is a process group too, so that one rank and many run the same code. CPU tensors travel by gloo, CUDA
     tensors by NCCL.
-
-    Attributes:
-        rank: from 0; rank 0 talks to Redis for all.
-        world: number of ranks.
-        device: where this rank computes.
-        mesh: device mesh of all ranks, one dimension, as FSDP wants it.
     """
 
     def __init__(self, *, rank: int, world: int, device: torch.device, deadline: float, rendezvous: str = "") -> None:
         """Join the process group; returns when all ranks have.
 
-        Args:
-            rank: from 0.
-            world: number of ranks.
-            device: `cpu` or `cuda:N`.
-            deadline: longest wait in seconds for the others, here and in each collective.
-            rendezvous: `file:///path` of a file that no earlier group has used, or `tcp://host:port`; empty only
-                for a single rank.
-
-        Raises:
-            ConfigError: many ranks without a rendezvous.
-            DeadlineExceeded: the others did not come in time.
+        `deadline` is the longest wait in seconds for the others, here and in each collective. `rendezvous` is
+        `file:///path` of a file that no earlier group has used, or `tcp://host:port`; empty only for a single rank.
         """
         self.rank = rank
         self.world = world
@@ -69,14 +54,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, config: LearnerConfig, environ: Mapping[str, str] | None = None) -> Ranks:
-        """Join as the environment says: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`.
-
-        These are the variables of torchrun, so any launcher that knows them can start the ranks. Without them there is
-        one rank.
-
-        Raises:
-            ConfigError: `WORLD_SIZE` is not `learner.ranks`, or a device is asked for that is not there.
-        """
+        """Join by the variables of torchrun and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`; without them, one rank."""
         environ = os.environ if environ is None else environ
         rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         if world != config.ranks:
@@ -106,11 +84,9 @@ class Ranks:
         return [int(value) for value in data.tolist()]
 
     def all_max(self, *values: int) -> list[int]:
-        """Element-wise maximum over the ranks, one all-reduce."""
         return self._reduce_ints(values, dist.ReduceOp.MAX)
 
     def all_min(self, *values: int) -> list[int]:
-        """Element-wise minimum over the ranks, one all-reduce."""
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +97,7 @@ class Ranks:
         return tensor
 
     def close(self) -> None:
-        """Leave the process group; no collective may follow. Calling it again does nothing."""
+        """Leave the process group; a repeat does nothing."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -135,7 +111,7 @@ class Ranks:
 
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Name what went wrong: torch raises one and the same error for a slow rank and for a dead one."""
+        """Name what went wrong: torch raises the same error for a slow rank and for a dead one."""
         try:
             yield
         except RuntimeError as error:
@@ -143,11 +119,7 @@ class Ranks:
 
     @contextmanager
     def computing(self, what: str) -> Iterator[None]:
-        """Name what went wrong when a collective inside torch (FSDP) fails in the block; other errors stay.
-
-        Raises:
-            DeadlineExceeded, Unreachable: another rank is stuck or gone.
-        """
+        """As `_collective`, for collectives inside torch (FSDP); other errors pass."""
         try:
             yield
         except RuntimeError as error:
@@ -164,11 +136,7 @@ class Ranks:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: `auto` is CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: CUDA is asked for and absent, or the name is no device.
-    """
+    """The device of a rank: `auto` is CUDA where there is one, else the CPU."""
     try:
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
     except RuntimeError as error:

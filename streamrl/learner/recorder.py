@@ -4,7 +4,7 @@
 take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
 ```
 To the ledger it is a learner: it fences, writes the lineage of its epoch, and retires groups for checkpoints that say
-which of them are durable. So the audit proves of a recording what it proves of a training.
+which groups are durable. So the audit proves of a recording what it proves of a training.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ _KEEP: Final = 2
 async def run_recorder(role: Role) -> None:
     """Record until the run is over or `role.stop` is set; then everything recorded is durable and retired.
 
-    Killed at any point it leaves behind what the next recorder goes on from.
-
-    Raises:
-        Refused: going on would lose groups, or the run has trained before.
-        Fenced: a newer recorder took over.
-        CannotCreate: a file cannot be made, or the disk is full.
+    It may be killed at any point: the next recorder goes on from what it left.
     """
     ledger = role.ledgers.train
     if await is_over(role.config, role.run_dir, ledger):
@@ -65,8 +60,6 @@ async def run_recorder(role: Role) -> None:
 
 
 class Recorder:
-    """One life of the recorder."""
-
     def __init__(self, role: Role, checkpoints: Checkpoints, start: Start) -> None:
         config, run_dir = role.config, role.run_dir
         self._role, self._config, self._ledger = role, config, role.ledgers.train
@@ -84,7 +77,6 @@ class Recorder:
         self._saved_at = time.monotonic()
 
     async def run(self) -> None:
-        """Publish, record until there is a reason to end, and leave everything durable."""
         versions = VersionsLog(self._checkpoints.folder, self._start.epoch, self._start.nonce)
         try:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
@@ -102,7 +94,7 @@ class Recorder:
             versions.close()
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
-        """The model of the run is its only version."""
+        """Publish the model of the run, which is its only version."""
         from streamrl.learner.loading import load_model
 
         def write() -> bytes:
@@ -136,7 +128,7 @@ class Recorder:
                 break
             if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
                 await self._save()
-            # Also where nothing is new: engines that come back find the version again after Redis lost seconds.
+            # Also when nothing is new, so that engines find the version again after Redis lost some seconds.
             unretired = sum(group_id in self._fresh for group_id in closed)
             await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
@@ -158,12 +150,11 @@ class Recorder:
 
     @property
     def _goal(self) -> float:
-        """Groups of the whole recording: as many as `learner.steps` steps would train."""
         steps = self._config.learner.steps
         return float("inf") if steps is None else steps * self._config.learner.groups_per_step
 
     async def _take(self, group_ids: Sequence[int]) -> None:
-        """Read closed groups that are not recorded yet, oldest first; one that is no message of ours dies."""
+        """Read closed groups that are not recorded yet, oldest first; one that cannot be decoded fails."""
         for group_id in group_ids:
             if self._digest.count + len(self._fresh) >= self._goal:
                 return
@@ -180,7 +171,7 @@ class Recorder:
             self._fresh.add(group_id)
 
     async def _reason(self) -> Reason | None:
-        """Whether the data is at its end and every live group is recorded."""
+        """Return "data" when the data is at its end and every live group is recorded."""
         state, epochs = await self._ledger.state(), self._config.data.epochs
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return None
@@ -189,7 +180,6 @@ class Recorder:
         return "data" if done and state.live <= len(closed) else None
 
     async def _save(self) -> None:
-        """Make what was taken durable, then retire it."""
         self._saved_at = time.monotonic()
         if self._fresh:
             try:
@@ -228,11 +218,7 @@ class Recorder:
 
 
 def _header(config: RunConfig, folder: Path) -> Header:
-    """The header of the recording that is there, else a new one.
-
-    Raises:
-        ConfigError: what is there was sampled at another temperature.
-    """
+    """The header of the existing recording (ConfigError: other temperature), else a new one."""
     there = read_header(folder) if folder.exists() else None
     if there is not None:
         if there.temperature != config.sampling.temperature:
@@ -248,7 +234,7 @@ def _header(config: RunConfig, folder: Path) -> Header:
 
 
 def _frame(group: ClosedGroup, epoch: int) -> dict[str, Any]:
-    """What is known of a recorded group, for `streamrl trace`; `WireError` when a message of it is none."""
+    """What `streamrl trace` shows of a recorded group; `WireError` when a message of it cannot be decoded."""
     wire.decode(group.prompt, wire.Prompt)
     samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]
     scores = [wire.decode(score, wire.SampleScore) for _, score in group.samples.values()]

@@ -20,7 +20,7 @@ from streamrl.wire import Float32Array
 
 
 class Reference(Protocol):
-    """A policy that is not trained. It has no state that a checkpoint would have to hold."""
+    """A policy that is not trained, so checkpoints need no state of it."""
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """Return the log-probability of each sampled token under the reference. Collective, without gradients.
@@ -37,7 +37,7 @@ class Reference(Protocol):
         ...
 
     def to_host(self) -> None:
-        """Give the device's memory back; not collective. A repeat does nothing."""
+        """Free the device's memory; not collective. A repeat does nothing."""
         ...
 
     def to_device(self) -> None:
@@ -48,12 +48,8 @@ class Reference(Protocol):
 class Frozen(RowModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
-    It is a copy of `learner.reference.path`, or of the model that training started from: after a restart as well,
-    whatever has been learned since. With `learner.reference.offload` its weights are in the host's memory but for the
-    time of `compute_ref_log_prob`.
-
-    Raises:
-        ConfigError: the model is missing, or is no causal language model.
+    It is a copy of `learner.reference.path`, or of the model that training started from, also after a restart.
+    With `learner.reference.offload` its weights are on the device only during `compute_ref_log_prob`.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
@@ -98,14 +94,7 @@ class Frozen(RowModel, Reference):
 
 
 def make_reference(config: RunConfig, ranks: Ranks, policy: RowModel) -> Reference | None:
-    """The frozen or remote reference that `learner.reference` asks for; None for none, or the policy's own base.
-
-    Collective.
-
-    Raises:
-        ConfigError: it cannot be had, or cannot read what the policy reads.
-        Unreachable: no reference server answers.
-    """
+    """Make a frozen or remote reference; None for `none` and `base`. Collective."""
     reference = config.learner.reference
     if reference.kind == "remote":
         return Remote(config, ranks)

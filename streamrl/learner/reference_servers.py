@@ -1,8 +1,8 @@
 """Log-probabilities of a frozen model, the reference policy or a teacher, from vLLM or SGLang servers.
 
 Each response is scored by one server, by another when that one fails. Both kinds score a prompt: the sampled tokens go
-in as a part of it, and one more token, which nobody reads, is sampled. Neither applies a temperature to what it says of
-a prompt, so temperature 1 is the only one that fits.
+in as a part of it, and one more token, which is discarded, is sampled. Neither applies a temperature to the
+log-probabilities of a prompt, so temperature 1 is the only one that fits.
 """
 
 from __future__ import annotations
@@ -29,39 +29,26 @@ MODELS: Final = Call("GET", "/v1/models", repeatable=True)
 _LOWEST: Final = -9000.0
 """vLLM writes -9999 for a log-probability of minus infinity."""
 _HIGHEST: Final = 1e-3
-"""Rounding lifts a log-probability above 0 by less; a server that answers with logits goes far beyond."""
+"""Greatest log-probability accepted: rounding stays below it, a server that answers with logits goes far beyond."""
 _SPARE: Final[Mapping[str, int]] = {"vllm": 1, "sglang": 7}
 """Places of a server's context that no prompt may take: the token that it samples, and what SGLang keeps free."""
 _SGLANG_LAST: Final = 0
-"""What SGLang calls the last token of its vocabulary; the value is the right one's."""
+"""Id that SGLang returns for the last token of its vocabulary; the value belongs to the right token."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a server says of itself.
-
-    Attributes:
-        kind: which of the two it is.
-        model: name under which it serves its model.
-        context: tokens that it keeps of a request at most; None when it does not say.
-    """
-
     kind: Literal["vllm", "sglang"]
-    model: str
-    context: int | None
+    model: str  # name under which it serves its model
+    context: int | None  # most tokens of a request; None when it does not say
 
     @property
     def longest(self) -> int | None:
-        """Longest prompt plus response that it scores; None when it does not say."""
         return None if self.context is None else self.context - _SPARE[self.kind]
 
 
 def read_about(answer: Any, url: str) -> About:
-    """Understand the answer to `MODELS`.
-
-    Raises:
-        ConfigError: it is neither vLLM nor SGLang.
-    """
+    """Parse the answer to `MODELS`; ConfigError when it is neither vLLM nor SGLang."""
     try:
         entry = next(entry for entry in answer["data"] if not entry.get("parent"))
         kind, model, context = entry["owned_by"], str(entry["id"]), entry.get("max_model_len")
@@ -75,7 +62,6 @@ def read_about(answer: Any, url: str) -> About:
 
 
 def scoring(about: About, sample: TrainSample) -> Call:
-    """Ask for the log-probabilities of a response. A repeat is harmless."""
     ids = [*sample.prompt.tolist(), *sample.tokens.tolist()]
     if about.kind == "vllm":
         body: dict[str, Any] = {
@@ -96,11 +82,7 @@ def scoring(about: About, sample: TrainSample) -> Call:
 
 
 def read_scores(about: About, answer: Any, sample: TrainSample) -> Float32Array:
-    """Understand the answer to `scoring`; float32, shape (completion tokens,).
-
-    Raises:
-        WireError: tokens other than those that were sent, or a value that is no log-probability.
-    """
+    """Parse the answer to `scoring`: float32, shape (completion tokens,)."""
     count = len(sample.tokens)
     try:
         pairs = _vllm_pairs(answer, sample.tokens.tolist()) if about.kind == "vllm" else _sglang_pairs(answer, count)
@@ -135,7 +117,7 @@ _IN_FLIGHT: Final = 32
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 _REST_SECONDS: Final = 10.0
-"""How long a server that failed is asked after all the others."""
+"""Time for which a server that failed is asked last."""
 
 
 class NoReference(Unreachable):
@@ -144,35 +126,22 @@ class NoReference(Unreachable):
 
 @dataclass(slots=True)
 class _Server:
-    """One server, as this rank knows it.
-
-    Attributes:
-        about: what it says of itself; None before it was reached.
-        load: requests of this rank that wait for its answer.
-        failed_at: monotonic time of its last failure, for the reason `failure`; minus infinity after a success.
-    """
-
     url: str
-    about: About | None = None
-    load: int = 0
-    failed_at: float = float("-inf")
-    failure: str = ""
+    about: About | None = None  # None before it was reached
+    load: int = 0  # requests of this rank that wait for its answer
+    failed_at: float = float("-inf")  # monotonic time of the last failure; minus infinity after a success
+    failure: str = ""  # reason of that failure
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Order in which servers are asked, the smallest first."""
         return time.monotonic() < self.failed_at + _REST_SECONDS, self.load
 
 
 class Remote:
     """Log-probabilities under the model that servers hold (`learner.reference.kind: remote`).
 
-    Each rank asks for its own samples, over HTTP. A server that fails or is silent is left, and the response goes to
-    another one; what has no answer within `learner.reference.deadline` fails, on all ranks.
-
-    Raises:
-        ConfigError: a server is none of vLLM and SGLang, its context is too short, or the key cannot be read.
-        NoReference: no server answers this rank, or another one.
+    Each rank sends its own samples, over HTTP. When a server fails or is silent, the response goes to another one; what
+    has no answer within `learner.reference.deadline` fails, on all ranks (NoReference).
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
@@ -183,37 +152,25 @@ class Remote:
         self._together(self._look)
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """Return the log-probability of each sampled token under the reference. Collective.
-
-        Args:
-            batch: this rank's samples, possibly none.
-
-        Returns:
-            float32, shape (completion tokens,) each, in the order of the batch.
-
-        Raises:
-            NoReference: no server answered this rank in time, or another one.
-            DataError: the servers refuse a response.
-            WireError: no server answers with log-probabilities.
-        """
+        """As `Reference` says; also DataError when servers refuse a response, WireError for unusable answers."""
         found = [np.zeros(0, dtype=np.float32) for _ in batch]
         self._together(lambda clients: self._score(clients, batch, found))
         return found
 
     def to_host(self) -> None:
-        """Nothing of it is on the devices."""
+        """It uses no device."""
 
     def to_device(self) -> None:
-        """Nothing of it is on the devices."""
+        """It uses no device."""
 
     def _together(self, work: Callable[[Clients], Awaitable[None]]) -> None:
-        """Run `work` with connections to all servers; what fails on one rank fails on all."""
+        """Run `work` with connections to all servers; a failure on one rank is raised on all."""
         failure: StreamrlError | None = None
         try:
             asyncio.run(self._within(work))
         except StreamrlError as error:
             failure = error
-        # 2: done; 1: to be tried again; 0: trying again is no use.
+        # 2: done; 1: may be tried again; 0: must not be tried again.
         outcome = 2 if failure is None else int(isinstance(failure, NoReference))
         (worst,) = self._ranks.all_min(outcome)
         if failure is not None and outcome == worst:
@@ -242,7 +199,7 @@ class Remote:
                 await client.close()
 
     async def _look(self, clients: Clients) -> None:
-        """Wait until one server has said what it is; the others are asked as well, once."""
+        """Wait until one server has reported its model; all are asked in each round."""
         while True:
             reached = await asyncio.gather(*(self._reach(server, clients) for server in self._servers))
             if any(reached):
@@ -285,7 +242,7 @@ class Remote:
                     tasks.create_task(one(index, sample))
 
     async def _anyone(self, clients: Clients, sample: TrainSample) -> Float32Array:
-        """Ask one server after the other; the deadline of the batch ends it, or that all have talked nonsense."""
+        """Ask one server after the other until one answers, the deadline passes, or all gave invalid answers."""
         senseless: set[str] = set()
         pause = _FIRST_PAUSE
         while True:
@@ -320,7 +277,7 @@ class Remote:
 
     @property
     def _patience(self) -> float:
-        """Longest wait for one answer: so short that every server has been asked when the deadline comes."""
+        """Longest wait for one answer: short enough that every server is asked before the deadline."""
         return self._deadline / (len(self._servers) + 1)
 
     def _failed(self, server: _Server, error: StreamrlError) -> None:

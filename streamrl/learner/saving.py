@@ -39,7 +39,7 @@ _LONGEST_ASK: Final = 1.0
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint that is being written: its meta data but the shards, the groups it makes durable, its beginning."""
+    """A checkpoint that is being written: its meta data without the shards, and the groups that it makes durable."""
 
     meta: Meta
     group_ids: frozenset[int]
@@ -47,8 +47,6 @@ class _Saving:
 
 
 class Trained(Protocol):
-    """What a checkpoint is of: the worker of rank 0."""
-
     step: int
     digest: TrainedDigest
     state: RankState
@@ -58,19 +56,9 @@ class Saver:
     """The checkpoints of one learner, one at a time.
 
     A checkpoint that fails (full disk) leaves the run as it was: nothing is retired, training goes on until the hard
-    cap of live groups stops admission, and it is tried again after a pause that doubles.
-
-    Attributes:
-        newest: meta data of the newest checkpoint that this learner wrote or loaded; None: there is none.
-
-    Args:
-        trained: what is saved.
-        copy: has all ranks copy their state and begin to write it, for the checkpoint of (epoch, step).
-        progress: how far the slowest rank is with that.
-        tasks: owns the background task; an error there ends the learner.
-
-    Raises:
-        CannotCreate: the lineage of this epoch cannot be made.
+    cap of live groups stops admission, and it is tried again after a pause that doubles. `newest` is the newest
+    checkpoint that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it;
+    `progress` says how far the slowest rank is. `tasks` owns the background task; an error there ends the learner.
     """
 
     def __init__(
@@ -100,7 +88,6 @@ class Saver:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint should be begun now."""
         due = self._config.checkpoint_due(self._trained.step - self._begun, self._buffer.unretired)
         return due and time.monotonic() >= self._retry_at
 
@@ -110,10 +97,8 @@ class Saver:
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
         most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
         the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
-        greatest number used so far.
-
-        Raises:
-            Fenced: a newer learner has begun its log. Redis may have forgotten it, the disk has not.
+        greatest number used so far. It raises Fenced when a newer learner has begun its log, even if Redis forgot that
+        learner.
         """
         await self.settle()
         if not self._buffer.fresh:
@@ -144,7 +129,6 @@ class Saver:
         return not self._buffer.fresh
 
     def close(self) -> None:
-        """Close the files; what is not in a checkpoint does not count."""
         self._lineage.close()
 
     def _describe(self, version: int) -> Meta:
@@ -163,7 +147,6 @@ class Saver:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
     async def _complete(self, saving: _Saving) -> None:
-        """See a checkpoint through, from the copies on the host to the removal of older ones."""
         meta, deadline = saving.meta, self._config.checkpoint.deadline
         try:
             async with asyncio.timeout(deadline):

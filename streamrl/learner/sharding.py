@@ -6,7 +6,7 @@ loading.prepare -> RowModel         lays samples out in rows and runs them: the 
 ```
 A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
 is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step
-gives the same weights in whatever pieces its samples came, up to the rounding of float sums.
+gives the same weights however its samples were divided into passes, up to the rounding of float sums.
 
 Every method marked collective must be called by all ranks in the same order, from one thread.
 """
@@ -53,7 +53,7 @@ class RowModel:
         """Raise a ValueError when a sample does not fit the model: unknown token, too long. Not collective."""
         if not batch:
             return
-        # One look at all token ids first: it is what every good batch costs.
+        # Check all token ids at once first, because most batches are good; search for the sample only on failure.
         ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
         known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
@@ -66,16 +66,13 @@ class RowModel:
                 raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
-        """Give the gathered parameters back: afterwards the shards are all there is."""
+        """Free the gathered parameters and keep only the shards."""
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def work(self, samples: Sequence[TrainSample]) -> int:
-        """Work of the samples of one group, as `Limits.work` counts: a shared prompt once, attention by its width.
-
-        Not collective.
-        """
+        """Work of the samples of one group, as `Limits.work` counts. Not collective."""
         prompts: dict[bytes, list[Extent]] = {}
         for sample in samples:
             prompts.setdefault(sample.prompt.tobytes(), []).append(Extent(len(sample.prompt), len(sample.tokens)))
@@ -87,11 +84,7 @@ class RowModel:
         return self._module
 
     def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
-        """Lay out this rank's batch and fill up to the number of passes of the busiest rank. Collective.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
-        """
+        """Lay out this rank's batch, up to the passes of the busiest rank; if one refuses, all raise. Collective."""
         try:
             self.check_samples(batch)
         except ValueError:
@@ -104,7 +97,6 @@ class RowModel:
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:
-        """Call the module with the arrays of a micro-batch."""
         plain = not part.shared and not (part.segments == PADDING).any()
         return self._module(
             input_ids=self._to_device(part.input_ids),
@@ -117,7 +109,7 @@ class RowModel:
 
     @torch.no_grad()
     def _compute(self, batch: Sequence[TrainSample], results: int = 1, **options: Any) -> list[list[Float32Array]]:
-        """So many results of the module: for each an array per sample, with a number per sampled token. Collective."""
+        """Results of the module without gradient: for each an array per sample, shape (sampled tokens,). Collective."""
         found = [[np.zeros(0, dtype=np.float32) for _ in batch] for _ in range(results)]
         for part in self._agree(batch):
             values = self._forward(part, **options)
@@ -134,13 +126,7 @@ _PROBE = "Two plus 34 is thirty-six; naïve?"
 
 
 def check_fit(key: str, path: str, module: RowModel, actor: RowModel, model: ModelConfig) -> None:
-    """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy.
-
-    `key` of the configuration names the `path` of the second model; `model` is the section of the policy.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy."""
     if module.limits.longest < actor.limits.longest:
         raise ConfigError(
             f"{key} {path} takes {module.limits.longest} tokens, the policy {actor.limits.longest}",
@@ -181,12 +167,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 class TrainableModel(RowModel, Generic[SumsT]):
-    """A module over rows of tokens, with its optimizer.
-
-    Args:
-        kind: statistics that `_backward` adds up in `_sums`.
-        whole: the module is one FSDP unit that stays whole between forward and backward.
-    """
+    """`kind` are the statistics that `_backward` adds up; `whole`: one FSDP unit that stays gathered."""
 
     def __init__(
         self, module: Backbone, config: LearnerConfig, ranks: Ranks, limits: Limits, *, kind: type[SumsT], whole: bool
@@ -211,7 +192,6 @@ class TrainableModel(RowModel, Generic[SumsT]):
 
     @property
     def updates(self) -> int:
-        """Updates applied so far."""
         return self._optimizer.updates
 
     @property
@@ -238,12 +218,11 @@ class TrainableModel(RowModel, Generic[SumsT]):
         return stats
 
     def discard(self) -> None:
-        """Forget the accumulated gradient."""
         self._optimizer.zero()
         self._sums.zero_()
 
     def to_host(self) -> None:
-        """Give the device's memory of weights and moments back; nothing else may be called until `to_device`.
+        """Free the device's memory of weights and moments; nothing else may be called until `to_device`.
 
         Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
         """
@@ -255,29 +234,20 @@ class TrainableModel(RowModel, Generic[SumsT]):
         self._offload.to_device()
 
     def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of this rank's weights, AdamW moments and update counter, by flat name.
-
-        Copies, so training may go on while they are being written. Not collective.
-        """
+        """Copies, so training may go on while they are written. Not collective."""
         return self._optimizer.state()
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put back what `shard_state` of the same rank returned, bit for bit; accumulated gradients are forgotten.
-
-        Raises:
-            Refused: it is of another model or number of ranks. Nothing is changed.
-        """
+        """Put back what `shard_state` of the same rank returned; accumulated gradients are forgotten."""
         self._optimizer.load(tensors)
         self._reshard()
         self.discard()
 
     def _lr_factor(self, trained: SumsT) -> float:
-        """Factor of the learning rate of an update with these statistics."""
         del trained
         return 1.0
 
     def _name_of(self, name: str) -> str:
-        """Name of a parameter in versions and checkpoints; `name` is the one it has in the model."""
         return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The files of a checkpoint: one for each rank of the learner, written in the background, read by any number of ranks.
 
-What a checkpoint holds are the *parts* of the learner (actor, critic, KL controller, ...). A part has tensors, numbers,
+A checkpoint holds the *parts* of the learner (actor, critic, KL controller, ...). A part has tensors, numbers,
 or both: the tensors are in the shards as `PART/NAME`, the numbers in `meta.json`.
 
 Each rank has its rows of each tensor: it is split on its first dimension in equal pieces, the last ones shorter or
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def rows_of(size: int, rank: int, world: int) -> slice:
-    """Rows of a tensor with `size` of them that a rank holds."""
+    """Rows of a tensor of `size` rows that a rank holds."""
     piece = -(-size // world)
     return slice(min(rank * piece, size), min((rank + 1) * piece, size))
 
@@ -43,17 +43,13 @@ def rows_of(size: int, rank: int, world: int) -> slice:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
     """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
 
-    The tensors lie on the CPU, and nobody may write to them meanwhile. A file of an attempt that failed is replaced.
-
-    Raises:
-        OSError: the disk is full or broken.
-        InvalidCheckpoint: what was read back is not what was written.
+    The tensors are on the CPU and must not change meanwhile.
     """
     path.unlink(missing_ok=True)
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
     entry = write_tensors(path, plain, durable=True)
     with path.open("rb") as file:
-        # Without the pages in memory the checksum is that of the disk, where the system does as we ask.
+        # Drop the pages from memory, so that the checksum is that of the disk (where the system honours it).
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shard = CheckpointShard(entry.file, entry.bytes, entry.checksum)
     if describe(path) != shard:
@@ -63,12 +59,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointSh
 
 
 def take_notes(draft: Path, world: int) -> list[CheckpointShard]:
-    """Read what all ranks noted of their files, by rank, and remove the notes.
-
-    Raises:
-        OSError: a note is missing.
-        InvalidCheckpoint: a note cannot be read, or its file is not there in full.
-    """
+    """Read the notes of all ranks about their files, and remove the notes; OSError when one is missing."""
     shards = []
     for rank in range(world):
         path = draft / shard_name(rank, world)
@@ -93,35 +84,23 @@ def _note(path: Path) -> Path:
 
 @runtime_checkable
 class Tensors(Protocol):
-    """A part with tensors."""
-
     def shard_state(self) -> dict[str, torch.Tensor]:
         """Copies on the CPU of this rank's rows, by flat name; without dimensions: a number that all ranks have."""
         ...
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put back what `shard_state` returned, bit for bit.
-
-        Raises:
-            Refused: it does not fit; nothing is changed.
-        """
+        """Put back what `shard_state` returned, bit for bit. Refused, without effect, when it does not fit."""
         ...
 
 
 @runtime_checkable
 class Numbers(Protocol):
-    """A part with a few numbers that are the same on all ranks: JSON, so nothing but finite ones."""
+    """A part with a few numbers that are the same on all ranks; JSON, so all must be finite."""
 
-    def state(self) -> dict[str, Any]:
-        """The numbers by name."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned.
-
-        Raises:
-            Refused: a number is missing or of another kind; nothing is changed.
-        """
+        """Put back what `state` returned. Refused, without effect, when a number is missing or of another kind."""
         ...
 
 
@@ -153,7 +132,6 @@ class RankState:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of this rank's rows of all tensors, by `PART/NAME`. Not collective."""
         return {
             f"{name}/{key}": rows
             for name, part in self.parts.items()
@@ -170,7 +148,7 @@ class RankState:
         self._newest = self._executor.submit(_written, path, self.tensors())
 
     def saved(self) -> WriteProgress:
-        """How far the newest file is on the slowest rank. Collective, one all-reduce; nobody waits for a disk."""
+        """How far the newest file is on the slowest rank. Collective; it does not wait for a disk."""
         if self._newest is None:
             mine = WriteProgress.FAILED
         elif not self._newest.done():
@@ -180,12 +158,7 @@ class RankState:
         return WriteProgress(self._ranks.all_min(mine)[0])
 
     def load(self, folder: Path, meta: Meta) -> None:
-        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective.
-
-        Raises:
-            Refused: it is of another model or another algorithm.
-            InvalidCheckpoint: a file is missing or damaged.
-        """
+        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective."""
         self.check(meta)
         with open_shards(folder, meta.world) as shards:
             tensors = shards.rows(self._ranks.rank, self._ranks.world)
@@ -197,17 +170,13 @@ class RankState:
                 part.load_state(meta.numbers[name])
 
     def check(self, meta: Meta) -> None:
-        """See that a checkpoint has the state that this learner needs, and none that it has no use for.
-
-        Raises:
-            Refused: it was written by another algorithm.
-        """
+        """Refuse a checkpoint that lacks state this learner needs, or has state it cannot use."""
         ours, theirs = set(self.parts), set(meta.parts)
         numbered = {name for name, part in self.parts.items() if isinstance(part, Numbers)}
         if missing := sorted((ours - theirs) | (numbered - meta.numbers.keys())):
             what = f"has no state of {', '.join(missing)}"
         elif left := sorted((theirs - ours) | (meta.numbers.keys() - numbered)):
-            what = f"has state of {', '.join(left)}, which this learner has not"
+            what = f"has state of {', '.join(left)}, which this learner does not have"
         else:
             return
         raise Refused(
@@ -229,8 +198,6 @@ def _written(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 class ShardReader:
-    """The state in the open files of a checkpoint, tensor by tensor."""
-
     def __init__(self, shards: Sequence[Any]) -> None:
         self._holders: dict[str, list[Any]] = {}
         for shard in shards:
@@ -239,11 +206,9 @@ class ShardReader:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
         return sorted(self._holders)
 
     def shape(self, name: str) -> list[int]:
-        """Shape of the whole tensor."""
         shapes = [list(holder.get_slice(name).get_shape()) for holder in self._holders[name]]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
 
@@ -276,11 +241,7 @@ class ShardReader:
 
 @contextmanager
 def open_shards(folder: Path, world: int) -> Iterator[ShardReader]:
-    """Open the files of a checkpoint that `world` ranks wrote, for the length of the block.
-
-    Raises:
-        InvalidCheckpoint: a file is missing or no safetensors file.
-    """
+    """Open the files of a checkpoint that `world` ranks wrote; InvalidCheckpoint when one is missing or damaged."""
     with ExitStack() as files:
         shards = []
         for rank in range(world):

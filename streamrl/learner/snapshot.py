@@ -14,31 +14,23 @@ from torch.distributed.tensor import DTensor
 from streamrl.weight_sync.manifest import Adapter
 
 Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
-"""Takes the name of a parameter and this rank's rows of it, and returns the rows that others are to see."""
+"""Function from the name of a parameter and this rank's rows of it to the rows that are published."""
 
 
 @dataclass(frozen=True)
 class PolicySnapshot:
-    """A copy of one rank's rows of all weights, valid until `Copies` needs its memory again; training may go on.
+    """A copy of one rank's rows of all weights, valid until `Copies` needs its memory again; training may go on."""
 
-    Attributes:
-        tensors: Hugging Face names and rows on the CPU; a tensor of which this rank has no row is left out.
-        shapes: shapes of the whole tensors, by name.
-        seconds: how long the copy took, which is the time a step loses by a version.
-        adapter: set when the tensors are an adapter alone, by the names of peft.
-    """
-
-    tensors: list[tuple[str, torch.Tensor]]
-    shapes: dict[str, list[int]]
-    seconds: float = 0.0
-    adapter: Adapter | None = None
+    tensors: list[tuple[str, torch.Tensor]]  # Hugging Face names, rows on the CPU; without tensors of no rows
+    shapes: dict[str, list[int]]  # of the whole tensors
+    seconds: float = 0.0  # duration of the copy: the time that a step loses by a version
+    adapter: Adapter | None = None  # set when the tensors are an adapter alone, by the names of peft
 
 
 class Copies:
-    """Memory of the host that snapshots are copied into, again and again: fresh memory costs six times the copy.
+    """Host memory that snapshots are copied into, again and again: fresh memory costs six times the copy.
 
-    Args:
-        sets: snapshots that somebody may still read: a snapshot is overwritten by the one that comes `sets` after it.
+    A snapshot is overwritten by the one that comes `sets` after it.
     """
 
     def __init__(
@@ -56,7 +48,7 @@ class Copies:
 
     @torch.no_grad()
     def take(self, changed: Rows | None = None) -> PolicySnapshot:
-        """Copy this rank's rows, or what `changed` makes of them. Not collective: nothing travels between ranks."""
+        """Copy this rank's rows, or what `changed` makes of them. Not collective."""
         started = time.monotonic()
         rows = {name: parameter.to_local().detach() for name, parameter in self._rows.items()}
         copies = self._sets.popleft() if len(self._sets) == self._most else [self._room(row) for row in rows.values()]

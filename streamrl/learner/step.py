@@ -42,8 +42,6 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(kw_only=True, slots=True)
 class Models:
-    """What one rank computes with; critic and reference are None where the algorithm has none."""
-
     actor: Actor
     critic: Critic | None = None
     reference: Reference | None = None
@@ -54,7 +52,6 @@ class Models:
 
     @property
     def recipe(self) -> Recipe:
-        """The algorithm."""
         return self.actor.recipe
 
     @property
@@ -64,24 +61,16 @@ class Models:
 
     @property
     def movable(self) -> list[Actor | Critic | Reference]:
-        """Those that can leave their device."""
         return [model for model in (self.actor, self.critic, self.reference) if model is not None]
 
     def discard(self) -> None:
-        """Forget the gradients of a step in progress."""
         self.actor.discard()
         if self.critic is not None:
             self.critic.discard()
 
 
 def make_models(config: RunConfig, ranks: Ranks) -> Models:
-    """Load actor, critic and reference as configured. Collective.
-
-    Raises:
-        ConfigError: a model is missing, cannot be trained, or cannot read what the policy reads; or the algorithm is
-            none.
-        Unreachable: no reference server answers.
-    """
+    """Load actor, critic and reference as configured. Collective."""
     actor = Actor(config, ranks)
     critic = make_critic(config, ranks, actor) if config.learner.critic.kind == "model" else None
     base = config.learner.reference.kind == "base"
@@ -91,31 +80,18 @@ def make_models(config: RunConfig, ranks: Ranks) -> Models:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied.
+    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied."""
 
-    Attributes:
-        updates: updates of the actor that were applied.
-        skipped_updates: of actor and critic, whose gradient was not finite.
-        skipped: nothing of the step is in the weights.
-        diverged: actor or critic had updates and none could be applied, or the step could not be computed.
-        loss: mean loss.
-        grad_norm: mean norm of the gradient before clipping.
-        lr: mean learning rate.
-        kl_coefficient: factor of the KL term in this step.
-        trained: sums over all trained tokens; a token counts in each update that it had a part in.
-        critic: updates of the critic that were applied.
-    """
-
-    updates: int
-    skipped_updates: int
-    skipped: bool
-    diverged: bool
+    updates: int  # of the actor that were applied
+    skipped_updates: int  # of actor and critic, whose gradient was not finite
+    skipped: bool  # nothing of the step is in the weights
+    diverged: bool  # actor or critic had updates and none could be applied, or the step could not be computed
     loss: float
-    grad_norm: float
+    grad_norm: float  # before clipping
     lr: float
     kl_coefficient: float
-    trained: TokenSums
-    critic: tuple[UpdateStats[ValueSums], ...]
+    trained: TokenSums  # sums over all trained tokens; a token counts in each of its updates
+    critic: tuple[UpdateStats[ValueSums], ...]  # updates that were applied
 
     @classmethod
     def of(
@@ -126,7 +102,6 @@ class StepStats:
         critic: Sequence[UpdateStats[ValueSums]] = (),
         failed: bool = False,
     ) -> StepStats:
-        """Put the updates of a step together, applied or not; `failed`: the step could not be computed."""
         applied = [stats for stats in updates if not stats.skipped]
         learnt = tuple(stats for stats in critic if not stats.skipped)
         count = max(1, len(applied))
@@ -154,10 +129,7 @@ def stream(models: Models, batch: Sequence[TrainSample], step: int) -> None:
 
 
 def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats:
-    """Update the actor with all micro-batches of the step.
-
-    Tokens and responses are those of the step on all ranks, those of groups that no rank computes included.
-    """
+    """Update the actor; `tokens` and `responses` are those of all ranks, also of groups that are not computed."""
     size = models.recipe.normaliser(tokens=tokens, responses=responses)
     return StepStats.of([models.actor.apply_update(size)], kl_coefficient=models.kl_coefficient)
 
@@ -274,7 +246,6 @@ def _penalties(models: Models, group: Sequence[TrainSample]) -> list[FloatArray]
 
 
 def _limits(models: Models, samples: Sequence[TrainSample], step: int) -> tuple[float | None, ...]:
-    """What gates that see the whole step need to know of it."""
     corrections, ranks = models.recipe.corrections, models.actor.ranks
     if not corrections.whole_step:
         return (None,) * len(corrections.gates)
@@ -300,7 +271,6 @@ def _counts(ranks: Ranks, group_ids: Sequence[int], samples: Sequence[TrainSampl
 
 
 def _mini_batches(recipe: Recipe, group_ids: Sequence[int], step: int) -> Iterator[set[int]]:
-    """Groups of each update of the step."""
     for number in range(recipe.passes):
         order = np.random.default_rng([recipe.seed, step, number]).permutation(np.asarray(group_ids))
         for part in np.array_split(order, recipe.mini_batches):

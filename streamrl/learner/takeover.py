@@ -20,27 +20,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a learner goes on.
-
-    Attributes:
-        nonce: what fences this learner's writes.
-        epoch: its epoch.
-        meta: the loaded checkpoint, None when training starts from the model of the run.
-        trained: ids in the chain of that checkpoint.
-        version: greatest version number known anywhere; the next one is above it.
-        branch: versions and steps of the surviving branch.
-    """
-
-    nonce: str
+    nonce: str  # fences this learner's writes
     epoch: int
-    meta: Meta | None
-    trained: list[int]
-    version: int
-    branch: Branch
+    meta: Meta | None  # loaded checkpoint; None when training starts from the model of the run
+    trained: list[int]  # ids in the chain of that checkpoint
+    version: int  # greatest number known anywhere; the next one is above it
+    branch: Branch  # versions and steps of the surviving branch
 
     @property
     def step(self) -> int:
-        """Updates in the loaded weights."""
         return self.meta.step if self.meta else 0
 
     @property
@@ -51,11 +39,7 @@ class Start:
     def next_checkpoint(
         self, *, step: int, version: int, digest: TrainedDigest, links: tuple[Link, Link], model: str
     ) -> Meta:
-        """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since.
-
-        `version` is the greatest number used so far, `digest` is of all groups whose gradients are in the weights, and
-        `links` are what `Lineage.mark` says.
-        """
+        """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since."""
         before = self.meta
         return Meta(
             format=FORMAT,
@@ -106,7 +90,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, mod
 
 
 def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
-    """Refuse to go on when Redis retired groups for a checkpoint and none that holds them can be loaded."""
     if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
             f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
@@ -116,7 +99,6 @@ def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
 
 
 def check_fit(meta: Meta, kind: Kind, model: str) -> None:
-    """Refuse a checkpoint of another format, kind or model than this learner can go on from."""
     name = f"ckpt-{meta.name}"
     if meta.format != FORMAT:
         raise Refused(

@@ -1,8 +1,7 @@
 """What the learner trains next, and what it has trained: the learner's side of the ledger.
 
-`TrainBuffer` is the only place of the learner that writes to the ledger after the start. `scored` is read whole each
-time, so that nothing depends on remembered positions; a group that comes back after Redis lost some seconds is known by
-its id.
+Only `TrainBuffer` writes to the ledger after the start of the learner. `scored` is read whole each time, so that
+nothing depends on remembered positions; a group that comes back after Redis lost some seconds is known by its id.
 """
 
 from __future__ import annotations
@@ -27,37 +26,24 @@ logger = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2
 _DOORBELL_SECONDS: Final = 0.5
 _REST: Final = 4.0
-"""Pause after a reading, in times of its length: reading takes a fifth of the loop at most, at any rate."""
+"""Pause after a reading, in times of its length: reading takes at most a fifth of the loop."""
 
 
 class Stage(Enum):
-    """How far a closed group is."""
-
     CANDIDATE = 0
-    """It may be trained next."""
-    EQUAL_REWARDS = 1
-    """It takes a place of the step and is dropped at its end; a learner that dies leaves it closed for the next one."""
-    IN_STEP = 2
-    """It has gradients that are not applied yet."""
-    APPLIED = 3
-    """It is in the weights; nobody may have its place yet."""
-    TRAINED = 4
-    """It is in the weights and its place is free; no durable checkpoint holds it."""
+    EQUAL_REWARDS = 1  # takes a slot of the step until its end, then it is dropped; a crash leaves it closed
+    IN_STEP = 2  # has gradients that are not applied yet
+    APPLIED = 3  # is in the weights, and its slot is not free yet
+    TRAINED = 4  # is in the weights and its slot is free; no durable checkpoint holds it
 
 
 @dataclass(slots=True)
 class GroupState:
-    """A group that no durable checkpoint holds, as this learner knows it.
-
-    Attributes:
-        stage: how far it is.
-        group: what is trained; None once it is in the weights.
-        computed: its forward and backward pass killed nobody, and its crash counter does not say so yet.
-    """
+    """A group that no durable checkpoint holds, as this learner knows it."""
 
     stage: Stage
-    group: TrainGroup | None
-    computed: bool = False
+    group: TrainGroup | None  # None once it is in the weights
+    computed: bool = False  # its passes went well, and its crash counter has not been cleared for that yet
 
 
 class TrainBuffer:
@@ -70,9 +56,9 @@ class TrainBuffer:
         durable: ids in the chain of the newest durable checkpoint.
         dropped: groups dropped by this learner, for whatever reason.
         zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
-        unretired: closed groups in Redis that are trained, not retired, and whose places are free, at the last reading.
+        unretired: closed groups in Redis that are trained, not retired, and whose slots are free, at the last reading.
         untrained: closed groups in Redis that can still be trained, at the last reading.
-        changed: set after each reading; who waits for it clears it.
+        changed: set after each reading; the task that waits for it clears it.
         archive: gets every group that is read, before anything is decided about it.
     """
 
@@ -93,17 +79,14 @@ class TrainBuffer:
 
     @property
     def in_step(self) -> list[TrainGroup]:
-        """Groups with gradients that are not applied yet, in the order in which they were begun."""
         return self._at(Stage.IN_STEP)
 
     @property
     def fresh(self) -> set[int]:
-        """Ids in the weights that no durable checkpoint holds."""
         return {group_id for group_id, state in self._groups.items() if state.stage in {Stage.APPLIED, Stage.TRAINED}}
 
     @property
     def room(self) -> int:
-        """Free places in the step."""
         taken = sum(state.stage in {Stage.IN_STEP, Stage.EQUAL_REWARDS} for state in self._groups.values())
         return self._config.learner.groups_per_step - taken
 
@@ -118,15 +101,15 @@ class TrainBuffer:
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
 
     async def refresh(self) -> None:
-        """Read `scored`: retire what the chain already holds, read new groups, bury those that cannot be trained."""
+        """Read `scored`: retire what the chain already holds, read new groups, fail those that cannot be trained."""
         async with self._lock:
             await self._read()
 
     async def ended(self) -> bool:
         """Whether no group will close any more: the data is at its end and every live group is in `scored`.
 
-        An end of fewer epochs than the configuration has now is none: the feeder has not gone on yet. Dead groups that
-        wait to be admitted again are more data.
+        An end after fewer epochs than configured now does not count, because the feeder will go on. Dead-lettered
+        groups that wait to be admitted again are more data.
         """
         state, epochs = await self._ledger.state(), self._config.data.epochs
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
@@ -139,14 +122,10 @@ class TrainBuffer:
     def choose(self, room: int, cost: int, *, last: bool) -> list[TrainGroup]:
         """The groups of the next micro-batch, oldest first; none when it is better to wait for more.
 
-        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so
-        that a slow group is waited for. A group in whose steps a learner died is tried alone, so that another death
-        tells it from its neighbours.
-
-        Args:
-            room: free places in the step.
-            cost: tokens that make a micro-batch worth a pass; fewer are taken when they fill the step.
-            last: nothing more will come: take what there is.
+        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so that
+        the learner waits for a slow group. A group in whose steps a learner died is tried alone, so that another death
+        tells it from its neighbours. `cost` are the tokens that make a micro-batch worth a pass; fewer are taken when
+        they fill the step, or with `last`, when no more groups will come.
         """
         groups = self._nearest(room)
         suspects = [group for group in groups if group.crashes]
@@ -166,8 +145,7 @@ class TrainBuffer:
     def set_equal_aside(self, room: int) -> int:
         """Take out the groups with equal rewards among those that `choose(room)` looks at; returns how many.
 
-        They keep their places until `drop_equal`: whoever fills one while the step is open samples with the weights
-        before, and a step with fewer groups than places would leave those samples one step more to age.
+        They keep their slots until `drop_equal`: a group admitted meanwhile would be sampled with the old weights.
         """
         equal = [group.group_id for group in self._nearest(room) if group.zero_variance]
         for group_id in equal:
@@ -175,13 +153,12 @@ class TrainBuffer:
         return len(equal)
 
     async def drop_equal(self) -> None:
-        """Drop what `set_equal_aside` took out."""
         async with self._lock:
             equal = sorted(group.group_id for group in self._at(Stage.EQUAL_REWARDS))
             self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
 
     def take_lengths(self) -> list[int]:
-        """Lengths of all responses that were read since the last call, whatever becomes of them."""
+        """Lengths of all responses that were read since the last call, trained or not."""
         lengths, self._lengths = self._lengths, []
         return lengths
 
@@ -195,7 +172,7 @@ class TrainBuffer:
         await self._ledger.begin(self._nonce, [group.group_id for group in groups])
 
     def computed(self, groups: Sequence[TrainGroup]) -> None:
-        """The forward and backward pass of these groups killed nobody."""
+        """Note that the forward and backward pass of these groups went well."""
         for group in groups:
             self._groups[group.group_id].computed = True
 
@@ -221,17 +198,14 @@ class TrainBuffer:
             await self._drop([group.group_id for group in groups], why)
 
     def applied(self) -> list[TrainGroup]:
-        """The update of the step is in the weights: its groups are trained. Returns them.
-
-        Their places stay taken until `free_places` names them, also when other calls write `unretired` in between.
-        """
+        """Mark the groups of the step as trained; their slots stay taken until `free_places` names them."""
         groups = self.in_step
         for group in groups:
             self._groups[group.group_id] = GroupState(Stage.APPLIED, None)
         return groups
 
     async def free_places(self, group_ids: Sequence[int]) -> None:
-        """Free the places of trained groups in the budget, and clear their crash counters."""
+        """Free the slots of trained groups in the budget, and clear their crash counters."""
         async with self._lock:
             for group_id in group_ids:
                 if group_id in self._groups:
@@ -246,7 +220,7 @@ class TrainBuffer:
             await self._ledger.consume(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
-        """Fresh groups are in a durable checkpoint: retire them."""
+        """Retire groups that are in a durable checkpoint."""
         self.durable.update(group_ids)
         for group_id in group_ids:
             self._groups.pop(group_id, None)
@@ -256,13 +230,12 @@ class TrainBuffer:
             await self._read()
 
     async def _clear_crash_counts(self, group_ids: Sequence[int]) -> None:
-        # `unretired` is not written: the last reading may be older than a retirement, or than a Redis from the past.
+        # Do not write `unretired`: the last reading may be older than a retirement, or than a restored Redis.
         await self._ledger.consume(self._nonce, None, 0, None, group_ids)
 
     # ---- inside the lock
 
     async def _drop(self, group_ids: Sequence[int], why: str) -> int:
-        """Drop closed groups; returns how many were there."""
         count = 0
         if group_ids:
             await self.archive.settle()
@@ -339,6 +312,6 @@ class TrainBuffer:
         return [group for group in groups if group.group_id in first]
 
     def _taken(self, group_id: int) -> bool:
-        """Whether a group is trained, in the step, or keeps a place of it."""
+        """Whether a group is trained, in the step, or keeps a slot of it."""
         state = self._groups.get(group_id)
         return group_id in self.durable or (state is not None and state.stage is not Stage.CANDIDATE)

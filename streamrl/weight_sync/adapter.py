@@ -36,17 +36,12 @@ class Names:
 
 
 def names_of(module: str, *, dora: bool) -> Names:
-    """Names of the tensors that adapt a module."""
     stem = PREFIX + module
     return Names(stem + LOW, stem + HIGH, stem + MAGNITUDE if dora else None)
 
 
 def adapted(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> dict[str, Names]:
-    """Which modules a version adapts, with the names of their tensors.
-
-    Raises:
-        WeightsError: a tensor is missing, or belongs to no adapter of this kind.
-    """
+    """Modules that a version adapts, with the names of their tensors; WeightsError when these are not whole."""
     modules = sorted(
         name.removeprefix(PREFIX).removesuffix(LOW)
         for name in tensors
@@ -77,14 +72,8 @@ def merge(
     """Rows of a weight with its adapter, float32: W + scale B A (Hu et al., arXiv 2106.09685, section 4.1).
 
     With a magnitude m each row is set to the length m (Liu et al., arXiv 2402.09353, equation 5). Rows are independent
-    of each other, so a rank merges its own.
-
-    Args:
-        weight: rows of the base weight, shape (rows, in); any floating type.
-        low: A, whole, shape (rank, in).
-        high: the same rows of B, shape (rows, rank).
-        scale: alpha / rank.
-        magnitude: the same rows of m, shape (rows,); None: LoRA.
+    of each other, so a rank merges its own: shapes are `weight` (rows, in), `low` A, whole, (rank, in), `high` the same
+    rows of B (rows, rank), `magnitude` (rows,); `scale` is alpha / rank.
     """
     whole = weight.float() + (high.float() @ low.float()) * scale
     if magnitude is None:
@@ -94,7 +83,6 @@ def merge(
 
 
 def peft_config(adapter: Adapter) -> dict[str, Any]:
-    """The `adapter_config.json` of peft."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -110,11 +98,7 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def write_adapter(folder: Path, adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the directory of an adapter as peft, vLLM and SGLang read it; it appears whole, one that is there goes.
-
-    Raises:
-        CannotCreate: no room, or no permission; nothing is left behind.
-    """
+    """Write the directory of an adapter as peft, vLLM and SGLang read it; it appears whole, replacing another."""
     try:
         with whole_directory(folder) as draft:
             values = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -15,8 +15,8 @@ version over http. The slowest of them is not offered the next versions, so the 
 Received files are used only if they have the checksums of the manifest.
 
 A group is built directly, beside the group that the process trains in, and has its own name in the store, its own
-thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL has been written from its
-documentation: it needs two devices and has never run. It is used only between processes that use CUDA already.
+thread and its own timeout. Gloo is tested with processes that are killed and stopped. NCCL was written from its
+documentation and has never run, because it needs two devices; it is used only between processes that use CUDA already.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _STALL_SHARE: Final = 0.1
 """Part of `weights.deadline` that one piece may take."""
 _SHORTEST_STALL: Final = 1.0
 _PROOF_BYTES_PER_SECOND: Final = 200e6
-"""A slow member still computes the checksums of so many bytes."""
+"""Rate at which a slow member still computes checksums."""
 _FIRST_ABSENCE: Final = 4
-"""Versions that a member which was too slow is not offered; twice as many each time that it is too slow again."""
+"""Versions that a slow member is not offered at first; the number doubles each time that it is too slow again."""
 _LONGEST_ABSENCE: Final = 64
 _BEAT_SECONDS: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 1 << 16
 _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 10.0
 _WAIT_SHARE: Final = 0.5
-"""Part of the deadline for which a version is waited for before it is pulled."""
+"""Part of the deadline for which a member waits for a broadcast before it pulls."""
 _MAX_FULL: Final = 3
 _MAX_DELTAS: Final = 64
 _POLL_SECONDS: Final = 0.001
@@ -83,22 +83,18 @@ _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A member introduces itself; `device` is the UUID of a CUDA device that it has in use, empty when none."""
+    """`device` is the UUID of a CUDA device that the member has in use, empty when none."""
 
     name: _Text
     device: _Text = ""
 
 
 class VersionOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """A version is about to be sent; `manifest` is its encoded manifest."""
-
     number: _Number
     manifest: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Whether the member has room for the offered version and wants it."""
-
     number: _Number
     ok: bool
 
@@ -125,7 +121,7 @@ class Got(msgspec.Struct, frozen=True, tag="got"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """No broadcast brings this version, or one before it, any more."""
+    """No broadcast will bring this version or an older one."""
 
     pair: Pair
 
@@ -139,12 +135,10 @@ _Said = TypeVar("_Said")
 
 
 def pack(message: ToHost | ToMember) -> str:
-    """Return a message as text."""
     return msgspec.json.encode(message).decode()
 
 
 def unpack(decoder: msgspec.json.Decoder[_Said], text: str) -> _Said:
-    """Return what the other side said, by `FROM_MEMBER` or `FROM_HOST`; `WireError` when it is no message."""
     try:
         return decoder.decode(text)
     except msgspec.DecodeError as error:
@@ -156,25 +150,18 @@ def unpack(decoder: msgspec.json.Decoder[_Said], text: str) -> _Said:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """One process in one group: rank 0 sends, and `stall` seconds may building the group, or one piece, take.
+    """One process in one group: rank 0 sends."""
 
-    The name of a group is never used twice in a store. `address` is that of this host, by which the others reach it.
-    """
-
-    group: str
+    group: str  # name, never used twice in a store
     rank: int
     size: int
     backend: Literal["gloo", "nccl"]
-    stall: float
-    address: str
+    stall: float  # seconds that building the group, or one piece, may take
+    address: str  # of this host, by which the others reach it
 
 
 class Rendezvous:
-    """The store where the processes of all groups find each other: on the learner's host, at this address alone.
-
-    It knows no passwords, like gloo and NCCL: what travels there is checked against the manifest, nothing else.
-    `CannotCreate`: the address cannot be listened on.
-    """
+    """The store where processes of all groups meet. It has no passwords: received bytes are only checked."""
 
     def __init__(self, host: str) -> None:
         try:
@@ -190,8 +177,8 @@ class Rendezvous:
 class BroadcastGroup:
     """This process in one group. Its calls wait in a thread of its own, so no other work waits.
 
-    `store` is the rendezvous in this process, or its address; `progress` the bytes sent or received in the present
-    call, `begun` the same with the piece that is under way: a member that others wait for has begun less than they.
+    `store` is the rendezvous in this process, or its address. `progress` are the bytes sent or received in the present
+    call, `begun` the same with the piece that is under way: the member that others wait for has begun the fewest bytes.
     """
 
     def __init__(self, place: GroupPlace, store: Any | tuple[str, int]) -> None:
@@ -202,21 +189,15 @@ class BroadcastGroup:
         self.progress = self.begun = 0
 
     async def send(self, files: Sequence[Path]) -> None:
-        """Send files to all others, in order.
-
-        `Unreachable`: a process did not take a piece in time; the group cannot be used any more.
-        """
+        """Send files to all others; after `Unreachable` (a piece took too long) the group cannot be used any more."""
         await self._in_thread(files, "rb", mmap.MAP_PRIVATE)
 
     async def receive(self, files: Sequence[Path]) -> None:
-        """Receive files over those that are there with their final sizes, and all their room taken; raises like `send`.
-
-        Cancelling the call does not stop the thread before the stall timeout; it may write to unlinked files then.
-        """
+        """Receive into files of the final size. After a cancellation the thread writes until the stall timeout."""
         await self._in_thread(files, "r+b", mmap.MAP_SHARED)
 
     def leave(self) -> None:
-        """Throw the group away, without waiting for a call that is stuck in it."""
+        """Discard the group, without waiting for a call that is stuck in it."""
         self._thread.submit(self._forget)
         self._thread.shutdown(wait=False)
 
@@ -267,7 +248,10 @@ class _Gloo:
 
 
 class _Nccl:
-    """Pieces go through a buffer on the device. The clock is looked at here: NCCL's watchdog would end the process."""
+    """Pieces go through a buffer on the device.
+
+    Timeouts are checked here, because NCCL's watchdog would end the process.
+    """
 
     def __init__(self, store: Any, place: GroupPlace) -> None:
         calm = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -317,7 +301,7 @@ def _pieces(descriptor: int, flags: int) -> Iterator[torch.Tensor]:
 
 
 def device_in_use() -> str:
-    """Return the UUID of the CUDA device that this process has in use; empty when it uses none."""
+    """UUID of the CUDA device that this process has in use; empty when it uses none."""
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.is_initialized():
         return ""
@@ -329,8 +313,6 @@ def device_in_use() -> str:
 
 @dataclass(eq=False)
 class _Member:
-    """One replica that takes part."""
-
     number: int
     hello: Hello
     request: web.Request
@@ -340,7 +322,7 @@ class _Member:
 
 @dataclass
 class _Absence:
-    """A member is left out of so many `versions`, of which `left` are still to come."""
+    """A member is not offered `versions` versions, of which `left` are still to come."""
 
     versions: int
     left: int
@@ -350,8 +332,8 @@ class Broadcaster:
     """Sends each version that is announced to all members, in one round; `deadline` is for one version.
 
     A member that does not answer is dropped, one that fails pulls the version over http; the learner waits for neither.
-    One that is too slow is left out of some versions, and keeps that when it joins again under its name. What is
-    announced while a round runs waits, and only the newest of it.
+    A slow member is left out of some versions, also when it joins again under its name. While a round runs, only the
+    newest announced version waits.
     """
 
     def __init__(self, root: Path, host: str, deadline: float) -> None:
@@ -368,7 +350,7 @@ class Broadcaster:
         self._done: Pair | None = None
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the route by which members join; the server asks for the token."""
+        """The route by which members join; the server asks for the token."""
         return [web.get(PATH, self._join, allow_head=False)]
 
     def announce(self, manifest: Manifest) -> None:
@@ -378,7 +360,6 @@ class Broadcaster:
             self._bell.set()
 
     async def run(self) -> None:
-        """Send what is announced, until it is cancelled."""
         try:
             while True:
                 await self._bell.wait()
@@ -409,7 +390,7 @@ class Broadcaster:
                 elif member is not None:
                     member.answers.put_nowait(said)
         except WireError as error:
-            logger.warning("member of the broadcast talks nonsense", extra={"error": error.message})
+            logger.warning("member of the broadcast sent an invalid message", extra={"error": error.message})
         finally:
             if member is not None:
                 self._members.pop(member.number, None)
@@ -456,7 +437,7 @@ class Broadcaster:
         proving = manifest.total_bytes / _PROOF_BYTES_PER_SECOND
         if not await self._send(group, manifest):
             proving = 0.0
-            await self._finish(manifest.pair)  # members say how far they came, and pull
+            await self._finish(manifest.pair)  # members report how far they came, and pull
         answers = await self._answers(taking, Got, number, self._stall + proving)
         self._settle(taking, answers)
 
@@ -464,9 +445,9 @@ class Broadcaster:
         """Leave the slowest member out of the next versions if some did not get this one.
 
         Members that did not answer have been left out already, and a round that a death ended says nothing about speed.
-        A slow member may hold others up at its own piece, because pieces travel from member to member. Of several with
-        the fewest bytes only one is left out, first one that was too slow before: the next round shows if that was
-        wrong.
+        A slow member may hold others up at its own piece, because pieces travel from member to member. So of several
+        with the fewest bytes only one is left out, preferably one that was too slow before; the next round shows if
+        that was wrong.
         """
         missed = {member: got.bytes for member, got in answers.items() if not got.whole}
         for member in answers.keys() - missed.keys():
@@ -491,7 +472,6 @@ class Broadcaster:
         logger.warning("member of the broadcast is too slow: it pulls the next versions", extra=extra)
 
     async def _send(self, group: BroadcastGroup, manifest: Manifest) -> bool:
-        """Send the files; False when that failed."""
         folder = self._root / manifest.folder
         try:
             async with asyncio.timeout(self._deadline):
@@ -504,7 +484,6 @@ class Broadcaster:
         return True
 
     def _gather(self, members: Sequence[_Member]) -> BroadcastGroup:
-        """Return this host's end of a group with these members; the last group is used again when it has the same."""
         numbers = [member.number for member in members]
         if self._group is not None and self._group[0] == numbers:
             return self._group[1]
@@ -525,7 +504,7 @@ class Broadcaster:
     async def _answers(
         self, members: Sequence[_Member], kind: type[_Answer], number: int, seconds: float
     ) -> dict[_Member, _Answer]:
-        """Return what members answer; those that do not answer in time are dropped, and left out of next versions."""
+        """Answers of the members; a member that does not answer in time is dropped, and left out of next versions."""
         answers: dict[_Member, _Answer] = {}
 
         async def hear(member: _Member) -> None:
@@ -547,7 +526,6 @@ class Broadcaster:
         return answers
 
     async def _tell(self, member: _Member, message: ToMember) -> None:
-        """Send a message; a member that does not take it in time is dropped."""
         try:
             async with asyncio.timeout(self._stall):
                 await member.socket.send_str(pack(message))
@@ -567,8 +545,6 @@ class Broadcaster:
 
 @dataclass
 class _Round:
-    """The broadcast that this member takes part in."""
-
     number: int
     manifest: Manifest
     draft: Path
@@ -576,10 +552,7 @@ class _Round:
 
 
 class CollectiveSource(WeightSource):
-    """Takes versions from broadcasts of the learner's host, and pulls over http what it missed; a context manager.
-
-    Half of `deadline` is waited for a broadcast. `broadcasts` counts those that came whole.
-    """
+    """Takes versions from broadcasts, waiting half of `deadline`, and pulls over http what it missed."""
 
     def __init__(self, pulled: HttpSource, staging: StagingFolder, deadline: float, *, name: str) -> None:
         self.proves = True
@@ -597,7 +570,7 @@ class CollectiveSource(WeightSource):
     @override
     async def fetch(self, manifest: Manifest) -> Path:
         here = self._staging.holds(manifest)
-        if here is not None:  # it may be older than the learner whose member we are
+        if here is not None:  # before `_follow`: it may be of an older learner than the one we follow
             return here
         await self._follow(manifest.sources[0] if manifest.sources else "")
         with self.traffic.timed(), contextlib.suppress(TimeoutError):
@@ -622,12 +595,11 @@ class CollectiveSource(WeightSource):
             self._following = None
 
     def _settled(self, manifest: Manifest) -> bool:
-        """Whether nothing is to be waited for: the version is here, or no broadcast will bring it."""
+        """Whether there is nothing to wait for: the version is here, or no broadcast will bring it."""
         over = not self._connected or self._done >= manifest.pair
         return over or self._staging.holds(manifest) is not None
 
     async def _follow(self, url: str) -> None:
-        """Be a member at this host, and at no other."""
         if self._following is not None and self._following.done():
             await self._following  # raises what ended it
         if url == self._url and self._following is not None:
@@ -640,7 +612,6 @@ class CollectiveSource(WeightSource):
         self._following = asyncio.create_task(self._stay(url), name="member of the broadcast")
 
     async def _stay(self, url: str) -> None:
-        """Connect to the host, again and again, until it is cancelled."""
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -662,7 +633,6 @@ class CollectiveSource(WeightSource):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Do what the host says until the connection ends."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for message in socket:
@@ -707,7 +677,7 @@ class CollectiveSource(WeightSource):
             return
         if self._group is None or self._group.place.group != go.group:
             self._leave_group()
-            # the address by which the host is reached is the one by which it reaches us
+            # The others can reach this host at the address that it uses towards the learner's host.
             own = socket.get_extra_info("sockname", ("127.0.0.1",))[0]
             place = GroupPlace(go.group, go.rank, go.size, go.backend, go.stall, own)
             self._group = BroadcastGroup(place, (go.host, go.port))

@@ -1,15 +1,15 @@
 """From fetched files to one whole version: full files are used where they lie, deltas are applied to their base.
 
 ```
-anchor   all shards full       the files take the place of those of the base
+anchor   all shards full       the files replace those of the base
 delta    base is what is held  changed values are written into the mapped files; full shards replace their file
          an engine reads them  into copies, in a new folder; the old files go when the last reader does
          base is another       the chain of bases is walked back to what is held or to an anchor, and applied in order
 then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
 ```
 A base that was cancelled, torn or found wrong holds no version: the next one is rebuilt from the newest anchor.
-`pin` makes a durable copy in the same way, but one file after the other, in memory: the disk of a run directory may
-know no maps that are shared and writable, and a write tells when it is full, where a map would end the process.
+`pin` makes a durable copy in the same way, but one file after the other, in memory: the file system of a run directory
+may not support shared writable maps, and a write reports a full disk, where a map would end the process.
 """
 
 from __future__ import annotations
@@ -65,22 +65,17 @@ _DISK_HINT: Final = "make room on the disk of the run directory, or unpin anothe
 
 @dataclass(frozen=True)
 class Link:
-    """One version of a chain with the folder that holds its files."""
-
     manifest: Manifest
     folder: Path
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version whose files are on this host, and the links that lead to it, the oldest first.
-
-    No links: the delta base holds it. `in_place`: the files of the only link are whole and used where they lie.
-    """
+    """A version whose files are on this host, and the links that lead to it, the oldest first."""
 
     manifest: Manifest
-    links: list[Link]
-    in_place: bool
+    links: list[Link]  # none: the delta base holds it
+    in_place: bool  # the files of the only link are whole and used where they lie
 
 
 def _needs_base(chain: list[Manifest], held: Pair | None) -> bool:
@@ -109,10 +104,7 @@ class DeltaBase:
         self.pair: Pair | None = None
 
     def apply(self, link: Link) -> None:
-        """Become the version of a link.
-
-        `WeightsError`: the result does not have the hashes of the manifest, or a file is wrong; nothing is held then.
-        """
+        """Become the version of a link. After a `WeightsError` (wrong file or hashes) nothing is held."""
         manifest = link.manifest
         if manifest.base not in (None, self.pair):
             raise WeightsError(f"a delta against {manifest.base} does not fit the files of {self.pair}")
@@ -134,7 +126,6 @@ class DeltaBase:
         self.manifest, self.pair = manifest, manifest.pair
 
     def version(self) -> Version:
-        """Return the version that is held; `WeightsError` when none is, or its tensors are not those listed."""
         manifest = self.manifest
         if manifest is None or self.pair is None:
             raise WeightsError("no version is held")
@@ -215,19 +206,14 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")  # so never two changes of the base at a time
 
     def close(self) -> None:
-        """End the thread; what it is doing is finished first."""
         self._thread.shutdown()
 
     @property
     def traffic(self) -> Traffic:
-        """What was fetched."""
         return self._source.traffic
 
     async def fetch(self, manifest: Manifest) -> Fetched:
-        """Get the files of a version onto this host; errors as of `WeightSource.fetch`.
-
-        Does not touch what an engine may be reading.
-        """
+        """Get the files of a version onto this host, without touching what an engine may be reading."""
         if manifest.base is not None or self._config.delta.enabled:
             return Fetched(manifest, await self.links(manifest), in_place=False)
         if self._source.proves:
@@ -235,7 +221,7 @@ class Staging:
         return Fetched(manifest, [Link(manifest, await self._source.fetch(manifest))], in_place=True)
 
     async def make(self, fetched: Fetched) -> Version:
-        """Prove and map a version; no engine may be reading one meanwhile. Raises like `fetch`."""
+        """Prove and map a version; no engine may be reading one meanwhile. Errors as of `WeightSource.fetch`."""
         manifest, deadline = fetched.manifest, self._config.deadline
         try:
             async with asyncio.timeout(deadline):
@@ -264,8 +250,8 @@ class Staging:
     async def links(self, manifest: Manifest) -> list[Link]:
         """Fetch what leads from the delta base to a version, the oldest first; nothing when it holds that one.
 
-        A repeat fetches only what is missing. May run while an engine reads the base. Errors as of
-        `WeightSource.fetch`; `WeightsError` also when no way leads there, or only one that was found wrong before.
+        A repeat fetches only what is missing. May run while an engine reads the base. `WeightsError` also when no chain
+        leads to the version, or only one that was found wrong before.
         """
         held = self._base.pair
         if manifest.pair == held:
@@ -277,7 +263,7 @@ class Staging:
             if chain[-1].pair == self._hopeless:
                 raise WeightsError(
                     f"version {manifest.version} builds on {self._hopeless}, whose deltas gave wrong weights before",
-                    "the next full version mends this",
+                    "the next full version fixes this",
                 )
             extra = {"version": manifest.version, "anchor": chain[-1].version, "deltas": len(chain) - 1}
             logger.info("weights rebuilt from a full version", extra=extra)
@@ -287,10 +273,9 @@ class Staging:
         return [Link(link, await self._source.fetch(link)) for link in reversed(chain)]
 
     async def apply(self, links: list[Link]) -> Version:
-        """Bring the delta base to the last version of a chain and return it; an empty chain returns what it holds.
+        """Bring the delta base to the last link of a chain; an empty chain returns what it holds.
 
-        Writes into what an engine may be reading. Cancelling leaves a base that holds nothing; raises like
-        `DeltaBase.apply`.
+        Writes into what an engine may be reading. After a cancellation the base holds nothing.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -316,12 +301,11 @@ class _FileInMemory(DeltaBase):
         self._tables[shard.file] = map_shard(folder / shard.file, shard)
 
     def write(self, path: Path) -> Shard:
-        """Write the file through to the disk and return its entry for the manifest."""
         return write_tensors(path, list(self._tables[path.name].items()), durable=True)
 
 
 def _only(manifest: Manifest, file: str) -> Manifest:
-    """Return a manifest as if its version had this file alone."""
+    """The manifest as if its version had this file alone."""
     index = next((index for index, shard in enumerate(manifest.shards) if shard.file == file), None)
     if index is None:
         return msgspec.structs.replace(manifest, shards=[], tensors=[])
@@ -337,8 +321,8 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
     """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
 
     Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
-    already is left as it is. `WeightsError`: the files are not what their manifests say, or went away because newer
-    versions came; `CannotCreate`: no room, or no permission. Nothing is left behind then.
+    already is left as it is; a failure (wrong files, no room, or a newer version replaced this one) leaves nothing
+    behind.
     """
     target = run_dir / PINNED / folder_name(*pair)
     if (target / MANIFEST_FILE).exists():
@@ -388,7 +372,6 @@ def unpin(run_dir: Path, pair: Pair) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove drafts of processes of this host that have ended."""
     for entry in folder.glob(f"{_DRAFT}*"):
         pid = entry.name.rpartition("-")[2]
         try:

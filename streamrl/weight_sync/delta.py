@@ -1,7 +1,7 @@
 """Deltas: only the changed values of a tensor part, bit for bit, and the file that holds those of one rank.
 
-A delta overwrites: it names the changed elements and their new values. So applying it twice does no harm, and a value
-never drifts. Values are compared as bits, so that -0.0 and the payloads of NaN arrive too.
+A delta names the changed elements and their new values, so applying it twice does no harm, and a value never drifts.
+Values are compared as bits, so that -0.0 and the payloads of NaN arrive too.
 
 For each part there are two arrays of bytes (docs/internals/weights.md):
 
@@ -52,12 +52,10 @@ class Encoded:
 
     @property
     def count(self) -> int:
-        """Changed elements."""
         return int(self.values.shape[1])
 
     @property
     def bytes(self) -> int:
-        """Bytes before compression."""
         return self.gaps.nbytes + self.values.nbytes
 
 
@@ -86,7 +84,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Encoded | None:
 
 
 def changed(old: torch.Tensor, new: torch.Tensor) -> int:
-    """Return how many elements differ in their bits; arguments and errors as of `encode`."""
+    """Count elements that differ in their bits; arguments and errors as of `encode`."""
     before, after = _pair(old, new)
     return sum(
         int(np.count_nonzero(before[start : start + _CHUNK] != after[start : start + _CHUNK]))
@@ -97,8 +95,7 @@ def changed(old: torch.Tensor, new: torch.Tensor) -> int:
 def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
     """Overwrite the changed elements of `target`, which holds the bits of the version before. A repeat is harmless.
 
-    Everything is checked before the first write: `WeightsError` when the changes, from anywhere, are not those of a
-    part with this many elements of this width; `target` is untouched then.
+    Everything is checked before the first write: after a `WeightsError`, `target` is untouched.
     """
     words = _words(target)
     gaps, values = encoded.gaps, encoded.values
@@ -116,10 +113,7 @@ def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
 
 
 def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool = False) -> Shard:
-    """Write the changes of one rank's parts as one new file and return its entry for the manifest.
-
-    Parts that did not change are left out of `parts`. `OSError` may leave the file behind in part.
-    """
+    """Write one rank's changes as one new file; `parts` has changed parts only. OSError may leave part of it."""
     arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
     arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
     pieces = encode_tensors([(name, torch.from_numpy(array)) for name, array in arrays])
@@ -132,10 +126,6 @@ def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) ->
 
     `decode_into` checks the arrays, because it knows the part they are for. More than `limit` bytes after decompression
     are refused; twice the bytes of the parts are always enough.
-
-    Raises:
-        WeightsError: the size, the checksum or the content does not fit.
-        FileNotFoundError: the file is gone.
     """
     state = xxhash.xxh3_128()
     size = path.stat().st_size
@@ -161,7 +151,6 @@ def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[_Words, _Words]:
 
 
 def _words(tensor: torch.Tensor) -> _Words:
-    """The elements of a contiguous CPU tensor as integers of their width, without a copy."""
     word = _WORDS.get(tensor.element_size())
     if word is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise WeightsError(f"no deltas of {tensor.dtype} tensors, or of tensors that are not contiguous on the CPU")
@@ -186,7 +175,7 @@ def _places(gaps: _Bytes, count: int) -> Iterator[tuple[int, NDArray[np.int64]]]
         runs = np.cumsum(piece, dtype=np.int64)
         places = runs[ends] + np.arange(len(ends)) + place
         place += int(runs[-1]) + len(ends)
-        yield done, places[: count - done]  # the last run of all ends behind the last changed element
+        yield done, places[: count - done]  # the last run ends after the last changed element
         done += len(ends)
 
 
@@ -222,7 +211,7 @@ def _collect(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, Encod
     for name in names:
         gaps, values = tensors[f"gaps/{name}"], tensors.get(f"values/{name}")
         if values is None or gaps.dtype != torch.uint8 or values.dtype != torch.uint8:
-            raise WeightsError(f"{path} is no delta: {name} has not the two arrays of bytes")
+            raise WeightsError(f"{path} is no delta: {name} does not have the two arrays of bytes")
         parts[name] = Encoded(gaps.numpy(), values.numpy())
     if len(tensors) != 2 * len(parts):
         raise WeightsError(f"{path} is no delta: it holds other tensors too")

@@ -41,31 +41,25 @@ _OPEN_FILES: Final = 1 << 16
 
 @dataclass(frozen=True)
 class VersionStore:
-    """Folder that holds the folders of versions.
-
-    `durable`: a version is on the disk before it gets its name; `hint`: what to do when there is no room.
-    """
-
     root: Path
-    durable: bool
-    hint: str
+    durable: bool  # a version is on the disk before it gets its name
+    hint: str  # what to do when there is no room
 
 
 def shm_store(run_dir: Path) -> VersionStore:
-    """Return the store in the shared memory of this host; the same for all processes of a user."""
+    """The store in the shared memory of this host; the same for all processes of a user."""
     digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
     return VersionStore(_SHARED_MEMORY / f"streamrl-{os.getuid()}-{digest}", durable=False, hint=_SHM_HINT)
 
 
 def store_of(transport: str, run_dir: Path) -> VersionStore:
-    """Return where the learner's host keeps the versions: RUN_DIR/weights for `directory`, else shared memory."""
+    """Where the learner's host keeps the versions: RUN_DIR/weights for `directory`, else shared memory."""
     if transport != "directory":
         return shm_store(run_dir)
     return VersionStore(run_dir.resolve() / "weights", True, "make room on the disk of the run directory")
 
 
 def create_root(store: VersionStore) -> None:
-    """Make the root of a store, private to its user; `CannotCreate` when that is not possible."""
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = store.root.lstat()
@@ -76,7 +70,6 @@ def create_root(store: VersionStore) -> None:
 
 
 def check_room(store: VersionStore, need: int) -> None:
-    """Raise `CannotCreate` when the file system of a store has fewer than `need` bytes left."""
     free = os.statvfs(store.root)
     left = free.f_bavail * free.f_frsize
     if left < need:
@@ -86,36 +79,29 @@ def check_room(store: VersionStore, need: int) -> None:
 
 
 def staging_root(run_dir: Path, name: str) -> Path:
-    """Return the folder in the shared memory of this host that holds what the replica `name` fetched."""
+    """Folder in the shared memory of this host that holds what the replica `name` fetched."""
     root = shm_store(run_dir).root
     return root.with_name(f"{root.name}{_STAGING}{re.sub('[^A-Za-z0-9._-]', '_', name)}")
 
 
 def memory_of(run_dir: Path) -> list[Path]:
-    """Return the folders that processes of a run have made in the shared memory of this host."""
     root = shm_store(run_dir).root
     return [folder for folder in (root, *root.parent.glob(f"{root.name}{_STAGING}*")) if folder.exists()]
 
 
 def release_memory(run_dir: Path) -> None:
-    """Give back the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing.
-
-    The supervisor calls it when no role is left: a run that is resumed publishes its weights again.
-    """
+    """Free the shared memory of a run that ended; a mapped version stays readable. A repeat does nothing."""
     for folder in memory_of(run_dir):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def allow_many_files() -> None:
-    """Raise this process's soft limit of open files as far as its hard limit allows. A repeat does nothing.
-
-    Connections, programs, and each mapped or held file of a version take a descriptor.
-    """
+    """Raise this process's soft limit of open files: each mapped or held file takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    with contextlib.suppress(OSError, ValueError):  # a container may forbid it; then the limit is met where it is
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it: keep the present limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -123,7 +109,6 @@ def allow_many_files() -> None:
 
 
 def checksum(*buffers: Buffer) -> str:
-    """Return xxh3-128 of the buffers, one after the other, as 32 hexadecimal digits."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         _update(state, buffer)
@@ -131,7 +116,7 @@ def checksum(*buffers: Buffer) -> str:
 
 
 def short_hash(buffer: Buffer) -> str:
-    """Return xxh3-64 of a buffer as 16 hexadecimal digits, which proves that a part of a tensor is the right one."""
+    """xxh3-64 of a buffer as 16 hexadecimal digits, which proves that a part of a tensor is the right one."""
     state = xxhash.xxh3_64()
     _update(state, buffer)
     return state.hexdigest()
@@ -145,7 +130,6 @@ def _update(state: xxhash.xxh3_128 | xxhash.xxh3_64, buffer: Buffer) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """Return xxh3-128 of a file; `OSError` when it cannot be read."""
     state = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -157,12 +141,11 @@ def file_checksum(path: Path) -> str:
 
 
 def take_spare(spare: Path, path: Path) -> int | None:
-    """Give an own file without readers another name, in order to write over it; return its size.
+    """Rename an own file without readers, in order to write over it; return its size, None when there is none.
 
-    New pages of shared memory cost as much as the copy into them; those of the version that is being removed are there
-    already. The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that no process has open or mapped,
-    and none can open it afterwards, because it has lost its name. None: there is no such file, or it has a reader; then
-    neither name is taken.
+    New pages of shared memory cost as much as the copy into them, and the version that is being removed has some.
+    The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that no process has open or mapped, and none
+    can open it afterwards, because it has lost its name. A file with a reader loses both names.
     """
     try:
         spare.rename(path)
@@ -205,7 +188,6 @@ class StagingFolder:
         self._store = VersionStore(self.root, durable=False, hint=_SHM_HINT)
 
     def open(self) -> None:
-        """Make the folder, empty; raises `CannotCreate` without permission."""
         self.close()
         create_root(self._store)
 
@@ -214,7 +196,6 @@ class StagingFolder:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def holds(self, manifest: Manifest) -> Path | None:
-        """Return the folder of a version that is here whole, None when it is not."""
         folder = self.root / manifest.folder
         try:
             found = read_manifest(folder)
@@ -223,11 +204,7 @@ class StagingFolder:
         return folder if found.pair == manifest.pair and found.shards == manifest.shards else None
 
     def draft(self, manifest: Manifest, mark: str = "") -> Path:
-        """Return the folder for the files of a version on their way; an existing one is continued.
-
-        `mark` tells apart drafts of one version that are written at the same time. `CannotCreate`: no room for the
-        version.
-        """
+        """Folder for a version on its way, continued if there is one; `mark` tells concurrent drafts apart."""
         folder = self.root / f"{_DRAFT}{manifest.folder}+{mark}"
         try:
             if not folder.is_dir():
@@ -242,7 +219,7 @@ class StagingFolder:
     def finish(self, manifest: Manifest, draft: Path) -> Path:
         """Give a draft whose files are proven its name and return the folder; one that is here already stays."""
         folder = self.root / manifest.folder
-        if self.holds(manifest) is not None:  # broadcast and pulled: an engine may read the one that was first
+        if self.holds(manifest) is not None:  # both broadcast and pulled: an engine may read the first one
             self.drop(draft)
             return folder
         try:
@@ -264,15 +241,13 @@ class StagingFolder:
             raise CannotCreate(f"no room for {path} ({size >> 20} MiB): {error}", self._store.hint) from error
 
     def drop(self, draft: Path) -> None:
-        """Remove a draft or a version. A repeat does nothing."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def count(self) -> int:
-        """Return how many whole versions are here."""
         return sum(parse_folder(entry.name) is not None for entry in self.root.iterdir())
 
     def trim(self, keep: Collection[str]) -> None:
-        """Remove every version and draft that is not named in `keep` and older than the newest that is."""
+        """Remove every version and draft that is not in `keep` and older than the newest that is."""
         newest = max((pair for name in keep if (pair := parse_folder(name)) is not None), default=(0, 0))
         for entry in self.root.iterdir():
             folder = entry.name.removeprefix(_DRAFT).partition("+")[0]
@@ -285,11 +260,7 @@ class StagingFolder:
 
 
 def read_token(run_dir: Path) -> str:
-    """Return the token in $STREAMRL_WEIGHTS_TOKEN_FILE, else in RUN_DIR/weights.token.
-
-    Raises:
-        ConfigError: there is no such file, or it holds too little.
-    """
+    """The token in $STREAMRL_WEIGHTS_TOKEN_FILE, else in RUN_DIR/weights.token; ConfigError when it is missing."""
     path = _token_path(run_dir)
     try:
         token = path.read_text("ascii").strip()
@@ -304,12 +275,7 @@ def read_token(run_dir: Path) -> str:
 
 
 def make_token(run_dir: Path) -> str:
-    """Return the token; a missing file is made with a new one, readable by its owner alone.
-
-    Raises:
-        CannotCreate: the file cannot be written.
-        ConfigError: the file holds too little.
-    """
+    """Return the token; a missing file is made with a new one, readable by its owner alone."""
     path = _token_path(run_dir)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The replica's side: sees the newest version, gets its files near, proves them, and hands them to the engine."""
+"""The replica's side: sees the newest version, fetches its files, proves them, and hands them to the engine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _QUIET: Final = 2
 refused."""
 _LONGEST_PAUSE: Final = 30.0
 _REFUSED_PAUSE: Final = 5.0
-"""First pause before a refused version is tried again: most refusals are for good, and a try costs all of its bytes."""
+"""First pause before a refused version is tried again: most refusals are final, and a try costs all of its bytes."""
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
 
 class _Overtaken(Exception):
-    """The files of a version went away because a newer one came."""
+    pass
 
 
 class _CannotFetch(Exception):
-    """The files of a version could not be got here; trying again may help."""
+    """The files of a version could not be fetched here; trying again may help."""
 
     def __init__(self, cause: StreamrlError) -> None:
         super().__init__(str(cause))
@@ -61,13 +61,13 @@ class Follower:
     skipped. One whose files are here is applied even if a newer one is known by then: it is newer than what the engine
     has, and a replica whose network is slower than the learner would otherwise never apply any.
 
-    Whatever is wrong with a version (checksum, size, another run, an older epoch, names or shapes the engine does not
+    A version that cannot be used (checksum, size, another run, an older epoch, names or shapes the engine does not
     know) is logged and counted in `refused`, and the version before it stays. It is tried again, with pauses, until a
     newer one comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing
     to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
 
     `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
-    what became of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
+    the state of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
     any other error ends `run`. Relays announce themselves on `board` by a field of `status`; without a board, files
     come from the learner's host alone.
 
@@ -112,7 +112,6 @@ class Follower:
 
     @property
     def version(self) -> int:
-        """Number of the version applied last; 0 before the first."""
         return 0 if self._applied is None else self._applied.version
 
     @property
@@ -122,18 +121,14 @@ class Follower:
 
     @property
     def fetch_seconds(self) -> float:
-        """Seconds spent fetching since the start; only grows. The engine generated meanwhile."""
+        """Seconds spent fetching since the start, while the engine generated; only grows."""
         return self._before.seconds + (self._staging.traffic.seconds if self._staging else 0.0)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop` is set; may be run again afterwards.
 
-        Cancelled in the middle of a version, the engine is as whole as its `apply` makes it.
-
-        Raises:
-            CannotCreate: the staging folder cannot be made, or a relay cannot listen.
-            ConfigError: no token for the http transport, or an engine that has refused every version since the
-                first: it has another model.
+        After a cancellation, `apply` decides the state of the engine. An engine that has refused every version since
+        the first has another model (ConfigError).
         """
         opened = open_staging(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
         try:
@@ -179,7 +174,7 @@ class Follower:
                 if attempt == _AGAIN - 1 or newest is None:
                     raise WeightsError(
                         f"the files of version {manifest.version} cannot be read again: {error}",
-                        "the next version mends this",
+                        "the next version fixes this",
                     ) from error
                 manifest = decode(newest[1])
                 self._check(newest[0], manifest, again=True)
@@ -196,7 +191,7 @@ class Follower:
             if found is None:
                 continue
             self._known, seen = found, found[0]
-            with contextlib.suppress(WeightsError):  # it is refused where it is taken
+            with contextlib.suppress(WeightsError):  # `_take` decodes it again and refuses it
                 manifest = decode(found[1])
                 self.newest_step = manifest.step
                 if self._fetching is not None and manifest.epoch > self._fetching.epoch:
@@ -279,7 +274,7 @@ class Follower:
 
     @contextlib.asynccontextmanager
     async def _reading(self, number: int) -> AsyncIterator[None]:
-        """Say what an error of getting at the files of a version means."""
+        """Translate errors of reading the files of a version."""
         try:
             yield
         except (Unreachable, CannotCreate) as error:
@@ -307,7 +302,7 @@ class Follower:
             raise WeightsError(f"version {manifest.pair} is not newer than {applied.pair}, which is applied")
 
     def _is_of_an_earlier_life(self, error: Exception) -> bool:
-        """Whether a learner that has gone may have published this, and the next one has not yet."""
+        """Whether a learner that has ended may have published this, and the next one has not published yet."""
         return isinstance(error.__cause__, FileNotFoundError) and self._applied is None
 
     def _refuse(self, number: int, error: StreamrlError) -> None:
@@ -327,10 +322,7 @@ async def open_staging(
     board: RoleRegistry | None,
     status: MutableMapping[str, int | float | str] | None,
 ) -> AsyncIterator[Staging]:
-    """Open what the configured transport needs on a replica's host, a relay included, for the length of the block.
-
-    `CannotCreate`: the staging folder cannot be made, or a relay cannot listen; `ConfigError`: no token.
-    """
+    """Open what the configured transport needs on a replica's host, a relay included."""
     allow_many_files()
     async with contextlib.AsyncExitStack() as stack:
         folder = StagingFolder(run_dir, name)

@@ -1,7 +1,4 @@
-"""The manifest of one version (what was published, and how a receiver proves that it is whole), and where to find it.
-
-Needs no torch.
-"""
+"""The manifest of one version: what was published, and how a receiver proves it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,90 +25,54 @@ _Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$"
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a version.
-
-    Attributes:
-        file: name inside the folder.
-        bytes: size.
-        checksum: xxh3-128 of all its bytes in hexadecimal.
-        kind: `full`: a safetensors file with the values; `delta`: the encoded changes of such a file against the
-            version that `Manifest.base` names (weight_sync/delta.py). A full shard replaces the one with its name.
-    """
-
     file: _FileName
     bytes: _Count
-    checksum: _Checksum
+    checksum: _Checksum  # xxh3-128 of all its bytes in hexadecimal
+    # `full`: a safetensors file, which replaces the one with its name; `delta`: changes of such a file (delta.py).
     kind: Literal["full", "delta"] = "full"
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor, cut along its first dimension into the parts that the ranks of the learner hold.
+    """One tensor, cut along its first dimension into the parts that the ranks of the learner hold."""
 
-    Attributes:
-        name: Hugging Face name; a tied tensor comes under one of its names.
-        dtype: safetensors dtype (`F32`, `BF16`, ...).
-        shape: of the whole tensor.
-        parts: indices of the shards that hold a part, in the order of the rows; a part has the tensor's name there.
-        hashes: xxh3-64 of the bytes of each part in this version; empty when the run publishes no deltas.
-    """
-
-    name: str
-    dtype: str
-    shape: list[_Count]
-    parts: list[_Count]
-    hashes: list[_Hash] = []
+    name: str  # of Hugging Face; a tied tensor comes under one of its names
+    dtype: str  # of safetensors (`F32`, `BF16`, ...)
+    shape: list[_Count]  # of the whole tensor
+    parts: list[_Count]  # indices of the shards that hold a part under this name, in the order of the rows
+    hashes: list[_Hash] = []  # xxh3-64 of the bytes of each part; empty when the run publishes no deltas
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a version that is an adapter alone belongs to (LoRA), which is all that peft needs to know of it.
+    """What peft needs to know of a version that is an adapter alone (LoRA)."""
 
-    Attributes:
-        base: `model.path` of the learner: the weights that the adapter is added to.
-        rank: of the adapter.
-        alpha: its scale is alpha / rank.
-        targets: names of the adapted modules, or of their last parts where all modules of that name are adapted.
-        dora: weight-decomposed, with a magnitude for each row.
-    """
-
-    base: str
+    base: str  # `model.path` of the learner
     rank: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     alpha: Annotated[float, msgspec.Meta(gt=0)]
-    targets: list[str]
-    dora: bool = False
+    targets: list[str]  # adapted modules, by the last part of the name where all of that name are adapted
+    dora: bool = False  # weight-decomposed, with a magnitude for each row
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the adapter's matrices."""
         return self.alpha / self.rank
 
     @property
     def kind(self) -> str:
-        """`LoRA` or `DoRA`."""
         return "DoRA" if self.dora else "LoRA"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
-    """One version of the weights.
-
-    `version` only grows, also across restarts of the learner; `epoch` is that of the learner that wrote it, `step` the
-    optimizer step the weights come from. `base` is the (epoch, version) that the delta shards need; None: all of them
-    are full. `folder` is the name of the version's folder below the root of the transport. `sources` are the servers
-    that have the files (http) or the rendezvous of the broadcast (collective). `adapter`: the tensors are those of an
-    adapter alone, by the names of peft; None: they are all the weights.
-    """
-
     v: int = SCHEMA
     run: str
-    version: _Count
-    epoch: _Count
-    step: _Count
-    base: tuple[_Count, _Count] | None = None
+    version: _Count  # only grows, also across restarts of the learner
+    epoch: _Count  # of the learner that wrote it
+    step: _Count  # optimizer step that the weights come from
+    base: tuple[_Count, _Count] | None = None  # (epoch, version) that the delta shards need; None: all are full
     transport: _FileName
-    folder: _FileName
-    sources: list[_Url] = []
+    folder: _FileName  # below the root of the transport
+    sources: list[_Url] = []  # servers that have the files (http), or the rendezvous of the broadcast (collective)
     shards: list[Shard]
     tensors: list[TensorEntry]
-    adapter: Adapter | None = None
+    adapter: Adapter | None = None  # the tensors are an adapter alone, by the names of peft
 
     def __post_init__(self) -> None:
         names = {entry.name for entry in self.tensors}
@@ -130,19 +91,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
 
     @property
     def pair(self) -> Pair:
-        """(epoch, version): what orders versions, because two learners may use one number."""
+        """(epoch, version) orders versions, because two learners may use one number."""
         return self.epoch, self.version
 
     @property
     def kind(self) -> Literal["full", "delta", "adapter"]:
-        """All weights, what changed of them, or an adapter alone."""
         if self.adapter is not None:
             return "adapter"
         return "full" if self.base is None else "delta"
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
 
@@ -150,16 +109,11 @@ _decoder: Final = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return a manifest as JSON bytes."""
     return msgspec.json.encode(manifest)
 
 
 def decode(data: bytes) -> Manifest:
-    """Return the manifest in `data`.
-
-    Raises:
-        WeightsError: too large, no manifest, of an unknown schema version, or against its own rules.
-    """
+    """Parse a manifest; WeightsError when it is too large, of an unknown schema version, or breaks its own rules."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
     try:
@@ -172,12 +126,12 @@ def decode(data: bytes) -> Manifest:
 
 
 def folder_name(epoch: int, version: int) -> str:
-    """Name of the folder of a version; both numbers are in it, because two learners may use one version number."""
+    """Both numbers are in the name, because two learners may use one version number."""
     return f"v-{epoch}-{version}"
 
 
 def parse_folder(name: str) -> Pair | None:
-    """Return (epoch, version) of a folder's name, None when it is no folder of a version."""
+    """(epoch, version) of a folder's name, None when it is not the folder of a version."""
     parts = name.split("-")
     if len(parts) != 3 or parts[0] != "v" or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
@@ -185,12 +139,12 @@ def parse_folder(name: str) -> Pair | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the version in a folder; `WeightsError` when it is none, `OSError` when unreadable."""
+    """The manifest of the version in a folder; `WeightsError` when it is invalid, `OSError` when unreadable."""
     return decode((folder / MANIFEST_FILE).read_bytes())
 
 
 def versions(root: Path) -> dict[Pair, Manifest]:
-    """Return the versions in a folder, ascending, without those that cannot be read; a missing folder has none."""
+    """The versions in a folder, ascending, without those that cannot be read; a missing folder has none."""
     found: dict[Pair, Manifest] = {}
     if not root.is_dir():
         return found
@@ -204,16 +158,11 @@ def versions(root: Path) -> dict[Pair, Manifest]:
 
 
 def newest_with(number: int, among: dict[Pair, Manifest]) -> Manifest | None:
-    """Return the version with this number, of the newest epoch that has one; None when there is none."""
     return next((among[pair] for pair in sorted(among, reverse=True) if pair[1] == number), None)
 
 
 def find(number: int, root: Path, run_dir: Path) -> tuple[Manifest, Path]:
-    """Return the version with this number and the folder that holds it: pinned, else on the transport.
-
-    Raises:
-        UsageError: it is not here (any more).
-    """
+    """The version with this number and the folder that holds it: pinned, else on the transport."""
     for folder in (run_dir / PINNED, root):
         manifest = newest_with(number, versions(folder))
         if manifest is not None:

@@ -1,9 +1,9 @@
 """The learner's side: a version is put together from the files of all ranks, so that a reader sees all or nothing.
 
-Kept are the newest version with all that it builds on (its anchor and the deltas after it) and, until the next one is
-written, the version before. Without deltas these are at most two versions. With deltas a new anchor is due as soon as
-the deltas have the size of an anchor, so that three times the weights are enough: anchor, deltas, and the next anchor
-that is being written (four when one version suddenly changes almost everything on all ranks but one).
+The publisher keeps the newest version with all that it builds on (its anchor and the deltas after it) and, until the
+next one is written, the version before. Without deltas these are at most two versions. With deltas a new anchor is due
+as soon as the deltas have the size of an anchor, so that three times the weights are enough: anchor, deltas, and the
+next anchor that is being written (four when one version suddenly changes almost everything on all ranks but one).
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class VersionFigures:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A version that is on the transport."""
-
     pair: Pair
     base: Pair | None
     bytes: int
@@ -81,8 +79,8 @@ class Publisher:
     has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
-    `manifest` and `figures` are those of the newest version that this publisher wrote, and not there before the first.
-    `CannotCreate`: the root of the transport cannot be made.
+    `manifest` and `figures` are those of the newest version that this publisher wrote, and do not exist before the
+    first.
     """
 
     def __init__(self, config: WeightsConfig, run: str, run_dir: Path) -> None:
@@ -91,7 +89,7 @@ class Publisher:
         self._store = store_of(config.transport, run_dir)
         self._writer = RankWriter(config, run_dir, 0)
         self._stopped = threading.Event()
-        # What goes out by sendfile may be on its way long after the file was closed.
+        # Reuse files only for `shm`: sendfile may still send pages of a file long after it was closed.
         self._spares = config.transport == "shm" and not config.delta.enabled
         create_root(self._store)
         self._kept: list[_Kept] = self._leftover()
@@ -102,7 +100,6 @@ class Publisher:
 
     @property
     def root(self) -> Path:
-        """Folder that holds the folders of the versions."""
         return self._store.root
 
     def next_base(self) -> Pair | None:
@@ -134,7 +131,7 @@ class Publisher:
         """Write rank 0's files of one version, wait for those of the other ranks, and return the encoded manifest.
 
         When it fails nothing is left behind, the newest version before it stays, and the next one is whole. The
-        deadline is looked at between shards only: nothing stops a write to a file system that hangs. Call it in a
+        deadline is checked between shards only: nothing stops a write to a file system that hangs. Call it in a
         thread of its own, and hold that thread to a deadline.
 
         Args:
@@ -184,7 +181,6 @@ class Publisher:
         return data
 
     def begin_anew(self) -> None:
-        """Have the next version written whole, even if it could be a delta."""
         self._chained = False
 
     def holds_newest(self) -> bool:
@@ -263,7 +259,7 @@ class Publisher:
         return CannotCreate(f"cannot write the weights to {draft}: {error}", hint)
 
     def _leftover(self) -> list[_Kept]:
-        """Remove what earlier publishers left, but for the newest version and what it builds on, and return those."""
+        """Remove what earlier publishers left, except the newest version and what it builds on, and return those."""
         found: list[Pair] = []
         for entry in self.root.iterdir():
             pair = parse_folder(entry.name)
@@ -309,7 +305,7 @@ class Publisher:
 
 
 def _table(reports: Sequence[RankReport]) -> list[TensorEntry]:
-    """Put the parts of all ranks together: their rows follow each other in the order of the ranks."""
+    """Join the parts of all ranks: their rows follow each other in the order of the ranks."""
     entries: dict[str, TensorEntry] = {}
     values: dict[str, int] = {}
     before = 0

@@ -1,6 +1,6 @@
 """The http transport's client: pulls the shards of a version, some side by side, and proves them.
 
-What a broken transfer brought is kept, and a range request asks for the rest, of whichever server is the best by then:
+Bytes of a broken transfer are kept, and a range request asks for the rest from the server that is best by then:
 the least busy neighbour that has the version, else the learner's host. A file whose checksum is wrong is pulled again,
 but not from the same neighbours.
 """
@@ -62,17 +62,13 @@ _LOOK_SECONDS: Final = 0.5
 
 @dataclass
 class PeerHost:
-    """One server that may have the version.
-
-    A neighbour (`relay`) is asked before the learner's host. `busy` are the transfers that run there, as it said last,
-    `failures` those in a row. It is left alone until `rests_until` (monotonic), and for good when `banned`.
-    """
+    """One server that may have the version; a neighbour (`relay`) is asked before the learner's host."""
 
     url: str
     relay: bool
-    busy: int = 0
-    failures: int = 0
-    rests_until: float = 0.0
+    busy: int = 0  # transfers that run there, as it said last
+    failures: int = 0  # in a row
+    rests_until: float = 0.0  # monotonic time before which it is not asked
     banned: bool = False
 
 
@@ -87,12 +83,11 @@ class PeerHosts:
         self.add(relays)
 
     def add(self, relays: Mapping[str, int]) -> None:
-        """Take neighbours into account that have the version by now; a ban stays."""
+        """A ban stays."""
         for url, busy in relays.items():
             self._all.setdefault(url, PeerHost(url, relay=True)).busy = busy
 
     def pick(self, now: float) -> PeerHost | None:
-        """Return the server to ask, None when all of them rest for a while."""
         ready = [host for host in self._all.values() if not host.banned and host.rests_until <= now]
         return min(ready, key=lambda host: (not host.relay, host.busy), default=None)
 
@@ -103,7 +98,6 @@ class PeerHosts:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no server is left."""
         return all(host.banned for host in self._all.values())
 
     def failed(self, host: PeerHost, now: float, *, longest: float = _LONGEST_PAUSE) -> None:
@@ -128,19 +122,19 @@ class PeerHosts:
 
 
 class _Gone(Exception):
-    """This server does not have the version."""
+    pass
 
 
 class _Busy(Exception):
-    """This server has enough to do."""
+    """This server runs enough transfers already."""
 
 
 class _Broken(Exception):
-    """The transfer ended early, or the answer is not what was asked for; another try may go better."""
+    """The transfer ended early, or the answer is not what was asked for; another try may succeed."""
 
 
 class _Denied(Exception):
-    """This server does not know the token."""
+    """This server does not accept the token."""
 
 
 @dataclass
@@ -154,16 +148,13 @@ class PartialFile:
 
     @property
     def whole(self) -> bool:
-        """Whether all bytes are here."""
         return self.at >= self.shard.bytes
 
     @property
     def proven(self) -> bool:
-        """Whether all bytes are here, and the right ones."""
         return self.whole and self.state.hexdigest() == self.shard.checksum
 
     def reset(self) -> None:
-        """Start again from the first byte."""
         self.at, self.state, self.origins = 0, xxhash.xxh3_128(), set()
 
 
@@ -186,10 +177,7 @@ class Transfer:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        """Fetch; returns when the file is whole, or when it was given up. What came before an error is in the file.
-
-        `WeightsError`: the file has another size there; `CannotCreate`: it cannot be written.
-        """
+        """Fetch; returns when the file is whole, or when it was given up. Bytes before an error are in the file."""
         address = urlsplit(self._url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=_CONNECT_SECONDS)
@@ -259,8 +247,6 @@ class Transfer:
 
 @dataclass
 class _Draft:
-    """A version on its way."""
-
     manifest: Manifest
     folder: Path
     parts: list[PartialFile]
@@ -269,8 +255,7 @@ class _Draft:
 class HttpSource(WeightSource):
     """Pulls versions from the learner's host and from neighbours that relay; used as a context manager.
 
-    `deadline` is for one version, `name` the own role, which is no neighbour, `board` where neighbours announce
-    themselves; `session` bears the token of the run. `ConfigError`: there is none.
+    `deadline` is for one version, `name` the own role, which is no neighbour; `session` bears the token of the run.
     """
 
     session: aiohttp.ClientSession
@@ -318,7 +303,7 @@ class HttpSource(WeightSource):
             except TimeoutError as error:
                 raise Unreachable(
                     f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}",
-                    "look whether the learner's host can be reached from here, or raise weights.deadline",
+                    "check that this host can reach the learner's host, or raise weights.deadline",
                 ) from error
 
     @override
@@ -431,7 +416,7 @@ class HttpSource(WeightSource):
         host.banned = True
 
     async def _next(self, hosts: PeerHosts, folder: str) -> PeerHost:
-        """Return a server to ask; while all of them rest, neighbours are looked for."""
+        """Return a server to ask; while all of them rest, look for neighbours."""
         while True:
             if hosts.exhausted:
                 raise FileNotFoundError(f"no server has {folder} any more")

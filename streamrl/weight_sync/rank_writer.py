@@ -43,32 +43,23 @@ _ERRORS: Final[Mapping[ErrorKind, type[StreamrlError]]] = {
 
 
 class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The rows of one tensor that one rank holds: of `shape`, in the rank's file number `shard`.
-
-    `whole` is the shape of the whole tensor, `dtype` the safetensors dtype, `hash` the xxh3-64 of the bytes, empty in a
-    run without deltas.
-    """
-
     name: str
-    dtype: str
-    shape: list[int]
-    whole: list[int]
-    shard: int
-    hash: str
+    dtype: str  # of safetensors
+    shape: list[int]  # of these rows
+    whole: list[int]  # shape of the whole tensor
+    shard: int  # number of the rank's file
+    hash: str  # xxh3-64 of the bytes; empty in a run without deltas
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank wrote of one version, or why it could not (`error`: kind of the error, empty when all is written).
-
-    `elements` are the values it holds, `changed` those that differ from the version before; None: it did not compare.
-    """
+    """What one rank wrote of one version, or why it could not."""
 
     rank: int
     shards: list[Shard] = []
     parts: list[RankPart] = []
-    elements: int = 0
-    changed: int | None = None
-    error: ErrorKind = ""
+    elements: int = 0  # values that it holds
+    changed: int | None = None  # values that differ from the version before; None: it did not compare
+    error: ErrorKind = ""  # empty when all is written
     message: str = ""
     hint: str = ""
 
@@ -103,9 +94,8 @@ class RankWriter:
         """Write this rank's files into the draft folder of a version.
 
         Floating tensors are cast to the configured dtype. Without deltas tensors are taken one by one, and at most one
-        shard of them is held. A failure leaves files behind that only the removal of the draft takes away. The clock
-        (`until`, monotonic) is looked at between shards only. Arguments and errors as of `Publisher.publish`, and
-        `OSError` for anything else that the file system says; the draft may be gone.
+        shard of them is held. After a failure, files stay until the draft is removed; the draft may be gone. The clock
+        (`until`, monotonic) is checked between shards only. Arguments and errors as of `Publisher.publish`.
         """
         draft = self._store.root / draft_name(pair)
         cast = self._cast(tensors)
@@ -201,7 +191,7 @@ class RankWriter:
             yield name, cast.cpu().contiguous()
 
     def _remove_own(self, pair: Pair) -> None:
-        """Give the room back that rank 0 needs to hear of it."""
+        """Remove this rank's files, because rank 0 needs the room to receive the report."""
         for path in (self._store.root / draft_name(pair)).glob(f"r{self._rank:03}-*"):
             path.unlink(missing_ok=True)
 
@@ -212,10 +202,9 @@ class RankWriter:
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Group tensors, in their order, so that each group has at most `limit` bytes of values: one file each.
+    """One file each: groups of at most `limit` bytes, in order; a larger tensor is a group of its own and never cut.
 
-    A group may have exactly `limit` bytes; a tensor with more is a group of its own and never cut. Tensors are taken
-    one by one, and at most one group and one tensor are held. The same shapes give the same groups.
+    At most one group and one tensor are held. The same shapes give the same groups.
     """
     bucket: list[Named] = []
     size = 0
@@ -230,27 +219,25 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
 
 
 def draft_name(pair: Pair) -> str:
-    """Name of the folder in which a version is written; all ranks know it, and no number is used twice."""
+    """Folder in which a version is written; all ranks know it, and no number is used twice."""
     return f"{DRAFT}{pair[0]}-{pair[1]}"
 
 
 def spare_of(draft: Path) -> Path:
-    """Folder with files that may be written over for a version; often there is none."""
+    """Folder with files that may be written over for a version; often it does not exist."""
     return draft.with_name(f"{draft.name}.spare")
 
 
 def report_name(rank: int) -> str:
-    """Name of the file in which a rank says that it is done."""
     return f"part-{rank:03}.json"
 
 
 def write_report(folder: Path, report: RankReport) -> None:
-    """Write a report so that a reader sees all of it or nothing."""
     write_whole(folder / report_name(report.rank), msgspec.json.encode(report))
 
 
 def take_report(folder: Path, rank: int) -> RankReport:
-    """Read the report of a rank and remove it; raises the error that it tells of, `WeightsError` for nonsense."""
+    """Read and remove the report of a rank; raises the error that it holds, `WeightsError` when it is invalid."""
     path = folder / report_name(rank)
     data = path.read_bytes()
     path.unlink()
@@ -266,7 +253,7 @@ def take_report(folder: Path, rank: int) -> RankReport:
 
 
 def wait_for(folder: Path, name: str, until: float, stopped: threading.Event) -> None:
-    """Return when `folder` has an entry called `name`; `DeadlineExceeded` when it has none until then, or on `stopped`.
+    """Return when `folder` has an entry called `name`; DeadlineExceeded after `until`, or on `stopped`.
 
     The folder is listed, because a network file system may remember for long that a single name was not there.
     """
@@ -288,7 +275,6 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def out_of_time(draft: Path, deadline: float) -> DeadlineExceeded:
-    """The error of a version that took too long."""
     return DeadlineExceeded(
         f"the weights were not written to {draft} within {deadline:g} s",
         "raise weights.deadline, or use a faster transport",

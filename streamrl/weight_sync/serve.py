@@ -5,7 +5,7 @@ GET, HEAD /v-EPOCH-VERSION/manifest.json          200 | 404
 GET, HEAD /v-EPOCH-VERSION/FILE  [Range: bytes=]  200 | 206 | 404 | 416 | 503 + Retry-After (enough transfers run)
 ```
 Every answer says in `X-Streamrl-Busy` how many transfers run. Files go out by sendfile. The token travels in clear
-text, so that networks which are not private want a tunnel or a proxy with TLS in front.
+text, so networks that are not private need a tunnel or a proxy with TLS in front.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ _CHUNK_BYTES: Final = 4 << 20
 
 @dataclass
 class Hold:
-    """One version that is held: last used when, transfers that run, a descriptor for each file."""
-
     used: float
     transfers: int = 0
     files: dict[str, int] = field(default_factory=dict)
@@ -72,7 +70,7 @@ class HeldVersions:
                 for entry in os.scandir(self._root / folder):
                     if entry.is_file(follow_symlinks=False):
                         hold.files[entry.name] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError as error:  # it is going already, or this process may not open so many files
+            except OSError as error:  # it is being removed, or this process may not open so many files
                 logger.debug("version not held", extra={"folder": folder, "error": str(error)})
                 self._drop(folder)
                 return None
@@ -81,12 +79,11 @@ class HeldVersions:
         return hold
 
     def end(self, hold: Hold | None, now: float) -> None:
-        """A transfer has ended; `hold` is what `begin` returned."""
         if hold is not None:
             hold.used, hold.transfers = now, hold.transfers - 1
 
     def find(self, folder: str, name: str, now: float) -> Path | None:
-        """Return a path by which a file of a held version can be opened; the version is held for a while from now on.
+        """A path by which a file of a held version can be opened; it extends the hold.
 
         The path names a descriptor, whose number may mean any other file once the version is let go.
         """
@@ -97,13 +94,11 @@ class HeldVersions:
         return Path(f"/proc/self/fd/{hold.files[name]}")
 
     def expire(self, now: float) -> None:
-        """Let go of versions without requests for `IDLE_SECONDS`."""
         for folder, hold in list(self._holds.items()):
             if not hold.transfers and now - hold.used >= IDLE_SECONDS:
                 self._drop(folder)
 
     def close(self) -> None:
-        """Let go of everything."""
         for folder in list(self._holds):
             self._drop(folder)
 
@@ -126,7 +121,7 @@ class ShardServer:
         self.transfers = 0
 
     def app(self, routes: Sequence[web.RouteDef] = ()) -> web.Application:
-        """Return the application; `routes` are served next to the files, to bearers of the token only."""
+        """The application; `routes` are served next to the files, to bearers of the token only."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes([*routes, web.get("/{folder}/{file}", self._file)])
         app.on_response_prepare.append(self._say_busy)
@@ -134,7 +129,6 @@ class ShardServer:
         return app
 
     async def _holding(self, app: web.Application) -> AsyncIterator[None]:
-        """Let go of idle versions; owned by the application."""
         del app
         expiring = asyncio.create_task(self._expire(), name="held versions")
         yield
@@ -179,7 +173,7 @@ class ShardServer:
             self.transfers -= 1
 
     def _path(self, folder: str, name: str) -> Path:
-        """Return the regular file with names that a manifest may have; 404 for anything else."""
+        """The regular file with names that a manifest may have; 404 for anything else."""
         if parse_folder(folder) is None or not _NAME.fullmatch(folder) or not _NAME.fullmatch(name):
             raise web.HTTPNotFound
         held = self._held.find(folder, name, time.monotonic())
@@ -199,8 +193,6 @@ class ShardServer:
 
 
 class _Transfer(web.FileResponse):
-    """A file on its way; aiohttp sends all of it in `prepare`."""
-
     def __init__(self, server: ShardServer, folder: str, path: Path) -> None:
         super().__init__(path, chunk_size=_CHUNK_BYTES)
         self._server, self._folder = server, folder
@@ -211,6 +203,5 @@ class _Transfer(web.FileResponse):
 
 
 def listen(app: web.Application, host: str, port: int) -> AbstractAsyncContextManager[str]:
-    """Serve an application as `streamrl.listening` does, for the weights."""
     hint = "set weights.host to an address of this host, and weights.port to a free port or 0"
     return listening.listen(app, host, port, what="the weights", hint=hint)

@@ -21,14 +21,13 @@ _LOOK_PAUSE: Final = 0.05
 
 @dataclass
 class Traffic:
-    """What was fetched since the start, those bytes included that broken transfers brought; only grows."""
+    """What was fetched since the start, including the bytes of broken transfers; only grows."""
 
     bytes: int = 0
     seconds: float = 0.0
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time of the block to `seconds`."""
         began = time.monotonic()
         try:
             yield
@@ -67,7 +66,7 @@ class WeightSource(Protocol):
 
 
 def base_pair(manifest: Manifest) -> Pair:
-    """Return the pair of the version that a delta needs; `WeightsError` for a full version."""
+    """The pair of the version that a delta needs; `WeightsError` for a full version."""
     if manifest.base is None:
         raise WeightsError(f"version {manifest.version} is no delta")
     return manifest.base

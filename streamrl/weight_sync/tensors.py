@@ -93,7 +93,6 @@ class Version:
 
     @property
     def number(self) -> int:
-        """The version's number, which tokens carry."""
         return self.pair[1]
 
 
@@ -118,10 +117,6 @@ def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Ve
     """Map every shard of a full version in `folder` and check it against its manifest.
 
     `proven`: sizes and checksums have been checked, and no other process writes there.
-
-    Raises:
-        WeightsError: sizes, checksums, names, dtypes or shapes do not fit.
-        OSError: a file cannot be opened or mapped.
     """
     if proven:
         return assemble(folder, manifest, [map_shared(folder / shard.file) for shard in manifest.shards])
@@ -171,8 +166,7 @@ def write_tensors(
     """Write tensors as one safetensors file and return its entry for the manifest.
 
     The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `path` must
-    not exist; `over`: it does, has no reader, and its content goes. `durable`: fsync before returning. `OSError` may
-    leave the file behind in part.
+    not exist; `over`: it does, has no reader, and its content is replaced. `OSError` may leave the file behind in part.
     """
     return write_pieces(path, encode_tensors(tensors), durable=durable, over=over)
 
@@ -204,10 +198,6 @@ def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
 
     The mapping is private (copy on write), so nothing a holder does reaches the file, and it stays readable after the
     file is unlinked, for as long as one of the tensors lives.
-
-    Raises:
-        WeightsError: the size, the checksum or the safetensors header does not fit.
-        FileNotFoundError: the file is gone.
     """
     mapped = _map(path, mmap.MAP_PRIVATE, expected=shard.bytes)
     found = checksum(mapped)
@@ -232,16 +222,13 @@ def _map(path: Path, flags: int, *, expected: int | None = None) -> mmap.mmap:
 
 
 def encode_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview[Any]]:
-    """Return the bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
+    """The bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     return [memoryview(_header(ordered)), *(raw_bytes(tensor) for _, tensor in ordered)]
 
 
 def parse_tensors(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a whole safetensors file as views of `data`; `where` names the file in errors.
-
-    `WeightsError`: it is no safetensors file, or a tensor lies outside of it.
-    """
+    """The tensors of a whole safetensors file as views of `data`; `where` names the file in errors."""
     size = len(data)
     start = 8 + int.from_bytes(data[:8], "little")
     if start > min(size, _MAX_HEADER_BYTES):
@@ -254,7 +241,6 @@ def parse_tensors(data: bytearray | mmap.mmap, where: str) -> dict[str, torch.Te
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview[Any]:
-    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -270,7 +256,7 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
         }
         offset = end
     text = orjson.dumps(table)
-    # The format allows trailing spaces; they put the data on a cache line.
+    # The format allows trailing spaces; they align the data to a cache line.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 

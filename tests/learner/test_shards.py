@@ -107,7 +107,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(one_rank, tmp_path, lacks, wo
     meta = written(one_rank, tmp_path, held)
     with pytest.raises(Refused, match=word):
         RankState(one_rank, parts()).load(tmp_path, meta)
-    with pytest.raises(Refused, match=f"state of {lacks}, which this learner has not"):
+    with pytest.raises(Refused, match=f"state of {lacks}, which this learner does not have"):
         RankState(one_rank, held).check(written(one_rank, tmp_path, parts()))
 
 

@@ -363,7 +363,7 @@ class Estimator:
                 advantages = [np.asarray(array, dtype=np.float64) for array in self.compute(group)]
         except ValueError:
             raise
-        except Exception as error:  # whatever code of a user raises concerns this group, not the learner
+        except Exception as error:  # an error in a user's code concerns this group and must not end the learner
             raise ValueError(f"the estimator {self.name} failed: {error!r}") from error
         shapes, lengths = [array.shape for array in advantages], group.lengths.tolist()
         if shapes != [(length,) for length in lengths]:
@@ -544,9 +544,10 @@ def egpo(
     Args:
         group: responses.
         mode: bonus: `A_i + bonus clip(H_i, -|A_i| / bonus_share, |A_i| / bonus_share)`, H_i the mean entropy (Hao et
-            al., arXiv 2508.05118); ratio: `A_i clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the mean negative
-            log-probability of the sampled tokens (Zhao et al., arXiv 2602.22751); asymmetric: only failures are
-            weighed, see `failures_only`.
+            al., arXiv 2508.05118); ratio: `A_i w_i` with `w_i = clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the
+            mean negative log-probability of the sampled tokens (Zhao et al., arXiv 2602.22751); asymmetric: a negative
+            A_i is multiplied by `max(w_i, 1)`, so that overconfident failures are pushed down harder, and the other
+            advantages stay; a group of failures only has `degenerate (mean(w) - w_i)` instead.
         part: tokens that H_i is the mean of: thinking (between the tags), answer (behind them) or joint (all); empty:
             thinking with mode bonus, else joint. A response without such tokens has no bonus, and weight 1.
         opening: tag before the thinking.

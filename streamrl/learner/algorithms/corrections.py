@@ -21,8 +21,8 @@ icepop: Ring-1T (arXiv 2510.18855, section 3.3); mask with level sequence: Liu a
 (2025); veto: slime and SkyRL; opsm: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking); m2po:
 Zheng et al. (arXiv 2510.01161, algorithm 1). m2po drops the tokens with the largest squared log ratios until the mean
 of the others is at most tau. That is the same as keeping the longest prefix, in ascending order, whose mean is at most
-tau; the mean of a prefix only grows, so the smallest dropped value says it all. Over one micro-batch a sort finds it;
-over a step that lies on several ranks it is found digit by digit, from sums.
+tau; the mean of a prefix only grows, so the smallest dropped value defines the result. Over one micro-batch a sort
+finds it; over a step that lies on several ranks it is found digit by digit, from sums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def smallest_masked(squares: torch.Tensor, movable: torch.Tensor, tau: float) ->
         movable: which of them count, bool, shape (n,).
         tau: bound on their mean.
     """
-    # Those that do not count are put behind all others, so no shape depends on data and nothing waits for the device.
+    # Values that do not count go after all others, so shapes do not depend on data and the host need not wait.
     ordered = torch.where(movable, squares, math.inf).sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = (means <= tau).sum()
@@ -139,8 +139,8 @@ class Traits:
         ranges: default (low, high) of the ratio for each level the gate knows, the default level first.
         bounds: which of the two the gate reads.
         weighs: its weight contains the ratio, so no other gate and no loss may contain it as well.
-        restricts: kept tokens have ratios near 1, so that leaving the ratio out is an approximation somebody chose;
-            gates that only drop outliers do not.
+        restricts: kept tokens have ratios near 1, so that the ratio may be left out, as a chosen approximation; gates
+            that only drop outliers do not restrict.
         step: it looks at all tokens of a step at once, unless its argument `over` is `microbatch`: the number that it
             finds in them, which the gate gets as its fourth argument (None in the trial at the start and without a
             step). None: it looks at a micro-batch, and has no fourth argument.
@@ -162,7 +162,7 @@ _PLUGIN = Traits(ranges={"token": ANY_RATIO, "sequence": ANY_RATIO, "geometric":
 
 
 def traits(**known: Any) -> Callable[[_G], _G]:
-    """Decorator: say of a gate of your own what `Traits` holds; without it, it is taken for one that drops outliers."""
+    """Decorator: set the `Traits` of a gate of your own; a gate without them is taken for one that drops outliers."""
 
     def add(function: _G) -> _G:
         function.traits = Traits(**known)  # type: ignore[attr-defined]
@@ -399,7 +399,7 @@ class Gate:
         result = self.function(log_ratio, tokens, self.config, *extra)
         if result.weight is not None and not self.traits.weighs:
             raise ConfigError(
-                f"learner.correction.gates: {self.config.use} gives weights without saying so",
+                f"learner.correction.gates: {self.config.use} gives weights without the trait `weighs`",
                 "decorate it with streamrl.learner.algorithms.corrections.traits(ranges=..., weighs=True)",
             )
         none = torch.zeros_like(log_ratio, dtype=torch.bool)

@@ -401,7 +401,7 @@ def vespo(
     rate = torch.where(good, option("lambda_pos", lambda_pos, tiny), option("lambda_neg", lambda_neg, tiny))
     log_u = tokens.sum_per_response(_bounded(log_ratio(tokens).detach())).clamp(_LOG_LEAST, LOG_RATIO_BOUND)
     log_u = tokens.spread(log_u)
-    # Far from U = 1 the exponent is very negative: phi is then 0, which is what is meant.
+    # Far from U = 1 the exponent is very negative and phi is 0, as the formula says.
     phi = (k * log_u + rate * (1 - log_u.exp())).exp()
     per_token = -phi * tokens.advantages * tokens.logprobs
     return LossResult(per_token=per_token, clipped=torch.zeros_like(good))

@@ -9,8 +9,8 @@ objective(tokens, recipe, ...)  what is differentiated: the policy loss behind i
 The losses of tokens become one number by a weight per token and one divisor per update, both known on the host before
 anything is computed. The gradient of an update is `sum over tokens of weight x loss / normaliser`, where the sum runs
 over all ranks, micro-batches and rows, so it does not matter how the responses were cut up, padded or packed, or on
-which rank they lie. Tokens are counted before any gate drops some: dropping tokens makes a step smaller, it does not
-turn up the others.
+which rank they lie. Tokens are counted before any gate drops some: dropping tokens makes a step smaller, and does not
+increase the weight of the others.
 """
 
 from __future__ import annotations

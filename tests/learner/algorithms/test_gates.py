@@ -153,7 +153,7 @@ def test_a_bound_in_the_far_distance_is_still_a_finite_weight(use):
         ({"use": "m2po", "args": {"tau": -0.1}}, "tau"),
         ({"use": "m2po", "args": {"only": "inward"}}, "inward"),
         ({"use": "m2po", "args": {"over": "epoch"}}, "epoch"),
-        ({"use": f"{__name__}:secretly_weighing"}, "without saying so"),
+        ({"use": f"{__name__}:secretly_weighing"}, "without the trait"),
         ({"use": f"{__name__}:one_for_all"}, "one value per token"),
         ({"use": "no.such:gate"}, "cannot be imported"),
     ],
