@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import orjson
 import pytest
@@ -69,11 +71,12 @@ def tokenizer(folder) -> None:
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama", "GPTNeoX", "GPT2", "Gemma2", "Qwen3Moe"])
 @pytest.mark.parametrize("several", [False, True])
 def test_plain_transformers_loads_what_was_trained(tmp_path, model_of, one_rank, monkeypatch, kind, several):
-    config = run_config(model_of(kind))
+    folder = shutil.copytree(model_of(kind), tmp_path / "model")
+    tokenizer(folder)
+    config = run_config(folder)
     actor = train(config, one_rank)
     if several:
         monkeypatch.setattr("streamrl.learner.export._FILE_BYTES", 20_000)
-    tokenizer(model_of(kind))
     found = export(save(tmp_path / "c", actor, config, world=3 if several else 1), config, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("ab") == [1, 2]
     assert (len(found.files) > 1) == several

@@ -350,7 +350,7 @@ class Member:
                 self._concurrency.interrupted()
             self._pool.changed()
             if self.pair < target:
-                raise WeightsError(f"version {target} is not here any more", "the next version mends this")
+                raise WeightsError(f"version {target} is not here any more", "the next version is loaded instead")
         self._settle(None)
 
     async def _apply(self, version: Version) -> None:

@@ -270,7 +270,7 @@ async def test_an_engine_that_dies_takes_the_server_with_it(tmp_path):
     ("arguments", "says"),
     [
         (["--host", "0.0.0.0", "--port", "0"], "--api-key-file"),
-        (["--host", "no.such.host.invalid"], "no address"),
+        (["--host", "no.such.host.invalid"], "not an address"),
         (["--port", "TAKEN"], "already in use"),
         (["--api-key-file", "/nowhere/key"], "cannot be read"),
         (["--set", "engine.slotz=3"], "slots"),
