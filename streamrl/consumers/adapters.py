@@ -74,10 +74,7 @@ async def _later(result: Awaitable[Any], read: _Read) -> Any:
 
 
 def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
-    """Return a function of another system as a reward; `PluginError` if it does not take what that system passes.
-
-    `target` is the function, or a class that is built without arguments and whose object is called.
-    """
+    """Return `target`, a function or a class built without arguments, as a reward; `PluginError` if it does not fit."""
     if inspect.isclass(target):
         try:
             target = target()
@@ -244,7 +241,6 @@ _LISTS: Final = frozenset({"completions", "prompts"})
 
 
 def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
-    """Names of a loop's target that become entries of the completions or prompts."""
     if isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Slice):
         return _of_lists(target, source.value)
     if isinstance(source, ast.Name):
@@ -277,8 +273,6 @@ def _reads_a_message(node: ast.AST) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _TrlCalls:
-    """Makes the calls of a function for TRL. `names`: parameters that it takes; None: any."""
-
     args: Mapping[str, Any]
     names: frozenset[str] | None
     needed: frozenset[str]

@@ -73,8 +73,6 @@ class NoTime(RewardUnavailable):
 
 @dataclass(slots=True)
 class SampleState:
-    """What the calls of several rewards for one sample (or one group) share."""
-
     until: float  # end of the sample's lease, by `time.monotonic`; no attempt may last longer
     failure: ScoringFailed | None = None  # one reward failed for good, so the others stop trying
     fault: Exception | None = None  # the last failed attempt of any reward since the last outage
@@ -163,8 +161,6 @@ class CallThreads:
 
 
 class RewardCalls:
-    """Calls one reward within its limits. `deadline`: seconds of one attempt."""
-
     def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
         spec = reward.spec
         self.reward = reward
@@ -188,7 +184,6 @@ class RewardCalls:
 
     @property
     def slots(self) -> int | None:
-        """Calls that may run at once; None: any number."""
         limits = [limit for limit in (self._concurrency, self._asked_slots()) if limit is not None]
         return max(1, min(limits)) if limits else None
 
@@ -280,7 +275,6 @@ class RewardCalls:
         return attempt >= self._attempts
 
     def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
-        """The error of a sample that gets no score. `why`: the reason for no further attempt."""
         self.figures.dead += 1
         notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
         tries = f" ({'; '.join(notes)})" if notes else ""
@@ -402,7 +396,6 @@ def described(error: BaseException) -> str:
 
 
 def detail_of(error: BaseException) -> str:
-    """The end of the traceback, which tells most."""
     text = "".join(traceback.format_exception(error)).encode(errors="replace")
     return text[-DETAIL_BYTES:].decode(errors="ignore")
 

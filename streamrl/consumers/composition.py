@@ -74,14 +74,12 @@ class Composition:
 
 
 def shaped(reward: LoadedReward, value: float) -> float:
-    """The value of a reward after `normalise` and `clip`."""
     if reward.spec.normalise is not None:
         value = normalised(value, reward.spec.normalise)
     return value if reward.spec.clip is None else clipped(value, reward.spec.clip)
 
 
 def normalised(value: float, how: Normalisation) -> float:
-    """`(value - mean) / std`, squashed; `ValueError` when that is not finite."""
     value = finite((value - how.mean) / how.std, "the normalised value")
     match how.squash:
         case "sigmoid":

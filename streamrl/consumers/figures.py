@@ -53,7 +53,6 @@ class RewardFigures:
         self.blocked_seconds = max(self.blocked_seconds, seconds)
 
     def line(self) -> dict[str, Any]:
-        """The figures for the role's record. Starts the quantiles of latency anew."""
         latency, self._latency = self._latency, Counter()
         line: dict[str, Any] = {
             "ok": self.ok,

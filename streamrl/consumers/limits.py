@@ -25,7 +25,6 @@ class Slots:
         self._released = asyncio.Event()
 
     async def acquire(self, seconds: float) -> None:
-        """Wait for a slot and take it; `TimeoutError` after `seconds`."""
         async with asyncio.timeout(seconds), self._line:
             while not self._free():
                 self._released.clear()

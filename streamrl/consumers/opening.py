@@ -32,7 +32,6 @@ _OPEN_SHARE: Final = 0.9
 def models_of(
     config: RunConfig, ledgers: Ledgers | None = None
 ) -> contextlib.AbstractAsyncContextManager[Mapping[str, AskedModel]]:
-    """Open the `reward_models` of a run. Imports nothing for a run without any."""
     if not config.reward_models:
         return contextlib.nullcontext({})
     from streamrl.consumers.models import open_models  # its HTTP client is slow to import
@@ -103,7 +102,6 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float, b
 
 
 async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds until the next attempt to open the reward; logs some of the failures."""
     now = time.monotonic()
     pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
     if pause is None or outage.since is None:
@@ -163,7 +161,6 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes; of an exception group, the first one."""
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if link is None:

@@ -62,8 +62,6 @@ HOLD_SHARE: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A reward ready to score."""
-
     name: str  # key in the parts of a score
     call: Callable[[Any], Any | Awaitable[Any]]  # sample -> number or `Score`; for `group`, samples -> as many of them
     blocking: bool  # a sync callable, which runs in a thread
@@ -74,11 +72,9 @@ class LoadedReward:
 
     @property
     def limits(self) -> RewardLife:
-        """The reward's own deadline and slots; defaults if it is no `Reward` or `GroupReward`."""
         return self.life if isinstance(self.life, RewardLife) else RewardLife()
 
     def deadline(self, worker: RewardWorkerConfig) -> float:
-        """Seconds of one attempt: from the run file, else from the reward, else from `reward_worker`."""
         return self.spec.deadline or self.limits.deadline or worker.deadline
 
 

@@ -120,7 +120,6 @@ class RescoredSet:
             )
 
     def _read(self, *, evaluation: bool) -> dict[tuple[int, int], dict[int, wire.SampleScore]]:
-        """Existing new scores, by group and attempt."""
         reading = ArchiveReading(archive_files(self.folder, evaluation=evaluation))
         found = {
             (group.group_id, group.attempt): {sample.number: sample.score for sample in group.samples}
@@ -147,7 +146,6 @@ class RescoredSet:
             self.sync()
 
     def sync(self) -> None:
-        """Make added groups durable; `CannotCreate`: no space."""
         self._synced_at = time.monotonic()
         try:
             for writer in self._writers.values():
@@ -160,7 +158,6 @@ class RescoredSet:
             writer.close()
 
     def _writer(self, header: Header) -> RecordingWriter:
-        """One file per source recording."""
         if header.id not in self._writers:
             name = hashlib.sha256(f"{header.id} {self.folder.name}".encode()).hexdigest()[:32]
             mine = msgspec.structs.replace(header, id=name)
@@ -275,8 +272,6 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two sets of scores agree."""
-
     samples: int  # responses with both scores
     groups: int  # groups with at least one of them
     old: Moments
@@ -357,7 +352,6 @@ def _moments(values: Values) -> Moments:
 
 
 def _ranks(values: Values) -> Values:
-    """Ranks from 0 to 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray(((ends - counts / 2) / len(values))[inverse], dtype=np.float64)

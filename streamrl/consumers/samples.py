@@ -24,8 +24,6 @@ _MAX_FILE: Final = 1 << 30
 
 
 class _Line(msgspec.Struct, kw_only=True):
-    """The keys of a sample in JSON. Any other key is metadata."""
-
     response: str
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None

@@ -100,7 +100,6 @@ class Scorer:
         scores: list[dict[str, Score]],
         states: Sequence[SampleState],
     ) -> None:
-        """Call the rewards of a stage for the samples `going`, which have neither failed nor been held back."""
         for index in going:
             try:
                 for calls in stage:
@@ -210,7 +209,6 @@ class PatientScorer:
                 return results
 
     async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
-        """Await it; `Unreachable` if a reward is away and nothing is scored for `patience` seconds."""
         task = asyncio.ensure_future(scoring)
         since, ended = time.monotonic(), self._ended
         try:

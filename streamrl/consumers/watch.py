@@ -109,7 +109,6 @@ class LoopWatch:
             before, computed = time.monotonic(), time.process_time()
 
     def _turn(self) -> None:
-        """Runs in the event loop, which is therefore free."""
         self._turned_at, self._turning = time.monotonic(), False
 
     def _look(self, frame: FrameType | None, now: float, kept: float) -> None:
@@ -127,7 +126,6 @@ class LoopWatch:
             self._suspect(kept)
 
     def _suspect(self, seconds: float) -> None:
-        """Count, or log, the sync rewards that may have held the interpreter."""
         running = [calls for calls in self._calls if calls.reward.blocking and calls.in_flight]
         if len(running) == 1:
             running[0].held_loop(seconds)
@@ -188,7 +186,6 @@ class Foreground(LoopWatch):
                 signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: let asyncio cancel the command, and end the call that blocks it."""
         self._stopping = True
         assert self._interrupted_before is not None
         self._interrupted_before(number, frame)
@@ -232,14 +229,12 @@ class Foreground(LoopWatch):
 
 
 def _call_on(frame: FrameType | None) -> tuple[int, RewardCalls, Any] | None:
-    """Key, reward and subject of the call on a stack, or None."""
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return None if frame is None else (id(frame), frame.f_locals["self"], frame.f_locals["subject"])
 
 
 def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tuple[int, RewardCalls, Any] | None:
-    """The same for a call of a sync reward in a thread."""
     while frame is not None and frame.f_code is not _WORK:
         frame = frame.f_back
     job = frame.f_locals if frame is not None else {}
@@ -280,13 +275,11 @@ class MemoryWatch:
         self._ends: float | None = None
 
     async def run(self) -> None:
-        """Watch until cancelled. Does nothing if the system does not tell the size of a process."""
         while (size := resident_bytes()) is not None:
             self.look(time.monotonic(), size)
             await asyncio.sleep(_MEMORY_SECONDS)
 
     def look(self, now: float, size: int) -> None:
-        """Take the size of the process (bytes) at a time (seconds of any clock)."""
         for calls in self._calls:
             name, ended = calls.reward.name, calls.figures.ok + calls.figures.failures.total()
             if calls.in_flight or ended != self._ended[name]:
@@ -323,7 +316,6 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process in bytes; None if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

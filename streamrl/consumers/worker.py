@@ -76,7 +76,6 @@ async def run_reward_worker(role: Role) -> None:
 
 
 async def has_scores(ledgers: Ledgers) -> bool:
-    """Whether a group of the run was ever scored."""
     for ledger in (ledgers.train, ledgers.evaluation):
         if (await ledger.state()).retired or await ledger.closed():
             return True
@@ -106,10 +105,7 @@ class RewardWorker:
         self._lines: dict[str, dict[str, Any]] = {}
 
     async def handle(self, lease: Lease) -> None:
-        """Score what is leased. Safe to repeat and to cancel: the lease then goes to another worker.
-
-        `NotNow`: a reward was unavailable for nearly as long as a lease may be held.
-        """
+        """Score what is leased. Safe to repeat and cancel. `NotNow`: a reward was away for nearly `lease.max_hold`."""
         until = time.monotonic() + HOLD_SHARE * self._role.config.lease.max_hold
         try:
             if lease.is_group:
@@ -188,7 +184,6 @@ class RewardWorker:
             logger.warning("sample is dead", extra={"group": lease.group_id, "sample": lease.sample, "why": why})
 
     async def record(self, leases: Leases) -> None:
-        """Once a second: put the counts into the role's status and metrics. Runs until cancelled."""
         at, scored, total = time.monotonic(), 0, 0.0
         while True:
             await asyncio.sleep(_RECORD_SECONDS)
@@ -212,7 +207,6 @@ class RewardWorker:
             at, scored, total = now, self.scored, self._total
 
     def _news(self) -> dict[str, dict[str, Any]]:
-        """Figures of rewards that changed since the last call."""
         news = {}
         for calls in self._scorer.calls:
             before = self._lines.get(calls.reward.name)
@@ -224,7 +218,6 @@ class RewardWorker:
 
 
 def line_of(calls: RewardCalls) -> dict[str, Any]:
-    """The figures of one reward, with its current trouble in words."""
     line = calls.figures.line()
     trouble = []
     away = calls.away

@@ -83,7 +83,6 @@ def lessons(source: random.Random) -> list[tuple[list[int], int]]:
 
 
 def loss_of(model: Qwen2ForCausalLM, lessons: list[tuple[list[int], int]]) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of all answer tokens."""
     longest = -(-max(len(ids) for ids, _ in lessons) // 16) * 16
     tokens = torch.full((len(lessons), longest), task.PAD)
     labels = torch.full((len(lessons), longest), -100)
@@ -151,7 +150,6 @@ def prepare(folder: Path, console: Console) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; the exit code is 73 if the directory cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--force", action="store_true", help="make everything again")

@@ -42,7 +42,6 @@ class Log:
         self._rest = b""
 
     def feed(self, data: bytes, *, last: bool = False) -> None:
-        """Write complete lines; with `last`, or after a very long line, all there is."""
         whole, newline, rest = (self._rest + data).rpartition(b"\n")
         if last or len(rest) > _LONGEST_LINE:
             whole, rest = whole + newline + rest, b""
@@ -87,7 +86,6 @@ class Keeper:
             self._server.terminate()
 
     def keep(self) -> int:
-        """Carry the server's output until it ends or must end; return its exit code."""
         try:
             self._watch()
         finally:
@@ -110,7 +108,6 @@ class Keeper:
             _reap(self.pid)
 
     def _listen(self) -> bool:
-        """Read the lifeline; False at its end."""
         data = os.read(0, 4096)
         if b"stop" in data:
             self.stop()
@@ -172,7 +169,6 @@ def _tracks(pid: int) -> bool:
 
 
 def _reap(server: int) -> None:
-    """Reap orphans. The server itself is left to its `Popen`."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != server:
             os.waitpid(ended.si_pid, os.WNOHANG)

@@ -31,8 +31,6 @@ Call: TypeAlias = tuple[str, str, Mapping[str, str], Any]
 
 
 class Watchdog:
-    """One watchdog process; made by `start`."""
-
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._told = False

@@ -48,8 +48,6 @@ class SampleOffer:
 
 
 class Offers:
-    """All samples on offer. `lost`: leases that were not renewed in time."""
-
     def __init__(self, most_losses: int) -> None:
         self.taken = self.failed = self.lost = 0
         self._most_losses = most_losses
@@ -91,7 +89,6 @@ class Offers:
         return given
 
     def renew(self, leases: Sequence[str], now: float) -> list[str]:
-        """Prolong leases by their own length; return those that no longer exist."""
         for offer in self._held(leases):
             offer.until = now + offer.seconds
         return [lease for lease in leases if lease not in self._leased]
@@ -115,7 +112,6 @@ class Offers:
         return True
 
     def expire(self, now: float) -> bool:
-        """End overdue leases; True if samples wait again."""
         back = False
         for offer in [offer for offer in self._leased.values() if offer.until <= now]:
             self.lost += 1

@@ -50,8 +50,6 @@ _Parts = Annotated[dict[_Names, float], msgspec.Meta(max_length=_MAX_PARTS)]
 
 
 class _Refusal(StreamrlError):
-    """A request that is answered with an error: HTTP `status` and `code`, a word for programs."""
-
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
         self.status = status
@@ -59,8 +57,6 @@ class _Refusal(StreamrlError):
 
 
 class _LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At most `count` samples; waits up to `wait` s for the first; leases of `seconds` s."""
-
     version: int = VERSION
     count: Annotated[int, msgspec.Meta(ge=1, le=_MAX_COUNT)] = 1
     wait: Annotated[float, msgspec.Meta(ge=0, le=_MAX_WAIT)] = 20.0
@@ -73,8 +69,6 @@ class _LeasesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Posted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The score of one sample (`value`, `parts`, `tokens`), or its failure (`error`, `detail`, `retry`)."""
-
     lease: Annotated[str, msgspec.Meta(max_length=64)]
     value: float | None = None
     parts: _Parts = {}
@@ -124,7 +118,6 @@ class Gateway:
         self._more.set()
 
     def _expire(self) -> None:
-        """End overdue leases, wake waiting requests, and set the timer for the next end of a lease."""
         loop = asyncio.get_running_loop()
         if self._offers.expire(loop.time()):
             self._more.set()
@@ -134,7 +127,6 @@ class Gateway:
         self._timer = None if end is None or self._closing else loop.call_at(end, self._expire)
 
     async def _shut(self, _: web.Application) -> None:
-        """Answer waiting requests with no samples."""
         self._closing = True
         self._expire()
         self._more.set()
@@ -230,7 +222,6 @@ class Gateway:
 
 @web.middleware
 async def _explain(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Turn every error into JSON."""
     try:
         return await handler(request)
     except _Refusal as refusal:
@@ -265,7 +256,6 @@ def _done(verb: str, leases: Sequence[str], lost: Sequence[str]) -> web.Response
 
 
 async def _parsed(request: web.Request, kind: type[_Request]) -> _Request:
-    """The body of a request; an empty body counts as an empty object."""
     try:
         async with asyncio.timeout(_READ_SECONDS):
             data = await request.read()

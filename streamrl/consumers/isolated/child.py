@@ -40,7 +40,6 @@ _LONGEST_ERROR = 500
 
 
 def read() -> Any:
-    """Return the next message; None at the end of the input, or if the message is `null`."""
     line = sys.stdin.buffer.readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
@@ -135,7 +134,6 @@ def _limit_address_space(size: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space in use; 0 if the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

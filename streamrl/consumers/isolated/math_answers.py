@@ -76,7 +76,6 @@ def _verdict(*, gold: str = "", response: str = "", equal: bool = False) -> dict
 
 
 def _parse(text: str) -> tuple[list[Any], str]:
-    """The values that math-verify finds, or why it finds none."""
     try:
         values = parse(text, parsing_timeout=None, raise_on_error=True)
     except MemoryError:

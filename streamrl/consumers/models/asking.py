@@ -28,10 +28,7 @@ _SCORED_SECONDS: Final = 1.0
 
 
 class AskingReward(Reward):
-    """A reward that asks one of `reward_models`, by name.
-
-    Until a first answer could be read, a refusal means that the servers can never answer.
-    """
+    """Until its first answer could be read, a refusal means that the servers can never answer."""
 
     def __init__(self, model: str) -> None:
         self._name = model

@@ -57,7 +57,6 @@ _T = TypeVar("_T")
 
 
 def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
-    """Whether a server refuses every request: wrong server or wrong key."""
     return isinstance(error, BadAnswer | BadRequest) and error.status in _WRONG_SERVER
 
 
@@ -71,8 +70,6 @@ def _outcome_of(error: StreamrlError) -> RequestOutcome:
 
 @dataclass(slots=True)
 class _Request:
-    """One request on its way through the servers."""
-
     call: Call
     seconds: float  # deadline
     end: float
@@ -167,7 +164,6 @@ class ModelClient(AskedModel):
             self._wake(everybody=True)
 
     async def check(self) -> None:
-        """Check the health of all servers without recent answers."""
         now = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             for url in self._router.to_check(now, LOOK_SECONDS):
@@ -230,7 +226,6 @@ class ModelClient(AskedModel):
             await asyncio.sleep(max(0.0, min(_PAUSE, request.end - now)))
 
     async def _wait(self, seconds: float, *, choosy: bool) -> None:
-        """Wait for a free slot or another change of the servers."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[future] = choosy
         try:
@@ -370,7 +365,6 @@ class ModelClient(AskedModel):
         return refusals[0] if refusals and all(refusals) else None
 
     def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
-        """An answer that wants another key, if all servers were asked and all want one."""
         found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
         asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
         wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]

@@ -33,7 +33,6 @@ class ScoreDialect:
     numbers: Callable[[Mapping[str, Any]], Any]  # of an answer; LookupError, TypeError or ValueError if it has none
 
     def conversation(self, model: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The body of a request with messages instead of token ids, if `takes_messages`."""
         return {**_named(model), "messages": list(messages), **_RAW}
 
 

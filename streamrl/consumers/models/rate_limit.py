@@ -41,8 +41,6 @@ _FRACTION: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Requests and tokens per minute; None: no limit."""
-
     requests: int | None
     tokens: int | None
 
@@ -65,8 +63,6 @@ class Turn:
 
 
 class RedisStore:
-    """Buckets and line of one model, shared by all processes of a run."""
-
     def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
         self._connection = connection
         self._keys = keys.rate_limit(model)
@@ -86,10 +82,7 @@ class RedisStore:
 
 
 class LocalStore:
-    """As `RedisStore`, for this process alone, outside of a run.
-
-    A request gets its time when it asks, so what others give back helps later requests only.
-    """
+    """As `RedisStore`, outside of a run. A request's time is fixed when it asks; returned tokens help later ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -116,8 +109,6 @@ class LocalStore:
 
 
 class RateLimit:
-    """The rate limit of one reward model in one process."""
-
     def __init__(self, model: str, quota: Quota, store: RedisStore | LocalStore) -> None:
         self._model, self._quota, self._store = model, quota, store
         self._nonce = secrets.token_hex(8)

@@ -188,7 +188,6 @@ def _compiled(template: str, name: str) -> jinja2.Template:
 
 
 def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The model's template: its own file, else the settings, which may hold several by name."""
     if (folder / _TEMPLATE).is_file():
         return _read(folder / _TEMPLATE, _TEMPLATE)
     found = settings.get("chat_template")

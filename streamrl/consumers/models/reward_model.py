@@ -162,5 +162,4 @@ class RewardModel(AskingReward):
 
 
 def _estimate(sample: RewardSample) -> int:
-    """Rough number of tokens of a sample that the server tokenizes."""
     return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1

@@ -74,8 +74,6 @@ class PoolServer:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A request's slot at a server, from `began` to `ended`."""
-
     server: PoolServer
     began: float
     cost: int
@@ -86,8 +84,6 @@ class Claim:
 
 
 class Router:
-    """The servers of one reward model. All times are seconds of one clock."""
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._servers: dict[str, PoolServer] = {}
@@ -95,7 +91,6 @@ class Router:
 
     @property
     def urls(self) -> frozenset[str]:
-        """The current servers, without removed ones."""
         return frozenset(url for url, server in self._servers.items() if not server.leaving)
 
     @property
@@ -109,7 +104,6 @@ class Router:
         return max(self._limit, sum(self._slots_of(server) for server in self._others()))
 
     def standings(self) -> list[PoolServer]:
-        """All known servers, in the order in which they were added."""
         return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -157,7 +151,6 @@ class Router:
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
     def began(self, url: str, now: float, cost: int = 1) -> Claim:
-        """Count a request at a server that `pick` returned."""
         server = self._servers[url]
         self._ticks += 1
         server.picked = self._ticks
@@ -193,7 +186,6 @@ class Router:
         ]
 
     def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> PoolServerState | None:
-        """Apply a health check to a known server; returns its new state if it changed."""
         server = self._servers.get(url)
         if server is None:
             return None

@@ -60,7 +60,6 @@ class RewardServers:
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 
     async def removed(self, model: str) -> set[str]:
-        """Names and URLs that commands removed from a model."""
         return _removed(await read_enlisted(self._connection, self._train.reward_servers(model)))
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:

@@ -56,14 +56,11 @@ _METADATA: Final = "metadata."
 
 
 class Body:
-    """A body with placeholders; `PluginError` if one is unknown, or a brace is alone."""
-
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
         self.placeholders = frozenset(_placeholders(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
-        """The body for a sample; `DataError`: the prompt has no answer, or its metadata lacks a key."""
         return {key: _filled(value, sample) for key, value in self._body.items()}
 
 

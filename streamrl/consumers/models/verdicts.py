@@ -103,7 +103,6 @@ class Parser:
         return self.verdict(last_line if self.regex is None else _matched(self.regex, self.group, text), text)
 
     def text_of(self, vote: Vote) -> str:
-        """The end of a vote; `Unreadable`: it has no text, or was cut off."""
         if vote.text is None:
             raise Unreadable(vote.why)
         text = vote.text[-_MOST_TEXT:]
@@ -201,7 +200,6 @@ def _bounds(bounds: Sequence[float] | None, *, needed: bool) -> tuple[float, flo
 
 
 def _plain(word: str) -> str:
-    """A choice without case and surrounding markup."""
     return word.strip().strip(_MARKUP).casefold()
 
 

@@ -107,10 +107,6 @@ class _Tally:
     detail: str = ""
 
     def add(self, verdict: str, execution: Execution) -> None:
-        """Count a test; the first crash gives the detail.
-
-        `SandboxError`: the tests took ten times their time limit without using it, so the host is too busy.
-        """
         self.counts[verdict] += 1
         if verdict == "crashed" and not self.detail:
             said, code = last_lines(execution.stderr), execution.code or 0

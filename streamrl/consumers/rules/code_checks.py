@@ -74,7 +74,6 @@ def _tree(text: str, *, main: bool) -> ast.Module:
 
 
 def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
-    """Build the task. Changes the tree."""
     _call_check(tree, entry)
     functions, classes = _test_functions(tree), _test_classes(tree)
     reachable = _reachable(tree, {*functions, *classes})
@@ -219,7 +218,6 @@ def _is_check(node: ast.AST, defined: Mapping[str, Any]) -> bool:
 
 
 def _exits(node: ast.AST) -> bool:
-    """Whether it ends the tests with a code other than 0."""
     return (
         isinstance(node, ast.Call)
         and ast.unparse(node.func) in {"sys.exit", "exit", "quit", "os._exit"}
@@ -275,7 +273,6 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def _fails(self, body: list[ast.stmt], *others: type[ast.AST]) -> bool:
-        """Whether a body has a raise, a check, or one of `others`."""
         nodes = (one for part in body for one in ast.walk(part))
         return any(isinstance(one, (ast.Raise, *others)) or _is_check(one, self._defined) for one in nodes)
 
@@ -347,7 +344,6 @@ def _only_owns(tree: ast.Module, name: str) -> bool:
 
 
 def _inside(tree: ast.Module, names: set[str]) -> bool:
-    """Whether the tests need the program's process."""
     of_the_program = names - _bound(tree) - _BUILT_IN
     held = _held(tree)
     return any(_is_inside(node, of_the_program) or _changes(node, held) for node in ast.walk(tree))

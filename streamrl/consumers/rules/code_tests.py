@@ -69,7 +69,6 @@ def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTes
 
 
 def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
-    """The verdict of a test. `Unchecked` and `NoModule` mean that code of tests is itself wrong."""
     if execution.outcome in {"time", "memory", "output"}:
         return execution.outcome
     if execution.outcome == "signal" or execution.code != 0:

@@ -53,8 +53,6 @@ def _base(value: Any) -> Any:
 
 
 class _Host:
-    """Executes the requests of the tests' process."""
-
     def __init__(self, space: dict[str, Any]) -> None:
         self._space = space
         self._objects: list[Any] = []
@@ -140,7 +138,6 @@ _BUILT_IN = (
 
 
 def _serve(requests: int, replies: int) -> NoReturn:
-    """Be the program's process: run the program, then answer until the tests' process closes the pipe."""
     code = 1
     try:
         with os.fdopen(requests, "rb") as reader, os.fdopen(replies, "wb") as writer:
@@ -208,7 +205,6 @@ def _restore(kind: type, before: dict[str, Any]) -> None:
 
 
 def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
-    """Run the code of tests, its test functions and its test classes; return the number of executed checks."""
     checks = 0
     failed: list[BaseException] = []
 
@@ -251,7 +247,6 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
 
 
 def _is_of_the_program(error: BaseException) -> bool:
-    """Whether the program raised it, in its process or in this one."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename not in {__file__, "solution.py"}:
         trace = trace.tb_next
@@ -271,7 +266,6 @@ def _finish(result: Any) -> None:
 
 
 def _run_case(case: Any, skips: bool) -> None:
-    """Run a class of unittest; `AssertionError` if a test failed, or was skipped although the code has no `skip`."""
     import unittest
 
     result = unittest.TestResult()

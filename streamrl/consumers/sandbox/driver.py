@@ -34,7 +34,6 @@ def _find(space: dict[str, Any], name: str) -> Any:
 
 
 def main() -> None:
-    """Do the task. An exception ends the process, which fails the test."""
     task = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     space = load("solution.py")

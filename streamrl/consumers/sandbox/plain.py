@@ -80,7 +80,6 @@ class Message:
         self._written: set[int] = set()
 
     def unchanged(self) -> None:
-        """Mark the objects of the request as unchanged."""
         self._written.update(range(len(self.objects)))
 
     def write(self, value: Any, other: Callable[[Any], Any]) -> Any:

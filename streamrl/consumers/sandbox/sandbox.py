@@ -37,8 +37,6 @@ class SandboxError(StreamrlError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of one run."""
-
     cpu: float = 5.0  # seconds of processor time of each process, rounded up
     wall: float = 11.0  # seconds, without the time in which other programs had the processor
     memory: int = 512 << 20  # resident bytes of all its processes together, checked twenty times a second
@@ -84,7 +82,6 @@ _YOUNG_SECONDS: Final = 60.0
 
 @contextlib.contextmanager
 def own_folder(prefix: str) -> Iterator[str]:
-    """Make a directory, hold a lock on it, and remove it at the end."""
     path = tempfile.mkdtemp(prefix=prefix)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -99,7 +96,6 @@ def own_folder(prefix: str) -> Iterator[str]:
 
 
 def sweep(prefix: str) -> None:
-    """Remove directories of `own_folder` that killed processes of this user left behind."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it is another user's, in use, or just gone
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -149,7 +145,6 @@ def _of_the_system(path: str) -> bool:
 
 
 def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
-    """The command line that runs a program in bubblewrap. The keeper replaces `{folder}`."""
     path = shutil.which("bwrap")
     if path is None:
         raise SandboxError("bwrap is not installed")
@@ -206,10 +201,7 @@ class Sandbox:
         self.isolation: Isolation | None = None
 
     async def open(self) -> Isolation:
-        """Find an isolation that works here, by a test run. A repeat returns the first result.
-
-        `ConfigError`: none works; the message gives the reasons, and the hint a remedy.
-        """
+        """Find an isolation that works here, by a test run, once. `ConfigError` says why none does, and what to do."""
         async with self._opening:
             if self.isolation is None:
                 await asyncio.to_thread(sweep, _FOLDERS)
@@ -263,7 +255,6 @@ class Sandbox:
 
     @asynccontextmanager
     async def _folder(self, isolation: Isolation) -> AsyncIterator[str]:
-        """A directory of the host, for isolations without a root of their own."""
         if isolation == "namespaces":
             yield ""
             return

@@ -80,7 +80,6 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
 
 
 def write_files(folder: str, files: Mapping[str, str]) -> None:
-    """Write the program's files. Their names must be plain names."""
     for name, text in files.items():
         path = Path(folder) / name
         path.write_bytes(text.encode("utf-8", "replace"))
@@ -135,7 +134,6 @@ def _limit(kind: int, soft: int, hard: int | None = None) -> None:
 
 
 def _show(source: str, target: str, *, writable: bool = False) -> None:
-    """Bind-mount a file or directory, or copy a link, of the host; does nothing if it is missing."""
     try:
         mode = os.lstat(source).st_mode
     except FileNotFoundError:

@@ -52,7 +52,6 @@ class ParentPipe:
         return found
 
     def check(self) -> None:
-        """Read available data without waiting; `Abandoned` at the end."""
         if not self._read():
             raise Abandoned
 
@@ -87,7 +86,6 @@ class Run:
         self._captured: dict[int, bytearray] = {read: bytearray() for read in self._reads}
 
     def finish(self) -> dict[str, Any]:
-        """Run it to its end, kill what is left, and return the answer to the worker."""
         began = time.monotonic()
         starved = processes.starved()
         try:
@@ -275,7 +273,6 @@ class Run:
         os.execve(self._argv[0], self._argv, self._order["environ"])  # noqa: S606
 
     def _guarded(self, step: Any) -> NoReturn:
-        """Do a step in a forked process, report its errors on the status pipe, and end the process."""
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - told to the keeper

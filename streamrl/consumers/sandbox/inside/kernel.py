@@ -38,7 +38,6 @@ class _MountAttributes(ctypes.Structure):
 
 
 def unshare(flags: int) -> None:
-    """Move this process (with CLONE_NEWPID: its children) into new namespaces; `OSError` if the kernel refuses."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -62,7 +61,6 @@ def read_only(path: str, *, recursive: bool = True) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root of this mount namespace, and put the old root at `old`, below it."""
     number = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine)
     if number is None:
         raise OSError(f"pivot_root of {os.uname().machine} is not known here")

@@ -14,7 +14,6 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, including zombies."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -65,7 +64,6 @@ def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
 
 
 def starved() -> int:
-    """How many processes this kernel has killed for lack of memory since it started."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
