@@ -94,7 +94,7 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
         inspect.signature(target).bind(**dict.fromkeys(names), **spec.args)
     except TypeError as error:
         raise PluginError(
-            f"reward {spec.use} is no function for verl: {error}", f"it is called with {', '.join(names)} and its args"
+            f"reward {spec.use} does not fit verl: {error}", f"it is called with {', '.join(names)} and its args"
         ) from error
     except ValueError:
         pass  # without a readable signature, the first sample is the check
@@ -161,7 +161,7 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
             raise PluginError(f"reward {spec.use} needs {name}: {why}", f"give it a default, or args: {{{name}: ...}}")
     if not takes_all and not {"prompts", "completions", "completion_ids"} & parameters.keys():
         raise PluginError(
-            f"reward {spec.use} is no function for TRL: it takes {', '.join(parameters)}",
+            f"reward {spec.use} does not fit TRL: it takes {', '.join(parameters)}",
             "it is called with prompts, completions, completion_ids and the columns of the data set",
         )
     if unknown := [name for name in spec.args if not takes_all and name not in parameters]:

@@ -117,7 +117,7 @@ async def _pause_before_next(reward: LoadedReward, context: RewardContext, outag
 def _not_opened(
     reward: LoadedReward, error: Exception, times: str = "", kind: type[StreamrlError] = PluginError
 ) -> StreamrlError:
-    hint = "is the service that it asks running? then `streamrl up --resume` goes on" if times else ""
+    hint = "start its service, then continue with `streamrl up --resume`" if times else ""
     return kind(f"reward {reward.name} cannot be opened{times}: {described(error)}", hint)
 
 

@@ -184,7 +184,7 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
 def _import(use: str, paths: Sequence[Path]) -> Any:
     module_name, _, attribute = use.partition(":")
     if not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise PluginError(f"reward {use} is no import path", "write module:Name, for example my_rewards:ExactMatch")
+        raise PluginError(f"reward {use} is not an import path", "write module:Name, for example my_rewards:ExactMatch")
     module = _import_module(use, module_name, paths)
     target: Any = module
     for part in attribute.split("."):

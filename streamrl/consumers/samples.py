@@ -152,7 +152,7 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 def _sample(where: str, record: Any, number: int) -> RewardSample:
     if not isinstance(record, dict):
-        raise DataError(f"{where}: no object", f"write: {_EXAMPLE}")
+        raise DataError(f"{where}: not an object", f"write: {_EXAMPLE}")
     if "response" not in record:
         close = [*(_OTHER_NAMES & record.keys()), *difflib.get_close_matches("response", map(str, record), n=1)]
         hint = f"is it `{close[0]}`? the key is `response`" if close else f"write: {_EXAMPLE}"

@@ -268,7 +268,7 @@ async def _parsed(request: web.Request, kind: type[_Request]) -> _Request:
         fields = ", ".join((_Posted if inside else kind).__struct_fields__)
         raise _Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/guides/gateway.md") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _Refusal(400, "no_json", f"the body is no JSON: {error}", "send one JSON object") from error
+        raise _Refusal(400, "no_json", f"the body is not JSON: {error}", "send one JSON object") from error
     if asked.version != VERSION:
         raise _Refusal(422, "version", f"version {asked.version} of the gateway is unknown", f"this one is {VERSION}")
     return asked

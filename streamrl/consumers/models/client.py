@@ -348,7 +348,7 @@ class ModelClient(AskedModel):
             self._sessions[url] = HttpClient(
                 url,
                 self._api_key,
-                "does the server run, and can this host reach it? its log says more",
+                "check that the server runs and that this host can reach it; see its log",
                 key_option=f"reward_models.{self.name}.api_key_file",
                 max_body=self._config.max_answer,
             )

@@ -279,11 +279,11 @@ def _check_votes(votes: int, quorum: int | None, combine: str, temperature: floa
     if quorum is not None:
         _check_count("quorum", quorum)
         if quorum > votes:
-            raise PluginError(f"quorum {quorum} is above votes {votes}", "so many could never be readable")
+            raise PluginError(f"quorum {quorum} is above votes {votes}", "a quorum cannot exceed the votes")
     if combine not in {"mean", "median", "majority"}:
         raise PluginError(f"combine is {combine!r}", "it is mean, median or majority")
     if combine == "majority" and votes % 2 == 0:
-        raise PluginError(f"the majority of {votes} votes may be none", "let the number of votes be odd")
+        raise PluginError(f"the majority of {votes} votes may be none", "use an odd number of votes")
     if temperature is not None and (type(temperature) not in {int, float} or not 0 <= temperature <= 2):
         raise PluginError(f"temperature is {temperature!r}", "it is a number from 0 to 2")
     if votes > 1 and temperature == 0:

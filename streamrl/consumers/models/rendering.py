@@ -208,7 +208,7 @@ def _folder(name: str) -> Path:
         return Path(name)
     if Path(name).is_absolute() or not name:
         raise ConfigError(
-            f"{name or 'the model'} is no directory", "reward_models.NAME.model or args.tokenizer names it"
+            f"{name or 'the model'} is not a directory", "reward_models.NAME.model or args.tokenizer names it"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

@@ -82,7 +82,7 @@ def way_of(path: str, arg: str) -> list[str]:
     """Split a path such as `data.0.score`; `PluginError`: a step is empty."""
     way = path.split(".")
     if not all(way):
-        raise PluginError(f"{arg} {path!r} leads nowhere", "write it with dots: result.score, data.0.score")
+        raise PluginError(f"{arg} {path!r} has an empty step", "write it with dots: result.score, data.0.score")
     return way
 
 

@@ -63,7 +63,7 @@ def _vote(choice: Any) -> Vote:
         raise WireError(f"a choice without a message: {str(choice)[:200]}")
     text, finish = message.get("content"), choice.get("finish_reason")
     if text is not None and not isinstance(text, str):
-        raise WireError(f"a message whose content is no text: {str(message)[:200]}")
+        raise WireError(f"a message whose content is not text: {str(message)[:200]}")
     if message.get("refusal"):
         return Vote(None, why=f"the judge refuses: {str(message['refusal'])[:100]}")
     return Vote(text or None, finish == "length", f"no text (finish_reason {finish})")
@@ -84,7 +84,7 @@ class Parser:
         if regex is None and json_path is None and choices is None:
             raise PluginError("nothing says how the verdict is read", "give regex, json_path or choices")
         if json_path is not None and (regex is not None or choices is not None):
-            raise PluginError("json_path leads to the number: regex and choices are not for it")
+            raise PluginError("json_path excludes regex and choices")
         if cut_off not in {"fail", "read"}:
             raise PluginError(f"cut_off is {cut_off!r}", "it is fail or read")
         self.regex = None if regex is None else _compiled(regex)
@@ -123,7 +123,7 @@ class Parser:
         try:
             number = float(word)
         except ValueError:
-            raise Unreadable(f"{word[:50]!r} is no number") from None
+            raise Unreadable(f"{word[:50]!r} is not a number") from None
         return self._within(number, text)
 
     def _within(self, number: float, text: str) -> float:
@@ -138,11 +138,11 @@ class Parser:
         except LookupError:
             raise Unreadable(f"no JSON object with {'.'.join(way)}: {_end(text)}") from None
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise Unreadable(f"{'.'.join(way)} is {str(found)[:50]!r}, no number")
+            raise Unreadable(f"{'.'.join(way)} is {str(found)[:50]!r}, not a number")
         try:
             return float(found)
         except OverflowError:
-            raise Unreadable(f"{'.'.join(way)} is no finite number") from None
+            raise Unreadable(f"{'.'.join(way)} is not a finite number") from None
 
 
 def combined(values: Sequence[float], how: Combine) -> float:
@@ -174,7 +174,7 @@ def _choices(choices: Mapping[str, float]) -> dict[str, float]:
     for word, number in choices.items():
         if not isinstance(word, str):
             raise PluginError(
-                f"choice {word!r} is no text", "write it in quotes: YAML reads yes and no as true and false"
+                f"choice {word!r} is not text", "write it in quotes: YAML reads yes and no as true and false"
             )
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise PluginError(f"choice {word!r} is worth {number!r}", "give a number")

@@ -62,7 +62,7 @@ def _tree(text: str, *, main: bool) -> ast.Module:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
-        raise NotTests(f"has code that is no Python{where}") from None
+        raise NotTests(f"has code that is not Python{where}") from None
     body: list[ast.stmt] = []
     for one in tree.body:
         if isinstance(one, ast.If) and "__name__" in _loaded([one.test]):
@@ -125,7 +125,7 @@ def _call_check(tree: ast.Module, entry: str | None) -> None:
             " `entry_point`, in the line or in the test"
         )
     if not _ENTRY.fullmatch(entry):
-        raise NotTests(f"has the entry point {entry!r}, which is no name of a function")
+        raise NotTests(f"has the entry point {entry!r}, which is not a function name")
     owner, _, name = entry.rpartition(".")
     function = f"{owner if owner.endswith(')') else owner + '()'}.{name}" if owner else name
     tree.body.extend(ast.parse(f"check({function})").body)
@@ -162,8 +162,8 @@ def _test_classes(tree: ast.Module) -> list[str]:
                 raise NotTests(f"has a test {node.name}.{test.name} with arguments: fixtures are not known here")
             if of_unittest and isinstance(test, ast.AsyncFunctionDef) and "IsolatedAsyncioTestCase" not in str(bases):
                 raise NotTests(
-                    f"has an async test {node.name}.{test.name} in a class that is no unittest.IsolatedAsyncioTestCase:"
-                    " unittest does not run it"
+                    f"has an async test {node.name}.{test.name} in a class that is not a"
+                    " unittest.IsolatedAsyncioTestCase: unittest does not run it"
                 )
         if not of_unittest and (odd := [one.name for one in methods if one.name in _SETUPS]):
             raise NotTests(f"has a class {node.name} with {odd[0]}, which is pytest's: write a unittest.TestCase")

@@ -188,23 +188,25 @@ def _program(given: Any, wanted: Any) -> CodeTest:
         for text in (given, wanted)
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise NotTests("has an `input` or `output` that is no text")
+        raise NotTests("has an `input` or `output` that is not text")
     return CodeTest("stdin", texts[0], (texts[1],))
 
 
 def _call(item: Mapping[str, Any]) -> CodeTest:
     name, args, named = item["call"], item.get("args", []), item.get("kwargs", {})
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise NotTests(f"calls {name!r}, which is no name of a function")
+        raise NotTests(f"calls {name!r}, which is not a function name")
     if not isinstance(args, list) or not isinstance(named, Mapping) or "output" not in item:
-        raise NotTests(f"has a call of {name} without `output`, or whose `args` are no list or `kwargs` no mapping")
+        raise NotTests(
+            f"has a call of {name} without `output`, or whose `args` are not a list or `kwargs` not a mapping"
+        )
     return CodeTest("call", orjson.dumps({"call": name, "args": args, "kwargs": named}).decode(), (item["output"],))
 
 
 def _code(text: Any, entry: Any) -> CodeTest:
     if not isinstance(text, str) or not text.strip():
-        raise NotTests("has `code` that is no text, or empty")
+        raise NotTests("has `code` that is not text, or is empty")
     if entry is not None and not isinstance(entry, str):
-        raise NotTests(f"has the entry point {entry!r}, which is no text")
+        raise NotTests(f"has the entry point {entry!r}, which is not text")
     token = secrets.token_hex(16)
     return CodeTest("code", orjson.dumps({**read_checks(text, entry), "token": token}).decode(), (token,))

@@ -145,4 +145,4 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"the schema {path} cannot be read: {error.strerror}") from error
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the schema {path} is no JSON: {error}") from error
+        raise ValueError(f"the schema {path} is not JSON: {error}") from error

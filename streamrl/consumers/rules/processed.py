@@ -89,7 +89,7 @@ class Processed(Reward):
             if died.phase != "response":
                 where = f"line {sample.prompt.line} of the data set"
                 message = f"what comes with {where} is too expensive itself: {died.message}"
-                raise DataError(message, "mend that line, or raise seconds or memory_mib of the rule") from died
+                raise DataError(message, "correct that line, or raise seconds or memory_mib of the rule") from died
             if self.expensive == "fail":
                 raise DataError(died.message, "raise seconds or memory_mib, or say `expensive: wrong`") from died
             return None

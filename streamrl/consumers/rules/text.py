@@ -38,7 +38,7 @@ def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
 def check_tag(tag: str | None) -> str | None:
     """`tag`, the name between `<` and `>`; `ValueError` if it cannot be one."""
     if tag is not None and (not tag or _NAME_CHARACTERS & set(tag)):
-        raise ValueError(f"{tag!r} is no tag: write its name only, for example answer for <answer>")
+        raise ValueError(f"{tag!r} is not a tag: write its name only, for example answer for <answer>")
     return tag
 
 

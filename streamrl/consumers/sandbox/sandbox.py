@@ -268,7 +268,7 @@ class Sandbox:
     def _order(self, isolation: Isolation, program: Program, folder: str) -> dict[str, Any]:
         for name in program.files:
             if Path(name).name != name or name in {"", ".", ".."}:
-                raise ValueError(f"{name!r} is no plain name of a file")
+                raise ValueError(f"{name!r} is not a plain file name")
         argv, kind = list(program.argv), "none"
         if isolation == "namespaces":
             kind = "namespaces"
