@@ -6,8 +6,9 @@
 | `verl` | `fn(data_sources, solution_strs, ground_truths, extra_infos, **args) -> list of these` | per group |
 | `trl` | `fn(prompts, completions, completion_ids, **columns) -> list of float or None` | per group |
 
-What takes lists gets the whole group and not its samples one by one: such a function may compare, and in the system it
-was written for its lists hold whole groups. All arguments are passed by name, and may be changed by the function.
+A function that takes lists gets the whole group: it may compare samples, and in the system that it was written for its
+lists hold whole groups. All arguments are passed by name. Those from the data set are copies, so a function may change
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from streamrl.errors import DataError, PluginError
 _VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_GROUP: Final = tuple(f"{name}s" for name in _VERL)
 _TURNS: Final = 2
-"""What verl counts for a prompt and its response."""
+"""Turns that verl counts for a prompt and its response."""
 _NOT_HERE: Final = {
     "trainer_state": "rewards are scored apart from the learner, which may be steps ahead",
     "environments": "there are no environments of TRL here",
@@ -39,34 +40,21 @@ _Read = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A function of another system as a reward: call it with a sample, or with all samples of a group.
-
-    Attributes:
-        function: as it was found.
-        group: it takes all samples of a group.
-        prepare: makes the keyword arguments of one call, and what reads its result.
-        needed: parameters without a default that the data set must have as columns.
-        reads_messages: its code takes completions or prompts for lists of messages, whatever they are.
-    """
+    """A function of another system as a reward: call it with a sample, or with all samples of a group."""
 
     function: Callable[..., Any]
-    group: bool
-    prepare: Callable[[Any], tuple[dict[str, Any], _Read]]
-    needed: frozenset[str] = frozenset()
-    reads_messages: bool = False
+    group: bool  # takes all samples of a group
+    prepare: Callable[[Any], tuple[dict[str, Any], _Read]]  # makes the keyword arguments, and what reads the result
+    needed: frozenset[str] = frozenset()  # parameters without a default: columns that the data set must have
+    reads_messages: bool = False  # indexes completions or prompts as lists of messages without checking their type
 
     def __call__(self, subject: Any) -> Any:
-        """Return a `Score`, or a list of them for a group; of a coroutine function, an awaitable of it."""
         arguments, read = self.prepare(subject)
         result = self.function(**arguments)
         return _later(result, read) if inspect.isawaitable(result) else read(result)
 
     def check_line(self, record: Mapping[str, Any], where: str, name: str) -> None:
-        """See that the function can be called with a line of the data set.
-
-        Raises:
-            PluginError: it lacks a column, or its prompt is text and the function reads messages.
-        """
+        """Raise `PluginError` if the line lacks a column, or its prompt is text and the function reads messages."""
         columns = [key for key, value in record.items() if value is not None or key != "answer"]
         columns = [key for key in columns if key not in {"prompt", "messages"}]
         if missing := sorted(self.needed - set(columns)):
@@ -86,10 +74,7 @@ async def _later(result: Awaitable[Any], read: _Read) -> Any:
 
 
 def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
-    """Return a function of another system as a reward; `PluginError` when it does not take what that system passes.
-
-    `target` is the function, or a class that is built without arguments and whose object is called.
-    """
+    """Return `target`, a function or a class built without arguments, as a reward; `PluginError` if it does not fit."""
     if inspect.isclass(target):
         try:
             target = target()
@@ -109,10 +94,10 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
         inspect.signature(target).bind(**dict.fromkeys(names), **spec.args)
     except TypeError as error:
         raise PluginError(
-            f"reward {spec.use} is no function for verl: {error}", f"it is called with {', '.join(names)} and its args"
+            f"reward {spec.use} does not fit verl: {error}", f"it is called with {', '.join(names)} and its args"
         ) from error
     except ValueError:
-        pass  # no readable signature: the first sample is the check
+        pass  # without a readable signature, the first sample is the check
     return Adapted(target, group, functools.partial(_verl_group if group else _verl_sample, spec.args))
 
 
@@ -129,10 +114,10 @@ def _verl_group(args: Mapping[str, Any], samples: Sequence[RewardSample]) -> tup
 
 
 def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:
-    """Return data source, response, right answer and the rest, as verl finds them in its data set.
+    """Data source, response, ground truth and extra information.
 
-    A line that was made for verl has `data_source`, `reward_model.ground_truth` and `extra_info`; of any other, the
-    answer is the ground truth and all metadata are the extra information.
+    A line made for verl has `data_source`, `reward_model.ground_truth` and `extra_info`. For other lines, the answer is
+    the ground truth and all metadata are the extra information.
     """
     metadata = copy.deepcopy(sample.prompt.metadata)
     truth = copy.deepcopy(sample.prompt.answer)
@@ -176,14 +161,14 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
             raise PluginError(f"reward {spec.use} needs {name}: {why}", f"give it a default, or args: {{{name}: ...}}")
     if not takes_all and not {"prompts", "completions", "completion_ids"} & parameters.keys():
         raise PluginError(
-            f"reward {spec.use} is no function for TRL: it takes {', '.join(parameters)}",
+            f"reward {spec.use} does not fit TRL: it takes {', '.join(parameters)}",
             "it is called with prompts, completions, completion_ids and the columns of the data set",
         )
     if unknown := [name for name in spec.args if not takes_all and name not in parameters]:
         raise PluginError(f"reward {spec.use} takes no {unknown[0]}", f"it takes: {', '.join(parameters)}")
     in_sum = config.scoring.combine == "sum" and spec.gate is None and spec.normalise is None
     if spec.clip is not None and not spec.clip[0] <= 0 <= spec.clip[1]:
-        in_sum = False  # nothing would become something
+        in_sum = False  # clip would turn a skipped sample's 0 into another value
     calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
     given = {"prompts", "completions", "completion_ids", "log_metric", "log_extra", "trainer_state", *spec.args}
     nodes = _nodes(function)
@@ -193,7 +178,7 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
 
 
 def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
-    """What a function consists of; nothing for an object, or without source: then the first sample is the check."""
+    """All nodes of the function's source; empty without readable source, and then the first sample is the check."""
     try:
         return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     except (OSError, TypeError, SyntaxError):
@@ -201,7 +186,7 @@ def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
 
 
 def _keys_of(nodes: Sequence[ast.AST], owner: str) -> set[str]:
-    """The texts in `owner["text"]`; none where the code does anything else with `owner`, or may not come there."""
+    """The texts in `owner["text"]` that every call reads; empty if the code uses `owner` in any other way."""
     above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
     leaves = [node for node in nodes if isinstance(node, _LEAVES) and _may_be_left_out(node, above)]
     first = min((node.lineno for node in leaves), default=None)
@@ -223,7 +208,7 @@ _BRANCHES: Final = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try
 
 
 def _may_be_left_out(node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether a call of the function may end well without it: it stands in a branch, a `try`, or another function."""
+    """Whether a call may succeed without reaching it: it stands in a branch, a `try`, or another function."""
     functions = 0
     while node in above:
         node = above[node]
@@ -237,7 +222,7 @@ def _may_be_left_out(node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
 
 
 def _reads_messages(nodes: Sequence[ast.AST]) -> bool:
-    """Whether the code has `completion[0]["content"]` of a completion or prompt, and does not look at its type."""
+    """Whether the code has `completion[0]["content"]` of a completion or prompt, without a check of its type."""
     looks = {"isinstance", "hasattr", "type", "is_conversational"}
     if any(isinstance(node, ast.Try) or (isinstance(node, ast.Name) and node.id in looks) for node in nodes):
         return False
@@ -256,7 +241,6 @@ _LISTS: Final = frozenset({"completions", "prompts"})
 
 
 def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
-    """The names of a loop's target that become entries of the completions or prompts."""
     if isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Slice):
         return _of_lists(target, source.value)
     if isinstance(source, ast.Name):
@@ -272,14 +256,12 @@ def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
 
 
 def _base(node: ast.AST) -> str:
-    """Name of what is read in `name[...]...[...]`."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _reads_a_message(node: ast.AST) -> bool:
-    """Whether it is `...[NUMBER]["content"]` or `["role"]`."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Subscript):
         return False
     key, place = node.slice, node.value.slice
@@ -291,15 +273,10 @@ def _reads_a_message(node: ast.AST) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _TrlCalls:
-    """A function for TRL gets `args` as they are and all its `names` (None: anything), and cannot do without `needed`.
-
-    `in_sum`: None for a sample, which is no opinion, can be left out as TRL leaves it out.
-    """
-
     args: Mapping[str, Any]
     names: frozenset[str] | None
     needed: frozenset[str]
-    in_sum: bool
+    in_sum: bool  # None for a sample can be left out, as TRL does
 
     def group(self, samples: Sequence[RewardSample]) -> tuple[dict[str, Any], _Read]:
         logged: dict[str, float] = {}
@@ -338,9 +315,9 @@ class _TrlCalls:
 
 
 def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
-    """Return prompts, completions, token ids and the columns of the data set, each a list with one entry per sample.
+    """The function's columns, each a list with one entry per sample.
 
-    Chat prompts are lists of messages, and so are their completions: one message of the assistant.
+    A chat prompt is a list of messages; its completion is a list with one message of the assistant.
     """
     metadata = [copy.deepcopy(sample.prompt.metadata) for sample in samples]
     columns: dict[str, Any] = {name: [one.get(name) for one in metadata] for name in dict.fromkeys(metadata[0])}
@@ -356,7 +333,6 @@ def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
 
 
 def _ignore(column: str, values: Sequence[Any]) -> None:
-    """Take what a function logs for a table of TRL's own."""
     del column, values
 
 
@@ -368,12 +344,12 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # no readable signature: the first sample is the check
+    except (TypeError, ValueError):  # without a readable signature, the first sample is the check
         return {}
 
 
 def _number(value: Any) -> float:
-    """Return a number; both systems take true and false for 1 and 0, so this is none of the bugs that Score refuses."""
+    """Return a finite number. Unlike `Score`, verl and TRL take true and false for 1 and 0."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return float(value)
     return finite(value, "the value")

@@ -43,14 +43,14 @@ _OF_THE_SAMPLE: Final = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
     *(ValueError, CallFailed),
 )
-"""Python's own errors for wrong values are the fault of the sample; any other error may mean that a service is away."""
+"""Python's own errors for wrong values are caused by the sample; any other error may mean that a service is away."""
 
 Subject = RewardSample | Sequence[RewardSample]
 """What one call scores: a sample, or all samples of a group."""
 
 
 class ScoringFailed(StreamrlError):
-    """A sample will never have a score. `fail_group`: neither will its group (`on_failure: dead`).
+    """A sample will never have a score. `fail_group`: its group fails too (`on_failure: dead`).
 
     `detail` is the traceback of the last attempt, at most `DETAIL_BYTES` long.
     """
@@ -68,22 +68,14 @@ class CallEnded(BaseException):
 
 
 class NoTime(RewardUnavailable):
-    """Another attempt could last longer than the lease of its sample."""
+    """The lease of the sample may end before another attempt does."""
 
 
 @dataclass(slots=True)
 class SampleState:
-    """What the calls of several rewards for one sample (or one group) share.
-
-    Attributes:
-        until: when the lease of the sample ends, by `time.monotonic`. No attempt may last longer.
-        failure: how a reward failed for good; the others need no further attempt.
-        fault: the last failed attempt of any reward since the last outage; None: no reward is to blame when time is up.
-    """
-
-    until: float
-    failure: ScoringFailed | None = None
-    fault: Exception | None = None
+    until: float  # end of the sample's lease, by `time.monotonic`; no attempt may last longer
+    failure: ScoringFailed | None = None  # one reward failed for good, so the others stop trying
+    fault: Exception | None = None  # the last failed attempt of any reward since the last outage
 
 
 _failed_servers: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed_servers", default=None)
@@ -91,7 +83,7 @@ _failed_servers: Final[ContextVar[dict[str, None] | None]] = ContextVar("failed_
 
 @contextlib.contextmanager
 def remembering_failed_servers() -> Iterator[None]:
-    """All requests in this block, also of tasks that it starts, are for one sample (or one group)."""
+    """All requests in this block, including those of tasks that it starts, are for one sample (or one group)."""
     token = _failed_servers.set({})
     try:
         yield
@@ -100,7 +92,7 @@ def remembering_failed_servers() -> Iterator[None]:
 
 
 def failed_servers() -> dict[str, None]:
-    """URLs of servers that have failed the current sample, the latest last; the caller adds to it."""
+    """URLs of servers that failed the current sample, the latest last. The caller adds to it."""
     failed = _failed_servers.get()
     return {} if failed is None else failed
 
@@ -112,10 +104,9 @@ _Job = tuple[Callable[..., Any], Any, asyncio.Future[Any], asyncio.AbstractEvent
 class CallThreads:
     """Daemon threads that run sync functions for coroutines of one event loop.
 
-    A thread cannot be killed. When the caller of `run` is cancelled at its deadline, the thread is abandoned: it is
-    used again if the function ever returns, and otherwise dies with the process. The standard executor joins its
-    threads at exit, so one hanging reward would keep the whole process from ending. `abandoned` counts these calls,
-    `started` the threads.
+    A thread cannot be killed. If the caller of `run` is cancelled at its deadline, the thread is abandoned until the
+    function returns, or dies with the process. The standard executor joins its threads at exit, so one hanging reward
+    would keep the process from ending. `abandoned` counts the threads that still run such a call.
     """
 
     def __init__(self) -> None:
@@ -124,7 +115,7 @@ class CallThreads:
         self._idle: list[queue.SimpleQueue[_Job]] = []
 
     async def run(self, call: Callable[..., _R], argument: Any) -> _R:
-        """Return `call(argument)`, run in a thread. `SystemExit` and the like become `RuntimeError`."""
+        """Return `call(argument)`, run in a thread. A `BaseException` such as `SystemExit` becomes `RuntimeError`."""
         loop = asyncio.get_running_loop()
         inbox = self._idle.pop() if self._idle else self._start()
         future: asyncio.Future[_R] = loop.create_future()
@@ -170,8 +161,6 @@ class CallThreads:
 
 
 class RewardCalls:
-    """Calls one reward within its limits. `in_flight`: calls that run now; `deadline`: seconds of one attempt."""
-
     def __init__(self, reward: LoadedReward, worker: RewardWorkerConfig, threads: CallThreads) -> None:
         spec = reward.spec
         self.reward = reward
@@ -195,13 +184,12 @@ class RewardCalls:
 
     @property
     def slots(self) -> int | None:
-        """Calls that may run at the same time now; None: any number."""
         limits = [limit for limit in (self._concurrency, self._asked_slots()) if limit is not None]
         return max(1, min(limits)) if limits else None
 
     @property
     def away(self) -> str:
-        """Why the reward cannot score now; empty: it can, or it is not known yet."""
+        """Why the reward cannot score now; empty: it can, or nothing is known yet."""
         if self.circuit.open_since is not None:
             return self.circuit.why
         try:
@@ -212,7 +200,7 @@ class RewardCalls:
             return ""
 
     def own_counts(self) -> dict[str, Any]:
-        """The reward's own counts. When it fails to count, or returns no JSON, that is noted, and logged once."""
+        """The reward's own counts; empty if it raises or returns no JSON, which is noted and logged once."""
         try:
             own: dict[str, Any] = orjson.loads(orjson.dumps(dict(self._counts())))
         except Exception as error:
@@ -224,7 +212,7 @@ class RewardCalls:
         return own
 
     async def instant(self, sample: RewardSample) -> Score:
-        """Call a rule that cannot hang: once, in this task, without a deadline; `ScoringFailed` when it fails."""
+        """Call a rule that cannot hang: once, in this task, without a deadline."""
         began = time.perf_counter()
         try:
             score = _score(await self._call(sample))
@@ -238,12 +226,8 @@ class RewardCalls:
     async def score(self, subject: Subject, state: SampleState) -> list[Score]:
         """Call the reward until it returns one score for each sample. Safe to cancel.
 
-        A result that is no number is a failed attempt; an absent service is none.
-
-        Raises:
-            ScoringFailed: the last attempt failed; or any attempt, after another reward has failed for good.
-            RewardUnavailable: no server could score for as long as the sample may be held.
-            RewardImpossible: no server will ever be able to score.
+        Raises `ScoringFailed` for the last failed attempt, or any failed attempt after another reward failed for good;
+        `RewardUnavailable` if no server could score before the lease ends; `RewardImpossible` if none ever can.
         """
         with remembering_failed_servers():
             return await self._until_scored(subject, state)
@@ -291,7 +275,6 @@ class RewardCalls:
         return attempt >= self._attempts
 
     def failed(self, error: BaseException, attempts: int, why: str = "") -> ScoringFailed:
-        """The error of a sample that will have no score: its cause, how many attempts, `why` there are no more."""
         self.figures.dead += 1
         notes = [*([f"{attempts} attempts"] if attempts > 1 else []), *([why] if why else [])]
         tries = f" ({'; '.join(notes)})" if notes else ""
@@ -303,7 +286,6 @@ class RewardCalls:
         return ScoringFailed(message[:250], detail_of(error), self._on_failure == "dead")
 
     async def _attempt(self, subject: Subject, until: float) -> list[Score]:
-        """Wait for a slot and call the reward once."""
         latest = until - self.deadline
         try:
             await self._slots.acquire(latest - time.monotonic())
@@ -340,7 +322,7 @@ class RewardCalls:
         return scores
 
     async def _enter(self, latest: float) -> bool:
-        """Wait until the circuit lets a call through, at most for the deadline. True: this call is its probe."""
+        """Wait until the circuit lets a call through, for at most the deadline. True: this call is its probe."""
         now = time.monotonic()
         if now >= latest:
             raise NoTime(f"no time is left for a call of {self.reward.name}")
@@ -374,7 +356,7 @@ class RewardCalls:
             outcome = "deadline"
         self.figures.failures[outcome] += 1
         if self._has_pool or isinstance(error, (*_OF_THE_SAMPLE, RewardBusy)):
-            self.circuit.inconclusive(probe=probe)  # a pool of servers knows by itself which of them are away
+            self.circuit.inconclusive(probe=probe)  # a pool of servers ejects faulty ones by itself
         else:
             was_open = self.circuit.open_since is not None
             unavailable = outcome == "unavailable"
@@ -393,7 +375,7 @@ class RewardCalls:
                 result = await self._threads.run(self.reward.call, subject)
             else:
                 result = self.reward.call(subject)
-            while inspect.isawaitable(result):  # an async wrapper may return what it did not await
+            while inspect.isawaitable(result):  # an async wrapper may return an awaitable
                 result = await result
         except SystemExit as error:  # asyncio would end the whole worker with it
             raise RuntimeError(f"the reward called sys.exit({error.code!r})") from error
@@ -402,7 +384,6 @@ class RewardCalls:
         return result
 
     def held_loop(self, seconds: float) -> None:
-        """Note, and say, that the reward kept the event loop to itself."""
         self.figures.held_loop(seconds)
         if self.figures.blocked & (self.figures.blocked - 1) == 0:  # the first, second, fourth, ... time
             extra = {"reward": self.reward.name, "seconds": round(seconds, 3), "times": self.figures.blocked}
@@ -411,12 +392,10 @@ class RewardCalls:
 
 
 def described(error: BaseException) -> str:
-    """Kind and message of an error, on one line of a log."""
     return f"{type(error).__name__}: {error.message if isinstance(error, StreamrlError) else error}"
 
 
 def detail_of(error: BaseException) -> str:
-    """The end of the traceback: its last lines say most."""
     text = "".join(traceback.format_exception(error)).encode(errors="replace")
     return text[-DETAIL_BYTES:].decode(errors="ignore")
 

@@ -1,7 +1,7 @@
-"""From the values of all rewards to the one score of a response. Pure: what goes in decides what comes out.
+"""From the values of all rewards to the one score of a response. Pure functions.
 
 ```
-value of a reward -> normalise -> clip -> gate                     a gate that does not let through: scoring.gated
+value of a reward -> normalise -> clip -> gate                             a closed gate: the value is scoring.gated
                                        -> sum, product or min of the rewards without a gate -> clip of the score
                                                                                    -> + penalty of a long response
 ```
@@ -22,26 +22,21 @@ OVERLONG = "overlong"
 
 
 class Composition:
-    """How the rewards of a run become a score."""
-
     def __init__(self, rewards: Sequence[LoadedReward], scoring: ScoringConfig, longest: int | None = None) -> None:
         self._rewards = tuple(rewards)
         self._scoring = scoring
         self._longest = longest
 
     def passes(self, reward: LoadedReward, score: Score) -> bool:
-        """Whether a response with this value gets past the reward; always, when it is no gate."""
         gate = reward.spec.gate
         return gate is None or shaped(reward, score.value) >= gate
 
     def score(self, scores: Mapping[str, Score], tokens: int) -> wire.SampleScore:
-        """Put values together. `scores` are by name of the reward, without the rewards behind a gate that closed.
+        """Combine values; `ValueError` or `ArithmeticError` if the result is not finite.
 
-        The score has a part for each reward and its parts as `name/part`. What was normalised or clipped also keeps its
-        `name/raw`, a gate has `name/passed` (1 or 0), and `overlong` is the penalty.
-
-        Raises:
-            ValueError, ArithmeticError: the values cannot be put together to a finite number.
+        `scores` are by name of the reward, without the rewards behind a closed gate. The score has a part for each
+        reward and its parts as `name/part`. A normalised or clipped reward also has `name/raw`, a gate `name/passed`
+        (1 or 0), and `overlong` is the penalty.
         """
         parts: dict[str, float] = {}
         values: list[tuple[str, float, float]] = []
@@ -79,14 +74,12 @@ class Composition:
 
 
 def shaped(reward: LoadedReward, value: float) -> float:
-    """The value of a reward after `normalise` and `clip`."""
     if reward.spec.normalise is not None:
         value = normalised(value, reward.spec.normalise)
     return value if reward.spec.clip is None else clipped(value, reward.spec.clip)
 
 
 def normalised(value: float, how: Normalisation) -> float:
-    """`(value - mean) / std`, squashed; `ValueError` when that is not finite."""
     value = finite((value - how.mean) / how.std, "the normalised value")
     match how.squash:
         case "sigmoid":
@@ -98,12 +91,11 @@ def normalised(value: float, how: Normalisation) -> float:
 
 
 def clipped(value: float, bounds: Bounds) -> float:
-    """The value, or the bound that it is beyond."""
     return min(max(value, bounds[0]), bounds[1])
 
 
 def power(name: str, value: float, weight: float) -> float:
-    """`value ** weight`; `ValueError` where there is no such number."""
+    """`value ** weight`; `ValueError` if that is not a real number."""
     if (value < 0 and not weight.is_integer()) or (value == 0 and weight < 0):
         raise ValueError(f"{name} is {value:g}, which has no power {weight:g} (its weight in a product)")
     return float(value**weight)

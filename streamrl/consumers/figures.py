@@ -1,4 +1,4 @@
-"""What a reward did in one process: outcomes, latency, values and cost. Counting takes about a microsecond."""
+"""What a reward did in one process: outcomes, latency, values and cost. A count takes about a microsecond."""
 
 from __future__ import annotations
 
@@ -9,54 +9,39 @@ from typing import Any, Final, Literal
 FailureKind = Literal["error", "deadline", "unavailable"]
 
 _PER_DOUBLING: Final = 4
-"""Buckets of latency per factor two: a quantile is right to 9 %."""
+"""Buckets of latency per factor two, so a quantile is right to 9 %."""
 _SHORTEST: Final = 1e-6
 _MOST_VALUES: Final = 200
 _WHOLE: Final = frozenset({0.0, 1.0})
 
 
 class RewardFigures:
-    """Counts since the process began; `seconds` of the calls since the last `line`.
-
-    Attributes:
-        ok: calls that gave a value, one for each sample.
-        failures: attempts without one: `error` (raised, or no number), `deadline`, `unavailable`.
-        retried: attempts that were followed by another one.
-        dead: samples that this reward failed for good.
-        tokens: cost, added up.
-        values: how often each value was given, rounded to one digit.
-        blocked: times that the reward held the event loop.
-        blocked_seconds: the longest of them.
-        leaks: what it keeps of memory, in words; empty: nothing known.
-        miscounts: why its own counts could not be had the last time; empty: they could.
-    """
+    """Counts since the process began. Only latency is since the last `line`."""
 
     def __init__(self) -> None:
-        self.ok = 0
-        self.failures: Counter[FailureKind] = Counter()
+        self.ok = 0  # values given, one per sample
+        self.failures: Counter[FailureKind] = Counter()  # attempts; `error`: raised, or the result is no number
         self.retried = 0
-        self.dead = 0
-        self.tokens = 0
-        self.values: Counter[float] = Counter()
-        self.blocked = 0
-        self.blocked_seconds = 0.0
-        self.leaks = ""
-        self.miscounts = ""
+        self.dead = 0  # samples that this reward failed for good
+        self.tokens = 0  # cost
+        self.values: Counter[float] = Counter()  # rounded to one digit
+        self.blocked = 0  # times that the reward held the event loop
+        self.blocked_seconds = 0.0  # the longest of them
+        self.leaks = ""  # what is known of memory that it keeps
+        self.miscounts = ""  # why its own counts failed the last time
         self._sum = 0.0
         self._squares = 0.0
         self._latency: Counter[int] = Counter()
 
     def took(self, seconds: float) -> None:
-        """Note how long a call took that ended with a result."""
         self._latency[_bucket(seconds)] += 1
 
     def gave(self, value: float, tokens: int) -> None:
-        """Note a value and its cost."""
         self.ok += 1
         self.tokens += tokens
         self._sum += value
         self._squares += value * value
-        if value in self.values and value in _WHOLE:  # what rules give needs no rounding
+        if value in self.values and value in _WHOLE:  # 0 and 1, the values of most rules, need no rounding
             self.values[value] += 1
             return
         rounded = float(f"{value:.1g}")
@@ -64,12 +49,10 @@ class RewardFigures:
             self.values[rounded] += 1
 
     def held_loop(self, seconds: float) -> None:
-        """Note that the reward held the event loop."""
         self.blocked += 1
         self.blocked_seconds = max(self.blocked_seconds, seconds)
 
     def line(self) -> dict[str, Any]:
-        """The figures for the role's record; the quantiles of latency begin anew."""
         latency, self._latency = self._latency, Counter()
         line: dict[str, Any] = {
             "ok": self.ok,
@@ -97,7 +80,6 @@ def _bucket(seconds: float) -> int:
 
 
 def quantile(buckets: Counter[int], share: float) -> float:
-    """Seconds below which `share` of the calls in the buckets took, to 9 %."""
     left = share * sum(buckets.values())
     for bucket in sorted(buckets):
         left -= buckets[bucket]

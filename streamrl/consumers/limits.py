@@ -1,4 +1,4 @@
-"""What holds back the calls of one reward: its slots, whose number may change at any time, and its circuit."""
+"""Limits on the calls of one reward: its slots, whose number may change at any time, and its circuit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOK_SECONDS: Final = 1.0
 
 
 class Slots:
-    """A semaphore, first come, first served, whose size may change while slots are taken. For one event loop.
+    """A first-come, first-served semaphore whose size may change while slots are taken. For one event loop.
 
     `limit` is called for each acquisition: the number of slots now, at least 1; None: any number.
     """
@@ -21,11 +21,10 @@ class Slots:
     def __init__(self, limit: Callable[[], int | None]) -> None:
         self._limit = limit
         self._taken = 0
-        self._line = asyncio.Lock()  # first come, first served; its holder waits for a free slot
+        self._line = asyncio.Lock()  # its holder is first in line and waits for a free slot
         self._released = asyncio.Event()
 
     async def acquire(self, seconds: float) -> None:
-        """Wait for a slot and take it; `TimeoutError` when none is free within so many seconds."""
         async with asyncio.timeout(seconds), self._line:
             while not self._free():
                 self._released.clear()
@@ -35,7 +34,6 @@ class Slots:
             self._taken += 1
 
     def release(self) -> None:
-        """Give a slot back."""
         self._taken -= 1
         self._released.set()
 
@@ -54,18 +52,13 @@ class Circuit:
     """A circuit breaker: while a service is away, samples wait instead of failing one after the other.
 
     Closed: calls go through. Open: they wait. After a pause one call probes: its success closes the circuit, its
-    failure doubles the pause. A pure state machine; `now` is any clock in seconds that does not go back.
-
-    Attributes:
-        opened: how often it opened.
-        open_since: when it opened; None: it is closed.
-        why: the failure that opened it.
+    failure doubles the pause. A pure state machine; `now` is in seconds of any monotonic clock.
     """
 
     def __init__(self) -> None:
-        self.opened = 0
-        self.open_since: float | None = None
-        self.why = ""
+        self.opened = 0  # how often
+        self.open_since: float | None = None  # None: closed
+        self.why = ""  # the failure that opened it
         self._failing: set[Hashable] = set()
         self._pause = FIRST_PAUSE
         self._next = 0.0
@@ -78,19 +71,19 @@ class Circuit:
         return math.inf if self._probing else max(0.0, self._next - now)
 
     def enter(self) -> bool:
-        """Let a call through, after `wait` returned 0. True: it is the probe."""
+        """Let a call through, after `wait` returned 0. Returns whether it is the probe."""
         if self.open_since is None:
             return False
         self._probing = True
         return True
 
     def success(self) -> None:
-        """A call ended with a score, whenever it began: the circuit closes."""
+        """A call ended with a score, whenever it began: close the circuit."""
         self._failing.clear()
         self.open_since, self._pause, self._probing = None, FIRST_PAUSE, False
 
     def failure(self, now: float, sample: Hashable, why: str, *, probe: bool, unavailable: bool) -> None:
-        """A call failed as if the service were away. Attempts at one sample count once.
+        """A call failed as if the service were away. Several attempts at one sample count once.
 
         `unavailable`: the reward itself says that it cannot score now, so the circuit opens at once.
         """
@@ -106,6 +99,6 @@ class Circuit:
             self._next = now + self._pause
 
     def inconclusive(self, *, probe: bool) -> None:
-        """A call was cancelled, or failed by the sample's fault: nothing is known, and another call may probe."""
+        """A call was cancelled, or the sample caused its failure: nothing is known, and another call may probe."""
         if probe:
             self._probing = False

@@ -1,4 +1,4 @@
-"""The rewards and models of a run, opened for a worker or a command; a service that is away is tried again."""
+"""Opens the rewards and models of a run for a worker or a command, and retries while a service is away."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 _OPEN_SHARE: Final = 0.9
-"""Part of `supervisor.start_deadline` in which opening is retried while a service is away."""
+"""Part of `supervisor.start_deadline` for which opening is retried while a service is away."""
 
 
 def models_of(
     config: RunConfig, ledgers: Ledgers | None = None
 ) -> contextlib.AbstractAsyncContextManager[Mapping[str, AskedModel]]:
-    """The `reward_models` of a run, open for the length of a block; without any, nothing is imported for them."""
     if not config.reward_models:
         return contextlib.nullcontext({})
-    from streamrl.consumers.models import open_models  # an HTTP client, which takes a while
+    from streamrl.consumers.models import open_models  # its HTTP client is slow to import
 
     return open_models(config, ledgers)
 
@@ -48,15 +47,14 @@ async def open_scorer(
     *,
     patience: float | None = None,
 ) -> AsyncIterator[Scorer]:
-    """Load the rewards of a run, open them, and close them at the end of the block, also when opening fails.
+    """Load the rewards of a run, open them, and close them at the end of the block, also if opening fails.
 
-    A service that is away while a reward opens is tried again for `patience` seconds; None: for most of
-    `supervisor.start_deadline`.
+    While a service is away, opening is retried for `patience` seconds; None: for most of `supervisor.start_deadline`.
 
     Raises:
         PluginError: a reward cannot be loaded or opened.
-        Unreachable: a service stayed away while a reward opened, in a run that has scores already.
-        ConfigError: what a reward says of its own settings.
+        Unreachable: a service stayed away during opening, in a run that has scores already.
+        ConfigError: a reward refuses its own settings.
         DeadlineExceeded: a reward was not open within `supervisor.start_deadline`.
     """
     rewards = load_rewards(config) if rewards is None else rewards
@@ -72,7 +70,7 @@ async def open_scorer(
 
 
 async def _open(reward: LoadedReward, context: RewardContext, patience: float, begun: list[LoadedReward]) -> None:
-    """Open one reward; retry for `patience` seconds while its service is away. `begun` have to be closed."""
+    """Open one reward; retry while its service is away. Adds it to `begun`, the rewards that must be closed."""
     if reward.life is None:
         return
     seconds = context.config.supervisor.start_deadline
@@ -104,11 +102,10 @@ async def _open(reward: LoadedReward, context: RewardContext, patience: float, b
 
 
 async def _pause_before_next(reward: LoadedReward, context: RewardContext, outage: Outage, error: Exception) -> float:
-    """Seconds until the next attempt to open the reward; logs now and then that it is not open yet."""
     now = time.monotonic()
     pause = outage.failed(now, random.random())  # noqa: S311 (jitter, no secret)
     if pause is None or outage.since is None:
-        scored = await context.scored()  # then the service was there, and the worker is started again
+        scored = await context.scored()  # if so, the service was there before: restart the worker instead of ending
         times = f", {outage.failures} times within {outage.patience:.3g} s"
         raise _not_opened(reward, error, times, Unreachable if scored else PluginError) from error
     if outage.failures & (outage.failures - 1) == 0:  # the first, second, fourth, ... time
@@ -120,12 +117,12 @@ async def _pause_before_next(reward: LoadedReward, context: RewardContext, outag
 def _not_opened(
     reward: LoadedReward, error: Exception, times: str = "", kind: type[StreamrlError] = PluginError
 ) -> StreamrlError:
-    hint = "is the service that it asks running? then `streamrl up --resume` goes on" if times else ""
+    hint = "start its service, then continue with `streamrl up --resume`" if times else ""
     return kind(f"reward {reward.name} cannot be opened{times}: {described(error)}", hint)
 
 
 async def _close(reward: LoadedReward) -> None:
-    """Close a reward. A failure is logged and ends nothing: its scores are written."""
+    """Close a reward. A failure is only logged, because its scores are written."""
     if reward.life is None:
         return
     try:
@@ -138,19 +135,19 @@ async def _close(reward: LoadedReward) -> None:
 _NETWORK_ERRNOS: Final = frozenset(
     {errno.EADDRNOTAVAIL, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
 )
-"""Network errors that Python has no class for; the others are `ConnectionError` or `TimeoutError`."""
+"""Network errors without an exception class of their own; the others are `ConnectionError` or `TimeoutError`."""
 _NO_ADDRESS: Final = "Multiple exceptions: [Errno "
-"""Start of asyncio's message, without an errno, when no address of a host answers."""
+"""Start of asyncio's message, without an errno, if no address of a host answers."""
 _RETRY_STATUSES: Final = frozenset({408, 425, 429})
 """HTTP statuses below 500 after which another attempt makes sense."""
 _LONGEST_CHAIN: Final = 20
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no connection, no answer in time, a server that fails or is overloaded.
+    """Whether the same call may succeed later: no connection, no answer in time, a failing or overloaded server.
 
-    Libraries wrap such errors in their own, so the first error in the chain of causes decides that has an HTTP status
-    or is a network error. Errors of files and values, and refused keys, are not transient.
+    Libraries wrap such errors in their own, so the first error in the chain of causes that has an HTTP status or is a
+    network error decides. Errors of files and values, and refused keys, are not transient.
     """
     if isinstance(error, StreamrlError):
         return isinstance(error, Unreachable | DeadlineExceeded)
@@ -164,7 +161,6 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes; of an exception group the first one."""
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if link is None:

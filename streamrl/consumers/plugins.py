@@ -1,7 +1,7 @@
-"""From a name in the run file to a reward that has been imported, built and checked.
+"""From a name in the run file to an imported, built and checked reward.
 
 A reward is a built-in name (`exact_match`), an import path (`my_rewards:ExactMatch`) or an entry point of the group
-`streamrl.rewards`. All of them are checked when the run starts, not at the first sample.
+`streamrl.rewards`. All are checked when the run starts, not at the first sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ASKING: Final = frozenset({"reward_model", "judge"})
 def models_asked(
     rewards: Sequence[RewardSpec], models: Mapping[str, RewardModelConfig]
 ) -> Mapping[str, RewardModelConfig]:
-    """The models that these rewards may ask; all models when a reward is the user's own or names none that is known."""
+    """The models that these rewards may ask: all of them if a reward is the user's own or names an unknown model."""
     named = {str(spec.args.get("model")) for spec in rewards if spec.use in ASKING}
     if not all(spec.use in BUILT_IN for spec in rewards) or not named <= models.keys():
         return models
@@ -55,53 +55,38 @@ def models_asked(
 
 ENTRY_POINTS: Final = "streamrl.rewards"
 _MARKS: Final = {"solution_str": "verl", "solution_strs": "verl", "completions": "trl"}
-"""Parameter names that show for which other system a function was written."""
+"""Parameter names that show that a function was written for another system."""
 HOLD_SHARE: Final = 0.95
-"""Part of `lease.max_hold` after which a worker hands back what it could not score."""
+"""Part of `lease.max_hold` after which a worker hands back unscored samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A reward ready to score.
-
-    Attributes:
-        name: key in the parts of a score.
-        call: takes one sample, returns a number or a `Score`, or an awaitable of one; of a group reward it takes all
-            samples of a group and returns as many scores.
-        blocking: a sync callable, which runs in a thread.
-        instant: a rule that needs neither a thread nor a deadline.
-        group: it compares the samples of a group.
-        spec: its entry in the run file.
-        life: the object with `open` and `close`; None: a function, or a class without them.
-    """
-
-    name: str
-    call: Callable[[Any], Any | Awaitable[Any]]
-    blocking: bool
-    instant: bool
-    group: bool
+    name: str  # key in the parts of a score
+    call: Callable[[Any], Any | Awaitable[Any]]  # sample -> number or `Score`; for `group`, samples -> as many of them
+    blocking: bool  # a sync callable, which runs in a thread
+    instant: bool  # a rule that needs neither a thread nor a deadline
+    group: bool  # compares the samples of a group
     spec: RewardSpec
-    life: RewardLife | None = None
+    life: RewardLife | None = None  # the object with `open` and `close`, if it has them
 
     @property
     def limits(self) -> RewardLife:
-        """The deadline and slots that the reward sets itself; defaults when it is no `Reward` or `GroupReward`."""
         return self.life if isinstance(self.life, RewardLife) else RewardLife()
 
     def deadline(self, worker: RewardWorkerConfig) -> float:
-        """Seconds of one attempt: those of the run file, else its own, else those of `reward_worker`."""
         return self.spec.deadline or self.limits.deadline or worker.deadline
 
 
 def load_rewards(config: RunConfig) -> list[LoadedReward]:
     """Load and check all rewards of a run, in the order of the run file.
 
-    Puts `plugin_paths` and the working directory on `sys.path` (at its end, so that nothing installed is shadowed).
+    Puts `plugin_paths` and the working directory at the end of `sys.path`, so that they shadow nothing installed.
 
     Raises:
         PluginError: a reward cannot be found, imported or built, or does not take one sample.
-        ConfigError: a model that is asked is not in `reward_models`; or one attempt of each, one gate after the other,
-            takes longer than a sample may be held.
+        ConfigError: an asked model is not in `reward_models`; or the attempts of all stages together may take longer
+            than a sample may be held.
     """
     paths = [*config.plugin_paths, Path.cwd()]
     for path in map(str, paths):
@@ -117,7 +102,7 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
 
 
 def stages(rewards: Iterable[LoadedReward]) -> list[list[LoadedReward]]:
-    """The rewards in stages, each up to a gate: rewards of one stage are called at the same time."""
+    """The rewards in stages, each up to a gate. Rewards of one stage are called concurrently."""
     found: list[list[LoadedReward]] = [[]]
     for reward in rewards:
         found[-1].append(reward)
@@ -199,7 +184,7 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
 def _import(use: str, paths: Sequence[Path]) -> Any:
     module_name, _, attribute = use.partition(":")
     if not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise PluginError(f"reward {use} is no import path", "write module:Name, for example my_rewards:ExactMatch")
+        raise PluginError(f"reward {use} is not an import path", "write module:Name, for example my_rewards:ExactMatch")
     module = _import_module(use, module_name, paths)
     target: Any = module
     for part in attribute.split("."):
@@ -245,7 +230,7 @@ def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:
         takes = ", ".join(inspect.signature(target).parameters) or "no arguments"
         raise PluginError(f"reward {spec.use}: args do not fit: {error}", f"it takes: {takes}") from error
     except ValueError:
-        pass  # a class without a readable signature (C extension): building it is the check
+        pass  # a class without a readable signature (C extension): the constructor is the check
     if inspect.isabstract(target):
         missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
         raise PluginError(f"reward {spec.use} is abstract", f"implement {missing}")
@@ -267,11 +252,11 @@ def _check_signature(call: Callable[..., Any], args: dict[str, Any], spec: Rewar
             hint = f"is it a function for {other}? then say so with `adapter: {other}`"
         raise PluginError(f"reward {spec.use} does not take one sample: {error}", hint) from error
     except ValueError:
-        return  # no readable signature: the first sample is the check
+        return  # without a readable signature, the first sample is the check
 
 
 def _is_async(call: Callable[..., Any]) -> bool:
-    """Tell async callables, also behind `functools.partial`, adapters and objects with an async `__call__`."""
+    """Whether it is async, also behind `functools.partial`, adapters and objects with an async `__call__`."""
     while isinstance(call, functools.partial | Adapted):
         call = call.func if isinstance(call, functools.partial) else call.function
     return inspect.iscoroutinefunction(inspect.unwrap(call)) or inspect.iscoroutinefunction(

@@ -1,20 +1,20 @@
 """Processes that work for a reward: a request that takes too much kills its process, and nothing else.
 
-A thread cannot be stopped, and neither can a computation in C by a signal handler of Python. So what may explode
-(symbolic mathematics, regular expressions) runs in `streamrl.consumers.isolated.child`: a process and a session of its
-own, started with a clean environment and without anything of streamrl or torch, under limits that the kernel keeps.
+A thread cannot be stopped, and a signal handler of Python cannot stop a computation in C. So work that may explode
+(symbolic mathematics, regular expressions) runs in `streamrl.consumers.isolated.child`: a process in its own session,
+with a clean environment, without streamrl or torch, under limits that the kernel enforces.
 
 | what happens in a call | the caller gets | counted as |
 |---|---|---|
 | more CPU time than `CallLimits.cpu` in one phase | `ProcessDied` of `cpu`: the request is too expensive | `too_long` |
 | more memory than `CallLimits.memory` | `ProcessDied` of `memory`: the request is too expensive | `too_large` |
-| no answer within `CallLimits.wall`, and CPU time is left | `ProcessDied` of `wall`: the host is busy | `lost` |
-| the process is killed by others, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
+| no answer within `CallLimits.wall`, with CPU time left | `ProcessDied` of `wall`: the host is busy | `lost` |
+| the process is killed from outside, crashes or exits | `ProcessDied` of `signal` or `exit` | `lost` |
 | the caller is cancelled | its `CancelledError`; the process is killed | `lost`, unless it was not ready yet |
 | the function raises | `CallFailed`; the process goes on | |
 
-CPU time, unlike a deadline, does not depend on what else the host does, and the memory that earlier calls have left in
-a process is not of the call: a request is too expensive always or never.
+CPU time does not depend on other work on the host, and memory that earlier calls left behind does not count. So a
+request is always too expensive, or never.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Cause = Literal["cpu", "memory", "wall", "signal", "exit"]
 
 _LONGEST_REPLY: Final = 1 << 20
 START_SECONDS: Final = 60.0
-"""Longest time from the start of a process until it can be asked."""
+"""Longest time until a new process can be asked."""
 _END_SECONDS: Final = 5.0
 _WINDOW: Final = 60.0
 _DEATHS_PER_PROCESS: Final = 60
@@ -54,31 +54,20 @@ _INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one call may take.
+    """Limits of one call. A new process replaces one after `calls` calls, because libraries keep caches."""
 
-    Attributes:
-        cpu: seconds of CPU time of each phase that the function names, above 0.
-        wall: seconds from the request to the answer; well above `cpu`, since it also ends calls on a busy host.
-        memory: bytes of address space of a new process, its libraries and one call included. What earlier calls left
-            behind does not count; when that is half of what a call may take, a new process replaces this one.
-        calls: after so many a new process replaces this one (libraries keep caches).
-    """
-
-    cpu: float
-    wall: float
-    memory: int
+    cpu: float  # seconds of CPU time of each phase that the function names
+    wall: float  # seconds until the answer; well above `cpu`, since it also ends calls on a busy host
+    memory: int  # bytes of address space of a new process, with its libraries and one call
     calls: int = 5000
 
 
 class CallFailed(StreamrlError):
-    """The function in the process raised; the message is its type and text."""
+    """The function in the process raised. The message is the type and text of its error."""
 
 
 class ProcessDied(StreamrlError):
-    """The process did not live to answer.
-
-    `phase` is the last one that its function has named; empty: it had not begun.
-    """
+    """The process ended before it answered. `phase`: the last one that its function named; empty: none yet."""
 
     def __init__(self, message: str, cause: Cause, phase: str = "") -> None:
         super().__init__(message)
@@ -88,18 +77,16 @@ class ProcessDied(StreamrlError):
 
     @property
     def too_expensive(self) -> bool:
-        """The request used up its CPU time or its memory: it would do so again, on any host."""
+        """The request used up its CPU time or memory, so it would do so again on any host."""
         return self.cause in {"cpu", "memory"}
 
 
 class _Unprepared(RewardUnavailable):
-    """A process has started, and its function cannot be imported or prepared."""
+    """A process started, but its function cannot be imported or prepared."""
 
 
 @dataclass(slots=True)
 class ProcessCounts:
-    """What has become of the processes of a pool since it was made."""
-
     started: int = 0
     too_long: int = 0
     too_large: int = 0
@@ -109,13 +96,13 @@ class ProcessCounts:
 class ProcessPool:
     """Processes with one function, each of which answers one call at a time. For one event loop.
 
-    Processes are started when they are needed, and kept. After a death the next start waits up to a second; after 60
-    deaths per process within a minute none is started for a minute.
+    Processes are started on demand and kept. After a death the next start waits up to a second; after 60 deaths per
+    process within a minute, none is started for a minute.
 
     Args:
         name: of the owner, for messages and logs.
         script: a module whose `prepare(settings)` returns the function (see `isolated.child`).
-        settings: for `prepare`; anything that is JSON.
+        settings: for `prepare`; any JSON.
         size: largest number of processes.
         limits: of each call.
     """
@@ -140,9 +127,9 @@ class ProcessPool:
         self._closed = False
 
     async def open(self) -> None:
-        """Start the first process, so that what is missing is known before the first call.
+        """Start the first process, so that missing packages show before the first call.
 
-        `ConfigError`: its function cannot be imported or prepared. A host that is full or busy is only a warning.
+        `ConfigError`: its function cannot be imported or prepared. A full or busy host is only a warning.
         """
         async with self._slots:
             try:
@@ -153,10 +140,10 @@ class ProcessPool:
                 logger.warning("no process for now", extra={"reward": self._name, "why": error.message})
 
     async def call(self, request: Any) -> Any:
-        """Return what the function returns for `request`. Waits for a free process; safe to cancel.
+        """Return the function's result for `request`. Waits for a free process; safe to cancel.
 
         Raises:
-            ProcessDied: the process did not live to answer.
+            ProcessDied: the process ended before it answered.
             CallFailed: the function raised.
             RewardUnavailable: no process can be started now.
         """
@@ -242,7 +229,7 @@ class ProcessPool:
 
 
 class _Process:
-    """One process. `state`: `ready`, `asked` during a call, `worn` when it ends by itself, else of what it died."""
+    """One process. `state`: `ready`, `asked` during a call, `worn` if it ends by itself, or its cause of death."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, limits: CallLimits) -> None:
         self.pid = process.pid
@@ -254,7 +241,6 @@ class _Process:
 
     @classmethod
     async def start(cls, name: str, order: Mapping[str, Any], limits: CallLimits) -> _Process:
-        """Start one and wait until it is ready; `RewardUnavailable` when it does not become so."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-B", child.__file__),
@@ -295,11 +281,10 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """It has not ended, as far as is known."""
         return self._process.returncode is None
 
     async def ask(self, request: bytes) -> Any:
-        """Return the function's result; raises as `ProcessPool.call`. Leaves `state` at `asked` when cancelled."""
+        """The function's result; raises as `ProcessPool.call`. Cancellation leaves `state` at `asked`."""
         self.state = "asked"
         phase = ""
         try:
@@ -324,14 +309,14 @@ class _Process:
         return reply["result"]
 
     def kill(self) -> None:
-        """Kill it with all it has started. Only once: later, another process may have its id."""
+        """Kill its process group. Only once, since another process may get its id later."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> int:
-        """Wait until it has ended, and kill it when that takes long; return its exit code (negative: signal)."""
+        """Wait until it has ended, and kill it if that takes long; return its exit code (negative: signal)."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         for _ in range(2):
@@ -366,6 +351,6 @@ class _Process:
 
 
 def usual_processes() -> int:
-    """One per CPU that this process may use (a container has fewer than its host), at most 4."""
+    """One per CPU that this process may use (in a container, fewer than the host has), at most 4."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_PROCESSES, cpus)

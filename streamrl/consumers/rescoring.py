@@ -1,10 +1,10 @@
-"""Scores of recorded groups, made again by other rewards, beside the old ones.
+"""New scores of recorded groups by other rewards, beside the old scores.
 
 ```
 groups of an archive -> samples, a few at a time -> Scorer -> RUN_DIR/rescored/NAME, a recording with the new scores
 ```
-A sample that cannot be scored is listed with its reason; it has no new score, never a 0. Its group is not written, so
-the next call with the same name tries it again and nothing else; `drop_failed` writes it without the sample.
+A sample that cannot be scored is listed with its reason; it never gets a 0. Its group is not written, so the next call
+with the same name tries only such groups again; `drop_failed` writes the group without the sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from streamrl.consumers.reward import RewardSample
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError
 
 ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.SampleScore | StreamrlError]]]
-"""Scores the samples of one group: for each a score, or why there is none."""
+"""Scores the samples of one group: for each, a score or why there is none."""
 
 _ABOUT: Final = "rescored.json"
 _FILE_BYTES: Final = 256 << 20
@@ -55,8 +55,6 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A response without a new score."""
-
     group_id: int
     attempt: int
     number: int
@@ -65,22 +63,12 @@ class Failure:
 
 @dataclass(slots=True)
 class RescoreResult:
-    """What became of the responses.
-
-    Attributes:
-        groups: that were looked at.
-        scored: responses that were scored now.
-        kept: responses that had a score under this name already.
-        failures: responses that could not be scored.
-        unwritten: groups that are not in the new recording, because of their failures.
-        keys, old, new: of each response with both scores, in the same order.
-        seconds: that it took.
-    """
+    """Counts of groups and responses. `keys`, `old` and `new` are in the same order."""
 
     groups: int = 0
-    scored: int = 0
-    kept: int = 0
-    unwritten: int = 0
+    scored: int = 0  # responses scored now
+    kept: int = 0  # responses that already had a score under this name
+    unwritten: int = 0  # groups left out of the new recording because of failures
     failures: list[Failure] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
@@ -88,18 +76,15 @@ class RescoreResult:
     seconds: float = 0.0
 
     def add(self, key: Key, old: float, new: float) -> None:
-        """Note both scores of a response."""
         self.keys.append(key)
         self.old.append(old)
         self.new.append(new)
 
 
 class RescoredSet:
-    """The recording with the new scores: `RUN_DIR/rescored/NAME`, that of held-out groups in `evaluation` there.
+    """The recording with the new scores: `RUN_DIR/rescored/NAME`, for held-out groups `evaluation` in it.
 
-    Raises:
-        ConfigError: the name is taken by scores of other rewards, or its files are damaged.
-        CannotCreate: no space.
+    `ConfigError`: the name holds scores of other rewards, or its files are damaged. `CannotCreate`: no space.
     """
 
     def __init__(self, run_dir: Path, name: str, about: dict[str, Any], *, evaluation: bool) -> None:
@@ -112,7 +97,7 @@ class RescoredSet:
 
     @staticmethod
     def remove(run_dir: Path, name: str, *, evaluation: bool) -> None:
-        """Throw away the scores of a name, of one side. A repeat does nothing; what is no such file is not touched."""
+        """Remove one side of a name's scores, and no other files. A repeat does nothing."""
         folder = run_dir / RESCORED / name / (EVALUATION if evaluation else "")
         if (folder / _ABOUT).exists():
             for file in recording_files(folder):
@@ -135,7 +120,6 @@ class RescoredSet:
             )
 
     def _read(self, *, evaluation: bool) -> dict[tuple[int, int], dict[int, wire.SampleScore]]:
-        """The new scores that are there, by group and attempt."""
         reading = ArchiveReading(archive_files(self.folder, evaluation=evaluation))
         found = {
             (group.group_id, group.attempt): {sample.number: sample.score for sample in group.samples}
@@ -146,7 +130,7 @@ class RescoredSet:
         return found
 
     def add(self, group: ArchivedGroup, scores: dict[int, wire.SampleScore], causes: dict[int, str]) -> None:
-        """Write a group with its new scores; they are durable within a second. `CannotCreate`: no space."""
+        """Write a group with its new scores, durable within a second. `CannotCreate`: no space."""
         by_number = dict(zip(group.raw.numbers, group.raw.samples, strict=True))
         record = RecordedGroup(
             group_id=group.group_id,
@@ -162,7 +146,6 @@ class RescoredSet:
             self.sync()
 
     def sync(self) -> None:
-        """Make durable what was added; `CannotCreate`: no space."""
         self._synced_at = time.monotonic()
         try:
             for writer in self._writers.values():
@@ -171,12 +154,10 @@ class RescoredSet:
             raise CannotCreate(f"{self.files}: {error.strerror or error}", "free space and call it again") from error
 
     def close(self) -> None:
-        """Close the files."""
         for writer in self._writers.values():
             writer.close()
 
     def _writer(self, header: Header) -> RecordingWriter:
-        """A file for the groups of each recording that they come from."""
         if header.id not in self._writers:
             name = hashlib.sha256(f"{header.id} {self.folder.name}".encode()).hexdigest()[:32]
             mine = msgspec.structs.replace(header, id=name)
@@ -194,14 +175,14 @@ async def rescore_groups(
     drop_failed: bool = False,
     on_progress: Callable[[RescoreResult], None] = lambda _: None,
 ) -> RescoreResult:
-    """Score recorded groups again. What was written is kept on cancellation; the same call goes on from there.
+    """Score recorded groups again. Cancellation keeps what was written; the same call continues from there.
 
-    Groups are read in a thread; `concurrency` of them are scored at a time. `drop_failed` also writes groups that lost
-    responses, if two are left. `on_progress` is called after each group.
+    Groups are read in a thread, and `concurrency` of them are scored at a time. `drop_failed` also writes groups that
+    lost responses, if two are left. `on_progress` is called after each group.
 
     Raises:
         CannotCreate: no space for the scores.
-        StreamrlError: the rewards cannot go on at all.
+        StreamrlError: the rewards cannot continue at all.
     """
     outcome, started = RescoreResult(), time.monotonic()
     slots = asyncio.Semaphore(concurrency)
@@ -226,7 +207,7 @@ async def rescore_groups(
 
 
 async def _ahead(groups: Iterable[ArchivedGroup]) -> AsyncGenerator[ArchivedGroup, None]:
-    """The groups, each read in a thread: reading and unpacking must not hold up calls in flight."""
+    """The groups, each read in a thread, so that reading and unpacking do not delay calls in flight."""
     iterator = iter(groups)
     while (group := await asyncio.to_thread(next, iterator, None)) is not None:
         yield group
@@ -271,7 +252,7 @@ _BINS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean, standard deviation (of the samples themselves), least and greatest value of one set of scores."""
+    """Mean, population standard deviation, least and greatest of one set of scores."""
 
     mean: float
     std: float
@@ -281,7 +262,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Scores from `low` to below `high` (the last one: and `high`); `low` equals `high` for a single value."""
+    """Scores from `low` to below `high` (the last bin includes `high`); both are equal for a single value."""
 
     low: float
     high: float
@@ -291,42 +272,23 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two sets of scores agree.
-
-    Attributes:
-        samples: responses that both have a score for; `groups` have one of them at least.
-        groups: see `samples`.
-        old: moments of the scores that were there.
-        new: moments of the scores that were made now.
-        same: share of responses with equal scores, to 1e-6 of the greater one.
-        agreement: share on the same side of the threshold.
-        pearson: linear correlation; None where one side is constant, or there is one response only.
-        spearman: correlation of the ranks; None as `pearson`.
-        order: of the pairs of responses to one prompt that the old scores tell apart, the share that the new ones
-            order the same way, ties counted half; None where there is no such pair. This is what training sees.
-        pairs: number of these pairs.
-        flat_old: groups with equal old scores, of which a contrast within the group learns nothing.
-        flat_new: the same of the new scores.
-        histogram: both sets in common bins.
-    """
-
-    samples: int
-    groups: int
+    samples: int  # responses with both scores
+    groups: int  # groups with at least one of them
     old: Moments
     new: Moments
-    same: float
-    agreement: float
-    pearson: float | None
-    spearman: float | None
-    order: float | None
-    pairs: int
-    flat_old: int
+    same: float  # share of equal scores, to 1e-6 of the greater one
+    agreement: float  # share on the same side of the threshold
+    pearson: float | None  # linear correlation; None if one side is constant
+    spearman: float | None  # correlation of the ranks
+    order: float | None  # share of `pairs` with the same order in both, ties counted half: this is what training sees
+    pairs: int  # pairs of responses to one prompt with different old scores
+    flat_old: int  # groups of equal old scores, which give no gradient
     flat_new: int
     histogram: tuple[Bin, ...]
 
 
 def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], threshold: float) -> Comparison:
-    """Compare finite scores of the same responses; equal `groups` share a prompt, above `threshold` one is right."""
+    """Compare finite scores of the same responses. Equal `groups` share a prompt; above `threshold` is right."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     won = pairs = 0.0
     flat_old = flat_new = members = 0
@@ -353,7 +315,7 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
 
 
 def most_different(old: Sequence[float], new: Sequence[float], count: int) -> list[int]:
-    """Indices of the responses whose scores differ most: by rank in each set, so that scales need not be alike."""
+    """Indices of the responses whose ranks differ most between the sets, so that scales need not be alike."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     ranks, values = np.abs(_ranks(a) - _ranks(b)), np.abs(a / 2 - b / 2)
     order = np.lexsort((-values, -ranks))
@@ -368,7 +330,7 @@ def _by_group(groups: Sequence[Any]) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def _order(old: Values, new: Values) -> tuple[float, int]:
-    """Pairs that `new` orders as `old` does, ties counted half, and pairs that `old` tells apart."""
+    """Pairs that `new` orders as `old` does, ties counted half, and all pairs that differ in `old`."""
     apart = old[:, None] > old
     above, tied = (new[:, None] > new)[apart], (new[:, None] == new)[apart]
     return float(above.sum() + tied.sum() / 2), int(apart.sum())
@@ -379,7 +341,7 @@ def _equal(a: Values, b: Values) -> npt.NDArray[np.bool_]:
 
 
 def _moments(values: Values) -> Moments:
-    scale = float(np.max(np.abs(values))) or 1.0  # no sum of huge scores overflows
+    scale = float(np.max(np.abs(values))) or 1.0  # so that sums of huge scores do not overflow
     small = values / scale
     return Moments(
         mean=float(np.mean(small)) * scale,
@@ -390,7 +352,6 @@ def _moments(values: Values) -> Moments:
 
 
 def _ranks(values: Values) -> Values:
-    """Ranks from 0 to 1; equal values share the middle of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray(((ends - counts / 2) / len(values))[inverse], dtype=np.float64)
@@ -411,7 +372,7 @@ def _histogram(old: Values, new: Values) -> tuple[Bin, ...]:
     if len(values) <= _BINS:
         return tuple(Bin(float(v), float(v), int((old == v).sum()), int((new == v).sum())) for v in values)
     shares = np.arange(_BINS + 1) / _BINS
-    edges = values[0] * (1 - shares) + values[-1] * shares  # no difference of huge scores overflows
+    edges = values[0] * (1 - shares) + values[-1] * shares  # a difference of huge scores could overflow
     counts = [
         np.bincount(np.clip(np.searchsorted(edges, x, "right") - 1, 0, _BINS - 1), minlength=_BINS) for x in (old, new)
     ]

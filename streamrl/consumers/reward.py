@@ -45,14 +45,14 @@ Read = TypeVar("Read")
 class Score:
     """A finite number, and by name the parts it was made of (kept for the metrics, not added to anything).
 
-    `tokens` is what the score cost: tokens that a judge read and wrote, at least 0; it is added up in the metrics.
-    `detail` says in words why it is what it is; `streamrl reward test` shows it, and a run does not keep it.
+    `tokens` is the cost of the score: tokens that a judge read and wrote, at least 0; the metrics add it up.
+    `detail` explains the value in words; `streamrl reward test` shows it, and a run does not keep it.
 
     Raises:
         TypeError: the value or a part is no number (booleans, strings and None are refused, so that a bug is an error
             and never a silent 0), or `tokens` is no whole number.
-        ValueError: the value or a part is NaN or infinite, the name of a part has characters that UTF-8 cannot write,
-            or `tokens` is below 0.
+        ValueError: the value or a part is NaN or infinite, the name of a part cannot be written in UTF-8, or `tokens`
+            is below 0.
     """
 
     value: float
@@ -80,7 +80,7 @@ def _named(name: Any) -> str:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return `value` as a float; `TypeError` when it is no number, `ValueError` when it is not finite.
+    """Return `value` as a float; `TypeError` if it is no number, `ValueError` if it is not finite.
 
     Scalars of numpy and torch are numbers; booleans of any library are not.
     """
@@ -135,12 +135,12 @@ class RewardSample:
     @property
     @deprecated("use `group_id`")
     def gid(self) -> int:
-        """The same id under its former name."""
+        """The former name of `group_id`."""
         return self.group_id
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample, group_id: int = 0, index: int = 0) -> RewardSample:
-        """Build what a reward sees from the two messages of the wire (nothing is copied)."""
+        """Build a sample from the messages of the wire, without copies."""
         seen = RewardPrompt(
             text=prompt.text,
             messages=prompt.messages,
@@ -156,35 +156,35 @@ class RewardSample:
 
 
 class AskedModel(Protocol):
-    """One entry of `reward_models`, as a reward asks it: the servers behind it, their health and limits are hidden."""
+    """One entry of `reward_models` as a reward asks it. Hides the servers behind it, their health and their limits."""
 
     @property
     def config(self) -> RewardModelConfig:
-        """Its keys."""
+        """Its entry in the run file."""
 
     @property
     def slots(self) -> int:
-        """Requests that its servers take from this process at the same time, as they are now; at least 1."""
+        """Requests that its servers accept from this process at once, at present; at least 1."""
 
     @property
     def away(self) -> str:
-        """Why none of its servers can be asked now; empty while one can, while they sleep, or before anybody looked."""
+        """Why none of its servers can be asked now; empty if one can, while they sleep, or before the first check."""
 
     async def call(self, path: str, body: Mapping[str, Any], *, deadline: float, tokens: int = 0) -> Mapping[str, Any]:
         """Post `body` as JSON to `path` of a server that can take it, and return its answer.
 
-        Safe to repeat and to cancel; what failed is tried on other servers as long as there is time.
+        Safe to repeat and to cancel. A failed request goes to other servers as long as there is time.
 
         Args:
             path: below the server's URL, with its leading slash.
             body: of the request.
             deadline: seconds from now for everything: waiting for a slot, for the rate limit, and for other servers.
-            tokens: that the request will cost, for the rate limit; an estimate will do.
+            tokens: estimated cost of the request, for the rate limit.
 
         Raises:
-            RewardUnavailable: no server can be asked now, or (`RewardBusy`) all are busy. A reward lets it pass.
+            RewardUnavailable: no server can be asked now, or (`RewardBusy`) all are busy. A reward should not catch it.
             Unreachable: no answer within `deadline`, or answers that are errors of the servers.
-            DataError: the request itself is refused; asking again does not help.
+            DataError: the request itself is refused, so a repeat does not help.
             WireError: an answer that cannot be read.
         """
 
@@ -199,8 +199,8 @@ class AskedModel(Protocol):
     ) -> Read:
         """As `call`, and return what `read` makes of the answer.
 
-        `read` raises `WireError` for an answer that makes no sense (a number is missing, or NaN): that is a fault of
-        the server, and another one is asked.
+        `read` raises `WireError` for an answer that makes no sense (a number is missing, or NaN). That counts as a
+        fault of the server, and another one is asked.
         """
 
 
@@ -214,11 +214,11 @@ class RewardContext:
 
     Attributes:
         config: of the run.
-        run_dir: of the run; a reward that writes, writes below `run_dir/rewards/NAME`, and a worker is not alone.
-        models: `reward_models` by name; empty where there are none.
+        run_dir: of the run; a reward writes below `run_dir/rewards/NAME` only, and other workers may do so, too.
+        models: `reward_models` by name.
         worker: name of the role, for example `reward.0`; empty outside of a run.
-        deadline: seconds after which one attempt of this reward is cancelled; what it waits for should end before.
-        scored: whether the run has scores already.
+        deadline: seconds after which one attempt of this reward is cancelled; its own time limits should be shorter.
+        scored: returns whether the run has scores already.
     """
 
     config: RunConfig
@@ -229,13 +229,12 @@ class RewardContext:
     scored: Callable[[], Awaitable[bool]] = _no_scores
 
     def model(self, name: str) -> AskedModel:
-        """The entry of `reward_models` with this name; `ConfigError` when there is none."""
+        """The entry of `reward_models` with this name; `ConfigError` if there is none."""
         check_model(name, self.models)
         return self.models[name]
 
 
 def check_model(name: str, known: Iterable[str]) -> None:
-    """Raise `ConfigError` when a model is not among the `known` entries of `reward_models`."""
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
@@ -248,53 +247,53 @@ def check_model(name: str, known: Iterable[str]) -> None:
 class RewardLife:
     """The life of a reward in one worker: `open`, then scores, then `close`. The base of both kinds of rewards.
 
-    `deadline` is the seconds of one attempt where the run file says nothing; None: `reward_worker.deadline`.
-    `concurrency` is the number of calls at the same time in one worker where the run file says nothing; None: no limit.
-    Waiting for a slot takes nothing from the deadline.
+    `deadline`: seconds of one attempt, unless the run file gives them; None: `reward_worker.deadline`. Waiting for a
+    slot does not count. `concurrency`: calls at the same time in one worker, unless the run file gives it; None: no
+    limit.
     """
 
     deadline: float | None = None
     concurrency: int | None = None
 
     def check_config(self, config: RunConfig) -> None:
-        """Refuse a configuration that this reward can never work with, by a `ConfigError`; nothing by default.
+        """Raise `ConfigError` for a configuration that can never work with this reward; nothing by default.
 
-        Called by `streamrl up` and `streamrl config validate` before anything runs, so it must be quick, and needs
-        neither servers nor network.
+        `streamrl up` and `streamrl config validate` call it before anything runs, so it must be quick and work without
+        servers or network.
         """
 
     async def open(self, context: RewardContext) -> None:
-        """Get ready: called before the first score, in the event loop of each worker; nothing by default.
+        """Prepare: called before the first score, in the event loop of each worker; nothing by default.
 
-        A service that is away for the moment is waited for: after `RewardUnavailable`, an error of the network, or a
-        status of HTTP that asks for another attempt, `close` and `open` are called again after a pause, for up to 90 %
-        of `supervisor.start_deadline`. Any other error ends the run at once; a `ConfigError` does so with its hint.
+        While a service is away, opening is retried: after `RewardUnavailable`, a network error, or an HTTP status that
+        allows another attempt, `close` and `open` are called again after a pause, for up to 90 % of
+        `supervisor.start_deadline`. Any other error ends the run at once; a `ConfigError` does so with its hint.
         """
 
     async def close(self) -> None:
-        """Let go of what `open` got: called once for each `open`, also for one that failed."""
+        """Release what `open` acquired: called once for each `open`, also for one that failed."""
 
     def slots(self) -> int | None:
-        """Calls that its servers can take at the same time now; None: any number. Asked before each call.
+        """Calls that its servers can take at present; None: any number. Asked before each call.
 
-        `concurrency` is an upper limit as well. Cheap; must not fail.
+        `concurrency` is an upper limit as well. Must be cheap and must not fail.
         """
         return None
 
     def away(self) -> str:
-        """Why it cannot score now, for the screens; empty: it can, or it is not known. Cheap; must not fail."""
+        """Why it cannot score now, for the screens; empty: it can, or nothing is known. Must be cheap and not fail."""
         return ""
 
     def counts(self) -> Mapping[str, int]:
-        """Counts of its own since the process began, by name; they are shown with the metrics of the reward."""
+        """The reward's own counts since the process began, by name; shown with its metrics."""
         return {}
 
 
 class Reward(RewardLife, ABC):
     """Base class of rewards. `args:` of the run file are the keyword arguments of the constructor.
 
-    `instant` says that scoring takes microseconds and cannot hang: the worker then calls it without a deadline, a
-    thread or a task. Only pure rules may set it.
+    `instant` says that scoring takes microseconds and cannot hang, so the worker calls it without a deadline, a thread
+    or a task. Only pure rules may set it.
     """
 
     instant: ClassVar[bool] = False
@@ -303,9 +302,9 @@ class Reward(RewardLife, ABC):
     async def score(self, sample: RewardSample) -> Score | float:
         """Score one response.
 
-        An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then its
-        `on_failure` decides (docs/guides/failing-rewards.md). `RewardUnavailable` says that no server can score now:
-        the sample waits, and no attempt is counted. Cancelled at its deadline, which counts as a failed attempt.
+        An exception is not a bad score: the sample is tried again (`reward_worker.attempts`, with a pause), then
+        `on_failure` decides (docs/guides/failing-rewards.md). After `RewardUnavailable` (no server can score now) the
+        sample waits, and no attempt is counted. Cancelled at its deadline, which counts as a failed attempt.
 
         Args:
             sample: the response with its prompt.
@@ -326,11 +325,11 @@ class GroupReward(RewardLife, ABC):
         """Score the responses to one prompt together.
 
         Args:
-            samples: those that were generated, that no gate has held back and that no reward has failed when the
-                comparison begins, in the order of `index`; at least one. A slow reward without a gate before this one
-                runs beside it: what that one fails may be among them.
+            samples: the samples that are left when the comparison begins: generated, held back by no gate, and failed
+                by no reward; in the order of `index`, at least one. A slow reward of the same stage runs concurrently,
+                so samples that it fails may be among them.
 
         Returns:
-            As many numbers or `Score`s as there are samples, in their order. Any other number of them is a failure,
-            and so is one that is not finite: of the whole call, with the rules of `Reward.score`.
+            One number or `Score` per sample, in their order. Another number of them, or a value that is not finite,
+            fails the whole call, with the rules of `Reward.score`.
         """

@@ -1,4 +1,4 @@
-"""Samples without a run: made by hand in tests of rewards, or read from JSON, a recording or an archive."""
+"""Samples without a run: made by hand for tests of rewards, or read from JSON, a recording or an archive."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ _MAX_FILE: Final = 1 << 30
 
 
 class _Line(msgspec.Struct, kw_only=True):
-    """The keys of a sample in JSON; any other key is metadata."""
-
     response: str
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -60,8 +58,8 @@ def make_sample(
         prompt: text of the prompt.
         answer: that came with the prompt.
         metadata: every other key of the prompt's line.
-        messages: of the prompt, where it is a chat.
-        tokens: ids of the response; left out, one for each byte of its text.
+        messages: of the prompt, if it is a chat.
+        tokens: ids of the response; by default, one for each byte of its text.
         finish: how it ended.
         group: id of its group.
         index: its number in the group.
@@ -69,7 +67,7 @@ def make_sample(
         evaluation: held-out.
 
     Raises:
-        ValueError: `finish` is none of the three, or tokens are no whole numbers.
+        ValueError: `finish` is unknown, or tokens are no whole numbers.
     """
     if finish not in _FINISH:
         raise ValueError(f"finish is {finish!r}, not one of {', '.join(_FINISH)}")
@@ -90,16 +88,11 @@ def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[Rewa
     """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
-    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata, as in a data set. Left out, `line`
-    is the number of the sample in the file, from 0.
+    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata. The default of `line` is the number
+    of the sample in the file, from 0.
 
-    Args:
-        path: of the file or directory.
-        problems: gets what of a recording is damaged, and the rest is read; None: that is a DataError.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or a line is no sample; the message names the line.
-        ConfigError: files of a recording that are none.
+    `problems` collects damage of a recording, and the rest is read; None: damage is a `DataError`, as is a file that
+    cannot be read, is empty, or has a line that is no sample. `ConfigError`: the directory has no recorded groups.
     """
     if path.is_dir() or path.name.endswith(".msgpack.zst"):
         from streamrl.archive.reader import archive_files
@@ -130,7 +123,6 @@ def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record of a file, and where it stands."""
     try:
         if path.stat().st_size > _MAX_FILE:
             raise DataError(f"{path} has more than {_MAX_FILE >> 20} MiB", "take a part of it: `head -n 1000`")
@@ -160,7 +152,7 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 def _sample(where: str, record: Any, number: int) -> RewardSample:
     if not isinstance(record, dict):
-        raise DataError(f"{where}: no object", f"write: {_EXAMPLE}")
+        raise DataError(f"{where}: not an object", f"write: {_EXAMPLE}")
     if "response" not in record:
         close = [*(_OTHER_NAMES & record.keys()), *difflib.get_close_matches("response", map(str, record), n=1)]
         hint = f"is it `{close[0]}`? the key is `response`" if close else f"write: {_EXAMPLE}"

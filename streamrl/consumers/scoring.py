@@ -25,8 +25,8 @@ MAX_HANGING: Final = 256
 class Scorer:
     """Scores samples with the rewards of a run.
 
-    `calls` are the rewards with their figures, in the order of the run file; `group_scored` says that one of them
-    compares, so that groups are scored as a whole; `threads` are those of sync rewards.
+    `calls`: the rewards with their figures, in the order of the run file. `group_scored`: a reward compares, so groups
+    are scored as a whole. `threads`: of sync rewards.
     """
 
     def __init__(
@@ -46,14 +46,12 @@ class Scorer:
 
     @property
     def retried(self) -> int:
-        """Attempts that were followed by another one, of all rewards."""
         return sum(calls.figures.retried for calls in self.calls)
 
     async def score(self, sample: RewardSample, until: float) -> wire.SampleScore:
-        """Return the score of one sample with every part; `docs/guides/combine-rewards.md` says how it is made.
+        """Return the score of one sample with every part (docs/guides/combine-rewards.md).
 
-        The rewards up to a gate are called at the same time, those behind it only if it lets the sample through. A
-        reward that compares gets a group of one. `until` is when the lease of the sample ends, by `time.monotonic`.
+        A reward that compares gets a group of one. `until`: end of the sample's lease, by `time.monotonic`.
 
         Raises:
             ScoringFailed: a reward failed for good, or the values make no finite number. Never a score of 0 instead.
@@ -68,15 +66,14 @@ class Scorer:
     async def score_group(
         self, samples: Sequence[RewardSample], until: float
     ) -> list[wire.SampleScore | ScoringFailed]:
-        """Score the samples of one group together: returns for each its score, or why it has none.
+        """Score the samples of one group together; returns a score or a failure for each.
 
-        Rewards of single samples are called for each sample. A reward that compares gets the samples that passed all
-        gates before it and that no earlier stage, and no instant rule of its own stage, has failed. The slow rewards of
-        its stage run at the same time, so it may compare samples that they fail. When the comparison fails, all its
-        samples have no score.
+        Rewards up to a gate run concurrently, later ones only for samples that pass it. Rewards of single samples are
+        called for each sample. A reward that compares gets the samples that passed all earlier gates and that no
+        earlier stage, and no instant rule of its own stage, has failed. Slow rewards of its stage run concurrently, so
+        it may compare samples that they fail. If the comparison fails, all its samples fail.
 
-        Raises:
-            RewardUnavailable, DeadlineExceeded: as of `score`; then no sample has a score.
+        Raises `RewardUnavailable` and `DeadlineExceeded` as `score`; then no sample has a score.
         """
         self._check_threads()
         scores: list[dict[str, Score]] = [{} for _ in samples]
@@ -103,7 +100,6 @@ class Scorer:
         scores: list[dict[str, Score]],
         states: Sequence[SampleState],
     ) -> None:
-        """Call the rewards of a stage for the samples of a group that are still in the running."""
         for index in going:
             try:
                 for calls in stage:
@@ -149,9 +145,9 @@ class Scorer:
 
 
 async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
-    """Await all at the same time; results in their order, None for each `ScoringFailed`.
+    """Await all concurrently; results in order, None for each `ScoringFailed`.
 
-    A failure cancels no other: a sync reward cannot be cancelled, and would count as one that hangs.
+    A failure cancels no other: a sync reward cannot be cancelled, and would count as hanging.
     """
     if len(coroutines) == 1:
         with contextlib.suppress(ScoringFailed):
@@ -167,17 +163,17 @@ async def _all_of(coroutines: Sequence[Any]) -> list[Any]:
 _R = TypeVar("_R")
 _LOOK_SECONDS: Final = 0.25
 _END_SECONDS: Final = 10.0
-"""Seconds in which scoring that was given up has to end."""
+"""Seconds in which cancelled scoring has to end."""
 TELL_SECONDS: Final = 10.0
-"""Seconds between two lines about who is waited for."""
+"""Seconds between two messages about rewards that are waited for."""
 
 
 class PatientScorer:
     """Scores outside of a run, where no queue takes a sample back: it waits as in a run, up to a limit.
 
-    A worker hands back a sample that no server could score for almost `lease.max_hold`. Here it is tried again if
-    another sample was decided meanwhile; otherwise scoring ends with `Unreachable`. A reward that is known to be away
-    is waited for no longer than `patience` seconds.
+    A worker hands back a sample after almost `lease.max_hold` without a server. Here it is tried again if another
+    sample was decided meanwhile; otherwise scoring ends with `Unreachable`, for a reward that is known to be away after
+    `patience` seconds.
     """
 
     def __init__(self, scorer: Scorer, lease: LeaseConfig, patience: float | None = None) -> None:
@@ -190,16 +186,14 @@ class PatientScorer:
 
     @property
     def group_scored(self) -> bool:
-        """Whether a reward compares, so that groups are scored as a whole."""
         return self._scorer.group_scored
 
     @property
     def calls(self) -> Sequence[RewardCalls]:
-        """The rewards with their figures."""
         return self._scorer.calls
 
     async def score_group(self, samples: Sequence[RewardSample]) -> list[wire.SampleScore | ScoringFailed]:
-        """As `Scorer.score_group`; `Unreachable` when nothing could be scored for too long."""
+        """As `Scorer.score_group`; `Unreachable` if nothing could be scored for too long."""
         while True:
             began, ended = time.monotonic(), self._ended
             try:
@@ -215,7 +209,6 @@ class PatientScorer:
                 return results
 
     async def _within_patience(self, scoring: Coroutine[Any, Any, _R]) -> _R:
-        """Await it; `Unreachable` when a reward stays away, and nothing is scored, for as long as patience lasts."""
         task = asyncio.ensure_future(scoring)
         since, ended = time.monotonic(), self._ended
         try:
@@ -238,7 +231,7 @@ class PatientScorer:
         return task.result()
 
     async def tell(self, say: Callable[[str], None]) -> None:
-        """Report every `TELL_SECONDS` which rewards are waited for, and why. Runs until cancelled."""
+        """Report every `TELL_SECONDS` which rewards are waited for, until cancelled."""
         before = dict.fromkeys((calls.reward.name for calls in self.calls), 0)
         while True:
             await asyncio.sleep(TELL_SECONDS)

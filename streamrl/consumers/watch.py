@@ -1,8 +1,8 @@
-"""Names the rewards that block the event loop, and those that are called while the memory of the worker grows.
+"""Names rewards that block the event loop, and rewards that are called while the memory of the worker grows.
 
 A thread checks ten times a second which call is on the stack of the event loop, and whether the loop has turned since
-the last check. A C function that never releases the interpreter stops this thread too: after
-`supervisor.liveness_deadline` the supervisor writes all stacks to the log and kills the worker.
+the last check. A C function that never releases the interpreter stops this thread too; then the supervisor logs all
+stacks after `supervisor.liveness_deadline` and kills the worker.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from streamrl.consumers.reward import RewardSample
 logger = logging.getLogger(__name__)
 
 HELD_SECONDS: Final = 1.0
-"""A reward that keeps the event loop for longer than this is counted."""
+"""A reward that holds the event loop for longer than this is counted."""
 NAMED_SECONDS: Final = 5.0
 """A reward that still holds the event loop after this time is named."""
 _LOOK_SECONDS: Final = 0.1
 _STACK_LINES: Final = 8
-_CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (its frame says who is called, and for what)
-_WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (its frame says what runs in a thread)
+_CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (the locals of its frame tell reward and sample)
+_WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (the locals of its frame tell the job of a thread)
 _LIBRARIES: Final = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
 )
 _END: Final = signal.SIGVTALRM
-"""Sent to the main thread to end a call: rewards use SIGALRM themselves, and this signal is free."""
+"""Sent to the main thread to end a call. Rewards use SIGALRM themselves, and this signal is free."""
 _MEMORY_SECONDS: Final = 1.0
 
 
@@ -55,7 +55,7 @@ _MEMORY_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RunningCall:
-    """A call on the stack of a thread; `key` tells it from others, `since` is the first look that saw it."""
+    """A call on the stack of a thread. `key` identifies it; `since` is the first look that saw it."""
 
     key: int
     calls: RewardCalls
@@ -64,15 +64,11 @@ class RunningCall:
 
     @property
     def sample(self) -> RewardSample:
-        """What is scored, or the first sample of a group."""
         return self.subject if isinstance(self.subject, RewardSample) else self.subject[0]
 
 
 class LoopWatch:
-    """Counts and names rewards that hold the event loop.
-
-    `tell` gets a line about the reward that has held it for `seconds` or longer, again and again while it does.
-    """
+    """Counts and names rewards that hold the event loop. `tell` repeatedly gets a line after `seconds`."""
 
     def __init__(
         self, calls: Sequence[RewardCalls], tell: Callable[[str], None], seconds: float = NAMED_SECONDS
@@ -88,7 +84,6 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the event loop of this thread."""
         ended = threading.Event()
         arguments = (ended, threading.get_ident(), asyncio.get_running_loop())
         threading.Thread(target=self._watch, args=arguments, name="reward-watch", daemon=True).start()
@@ -103,7 +98,7 @@ class LoopWatch:
             frames = sys._current_frames()  # noqa: SLF001 (the documented way to see other threads)
             now = time.monotonic()
             kept = now - before - _LOOK_SECONDS
-            # If this process has not computed meanwhile, the machine is busy, and no reward is to blame.
+            # If this process used no processor time meanwhile, the machine is busy, and no reward is the cause.
             kept = kept if kept > HELD_SECONDS and time.process_time() - computed > HELD_SECONDS else 0.0
             self._look(frames.get(thread), now, kept)
             if not self._turning:
@@ -114,11 +109,10 @@ class LoopWatch:
             before, computed = time.monotonic(), time.process_time()
 
     def _turn(self) -> None:
-        """Run by the event loop, which is therefore free."""
         self._turned_at, self._turning = time.monotonic(), False
 
     def _look(self, frame: FrameType | None, now: float, kept: float) -> None:
-        """Look at the stack of the event loop. `kept`: seconds in which not even this thread could run."""
+        """Inspect the stack of the event loop. `kept`: seconds in which even this thread could not run."""
         held, found = self._held, _call_on(frame)
         if held is not None and (not self._turning or found is None or found[0] != held.key):
             seconds = (now if self._turning else self._turned_at) - held.since
@@ -132,7 +126,6 @@ class LoopWatch:
             self._suspect(kept)
 
     def _suspect(self, seconds: float) -> None:
-        """A sync reward kept the interpreter to itself."""
         running = [calls for calls in self._calls if calls.reward.blocking and calls.in_flight]
         if len(running) == 1:
             running[0].held_loop(seconds)
@@ -141,7 +134,6 @@ class LoopWatch:
             logger.warning("the event loop stood still while sync rewards ran", extra=extra)
 
     def _lasts(self, call: RunningCall, frame: FrameType, seconds: float) -> None:
-        """A call holds the event loop, so far for so many seconds."""
         if seconds < self._seconds:
             return
         name, sample, now = call.calls.reward.name, call.sample, time.monotonic()
@@ -160,10 +152,10 @@ class LoopWatch:
 
 
 class Foreground(LoopWatch):
-    """The watch of a command that a person waits for: a reward that blocks ends at its deadline, and at Ctrl-C.
+    """The watch of an interactive command: a reward that blocks ends at its deadline, and at Ctrl-C.
 
-    A signal that this process sends to itself ends the call. `tell` gets one line for each line of code that has been
-    running for `seconds`, also for sync rewards in threads.
+    A signal from this process to itself ends the call. `tell` gets one line for each line of code that has been running
+    for `seconds`, also for sync rewards in threads.
     """
 
     def __init__(
@@ -178,7 +170,7 @@ class Foreground(LoopWatch):
     @override
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        self._signals = threading.current_thread() is threading.main_thread()  # elsewhere no call can be ended
+        self._signals = threading.current_thread() is threading.main_thread()  # signals reach no other thread
         before = signal.getsignal(signal.SIGINT)
         if self._signals:
             signal.signal(_END, self._end)
@@ -190,18 +182,17 @@ class Foreground(LoopWatch):
                 yield
         finally:
             if self._signals:
-                signal.signal(_END, signal.SIG_IGN)  # one may be under way
+                signal.signal(_END, signal.SIG_IGN)  # one may be pending
                 signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: let asyncio cancel the command, and end the call that keeps it from doing so."""
         self._stopping = True
         assert self._interrupted_before is not None
         self._interrupted_before(number, frame)
         self._end(number, frame)
 
     def _end(self, _number: int, frame: FrameType | None) -> None:
-        """End the call that is on the stack of the main thread, when it is time; raises inside of the reward."""
+        """End the call on the stack of the main thread if its time is up. Raises inside of the reward."""
         found, held = _call_on(frame), self._held
         if found is None or frame is None:
             return
@@ -238,14 +229,12 @@ class Foreground(LoopWatch):
 
 
 def _call_on(frame: FrameType | None) -> tuple[int, RewardCalls, Any] | None:
-    """Key, reward and subject of the call on a stack; None: there is none."""
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return None if frame is None else (id(frame), frame.f_locals["self"], frame.f_locals["subject"])
 
 
 def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tuple[int, RewardCalls, Any] | None:
-    """The same for the call of a sync reward that runs in a thread."""
     while frame is not None and frame.f_code is not _WORK:
         frame = frame.f_back
     job = frame.f_locals if frame is not None else {}
@@ -254,7 +243,7 @@ def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tu
 
 
 def _place(frame: FrameType) -> str:
-    """File, line and source of the innermost frame that is no library's, else of the innermost of all."""
+    """File, line and source of the innermost frame outside of libraries, else of the innermost frame."""
     shown: FrameType | None = frame
     while shown is not None and shown.f_code.co_filename.startswith(_LIBRARIES):
         shown = None if shown.f_code in {_CALL, _WORK} else shown.f_back
@@ -266,22 +255,18 @@ def _place(frame: FrameType) -> str:
 
 
 class MemoryWatch:
-    """Names the rewards that were called while the process grew without a pause, in the log and in their figures.
+    """Names the rewards that were called while the process kept growing, in the log and in their figures.
 
-    The smallest size of each window counts, so memory that comes and goes does not. Which of several rewards keeps the
-    memory cannot be told from the size of a process: `streamrl reward test` runs one of them alone.
-
-    Args:
-        calls: the rewards of this process; rules of microseconds keep nothing.
-        window: seconds of a window.
-        windows: of them in a row, each above the one before.
-        least: bytes that they grew by in all. After a warning the next one comes at twice the size.
+    Only the smallest size of each window counts, so memory that is freed again does not. It warns after `windows`
+    windows of `window` seconds, each above the one before, with `least` bytes of growth in all; then again at twice the
+    size.
+    With several rewards it cannot tell which one keeps the memory; `streamrl reward test` runs one alone.
     """
 
     def __init__(
         self, calls: Sequence[RewardCalls], window: float = 10.0, windows: int = 6, least: int = 64 << 20
     ) -> None:
-        self._calls = [one for one in calls if not one.reward.instant]
+        self._calls = [one for one in calls if not one.reward.instant]  # rules keep nothing
         self._window, self._least = window, least
         self._windows: deque[tuple[int, set[str]]] = deque(maxlen=windows)
         self._ended = dict.fromkeys((one.reward.name for one in self._calls), 0)
@@ -290,13 +275,11 @@ class MemoryWatch:
         self._ends: float | None = None
 
     async def run(self) -> None:
-        """Watch until cancelled; where the system does not say how large a process is, do nothing."""
         while (size := resident_bytes()) is not None:
             self.look(time.monotonic(), size)
             await asyncio.sleep(_MEMORY_SECONDS)
 
     def look(self, now: float, size: int) -> None:
-        """Take the size of the process (bytes) at a time (seconds of any clock)."""
         for calls in self._calls:
             name, ended = calls.reward.name, calls.figures.ok + calls.figures.failures.total()
             if calls.in_flight or ended != self._ended[name]:
@@ -333,7 +316,6 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in use, in bytes; None where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""The reward worker: leases responses, or whole groups of them, scores them, and writes score or cause of death."""
+"""The reward worker: leases responses, or whole groups of them, scores them, and writes the score or the failure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 _RECORD_SECONDS: Final = 1.0
 _DRAIN_SHARE: Final = 0.15
-"""Part of the run's drain in which a worker finishes the samples it holds; it hands back the rest."""
+"""Part of the run's drain in which a worker finishes the samples it holds. It hands back the rest."""
 _WAITING: Final = 4
-"""Samples that a worker holds for each slot of its narrowest reward, if `lease.max_hold` allows. More would wait here
-although other workers could take them."""
+"""Samples that a worker holds for each slot of its narrowest reward, if `lease.max_hold` allows. With more, samples
+would wait here while other workers are free."""
 _UNSETTLED: Final = frozenset({ScoreOutcome.LOST, ScoreOutcome.GONE})
 
 
@@ -41,13 +41,11 @@ async def run_reward_worker(role: Role) -> None:
     """Score the samples of the training and the evaluation ledger until `role.stop` is set and all leases have ended.
 
     A score is written once: a repeat after a lost lease or a crash changes nothing. A sample whose reward fails, or
-    whose message cannot be decoded, becomes a dead letter. A sample that kills the process is taken over by another
-    worker, and is dead after `lease.max_deliveries`.
+    whose message cannot be decoded, becomes a dead letter. A sample that kills the process goes to another worker, and
+    is dead after `lease.max_deliveries`.
 
-    Raises:
-        PluginError: a reward of the run cannot be loaded or opened.
-        Unreachable: Redis was away for longer than `redis.patience`.
-        DeadlineExceeded: so many sync rewards hang in their threads that the process should start afresh.
+    Raises `PluginError` if a reward cannot be loaded or opened, `Unreachable` if Redis is away for longer than
+    `redis.patience`, `DeadlineExceeded` if so many sync rewards hang that the process should restart.
     """
     config, ledgers = role.config, role.ledgers
     async with models_of(config, ledgers) as models:
@@ -78,7 +76,6 @@ async def run_reward_worker(role: Role) -> None:
 
 
 async def has_scores(ledgers: Ledgers) -> bool:
-    """Whether a group of the run was ever scored; errors as of `Connection.call`."""
     for ledger in (ledgers.train, ledgers.evaluation):
         if (await ledger.state()).retired or await ledger.closed():
             return True
@@ -86,7 +83,7 @@ async def has_scores(ledgers: Ledgers) -> bool:
 
 
 def width_of(scorer: Scorer, config: RunConfig) -> int:
-    """Samples, or whole groups, that a worker holds: as many as keep its narrowest reward busy."""
+    """Samples, or whole groups, that a worker holds to keep its narrowest reward busy."""
     size = config.sampling.responses if scorer.group_scored else 1
     limits = [config.reward_worker.concurrency / size]
     for calls in scorer.calls:
@@ -97,10 +94,7 @@ def width_of(scorer: Scorer, config: RunConfig) -> int:
 
 
 class RewardWorker:
-    """Scores leased samples and groups, and counts.
-
-    `scored` and `failed` count the samples that this process decided, and none that another worker decided first.
-    """
+    """Scores leased samples and groups. Counts only samples that this process decided before any other."""
 
     def __init__(self, role: Role, scorer: Scorer) -> None:
         self.scored = 0
@@ -111,11 +105,7 @@ class RewardWorker:
         self._lines: dict[str, dict[str, Any]] = {}
 
     async def handle(self, lease: Lease) -> None:
-        """Score what is leased. Safe to repeat and to cancel: the lease then goes to another worker.
-
-        Raises:
-            NotNow: a reward could not be had for nearly as long as a lease may be held.
-        """
+        """Score what is leased. Safe to repeat and cancel. `NotNow`: a reward was away for nearly `lease.max_hold`."""
         until = time.monotonic() + HOLD_SHARE * self._role.config.lease.max_hold
         try:
             if lease.is_group:
@@ -155,7 +145,7 @@ class RewardWorker:
         except WireError as error:
             await self._bury(lease, f"wire: {error}", samples=len(leased.payloads))
             return
-        if len(samples) < leased.least:  # dead whatever its scores are: no reward needs to look at it
+        if len(samples) < leased.least:  # the group is dead whatever the scores are, so call no reward
             causes = dict.fromkeys(samples, Cause(f"{len(samples)} of {leased.size} samples left to compare")) | causes
             samples = {}
         results = await self._scorer.score_group(list(samples.values()), until) if samples else []
@@ -194,7 +184,6 @@ class RewardWorker:
             logger.warning("sample is dead", extra={"group": lease.group_id, "sample": lease.sample, "why": why})
 
     async def record(self, leases: Leases) -> None:
-        """Once a second: show the counts in the role's status and append them to its metrics. Runs until cancelled."""
         at, scored, total = time.monotonic(), 0, 0.0
         while True:
             await asyncio.sleep(_RECORD_SECONDS)
@@ -218,7 +207,6 @@ class RewardWorker:
             at, scored, total = now, self.scored, self._total
 
     def _news(self) -> dict[str, dict[str, Any]]:
-        """Figures of the rewards that did something since the last call."""
         news = {}
         for calls in self._scorer.calls:
             before = self._lines.get(calls.reward.name)
@@ -230,7 +218,6 @@ class RewardWorker:
 
 
 def line_of(calls: RewardCalls) -> dict[str, Any]:
-    """The figures of one reward, with what is wrong with it now, in words."""
     line = calls.figures.line()
     trouble = []
     away = calls.away
@@ -257,7 +244,7 @@ def _encoded(score: wire.SampleScore, started: float) -> bytes:
 
 
 def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
-    """The samples of a group by number, and why others cannot be decoded; `WireError`: the prompt cannot be decoded."""
+    """The decodable samples of a group by number, and causes for the others; `WireError` for a broken prompt."""
     prompt = wire.decode(leased.prompt, wire.Prompt)
     samples, causes = {}, {}
     for index, payload in sorted(leased.payloads.items()):

@@ -1,9 +1,9 @@
-"""Make what the sort demo starts from: prompts, tokenizer, and a model that knows both a right and a wrong rule.
+"""Prepare the sort demo: prompts, tokenizer, and a model that knows both a right and a wrong rule.
 
-The model is a 1M-parameter Qwen2, trained here and now on a mixture: 40 % of its lessons sort the digits ascending
-(right), 60 % descending (wrong). It then answers rightly in about 0.42 of all samples, and reinforcement learning has
-something to find: not a new skill, but which of two skills pays. Everything lands in `cache/` in a directory of the
-caller's and is made once; `--force` makes it again. Run it as `python -m streamrl.demo.prepare DIR`.
+The model is a 1M-parameter Qwen2, trained on a mixture: 40 % of its lessons sort the digits ascending (right), 60 %
+descending (wrong). It then answers about 0.42 of all samples rightly, so reinforcement learning has to find out which
+of two skills pays. The files are made once, in `cache/` in DIR; `--force` makes them again. Run it as
+`python -m streamrl.demo.prepare DIR`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from streamrl.errors import ExitCode
 STEPS, WARM_UP, DECAY_FROM, BATCH, LEARNING_RATE = 650, 100, 300, 64, 2e-3
 SHARE_RIGHT = 0.4
 TRAINING_PROMPTS, HELD_OUT_PROMPTS = 16384, 1024
-LINE_EVERY = 10.0  # seconds, where no terminal shows a bar
+LINE_EVERY = 10.0  # seconds, without a terminal for a progress bar
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
     """One token per printable character; `<pad>` 0, `<bos>` 1, `<eos>` 2.
 
-    Byte pairs without a merge: the form in which transformers loads the tokenizer of any Qwen2 model, whatever class
-    its directory names.
+    Byte pairs without merges: transformers loads the tokenizer of any Qwen2 model in this form, whatever class its
+    directory names.
     """
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = {"<pad>": task.PAD, "<bos>": task.BOS, "<eos>": task.EOS}
@@ -50,7 +50,6 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model() -> Qwen2ForCausalLM:
-    """The 1M-parameter model with fresh weights."""
     config = Qwen2Config(
         vocab_size=task.VOCABULARY,
         hidden_size=128,
@@ -71,7 +70,7 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def lessons(source: random.Random) -> list[tuple[list[int], int]]:
-    """One batch of `(token ids, prompt length)`, shortest first; the wrong rule more often than the right one."""
+    """One batch of `(token ids, prompt length)`, shortest first. The wrong rule is more frequent."""
     batch: list[tuple[list[int], int]] = []
     while len(batch) < BATCH:
         digits = task.draw_digits(source)
@@ -84,7 +83,6 @@ def lessons(source: random.Random) -> list[tuple[list[int], int]]:
 
 
 def loss_of(model: Qwen2ForCausalLM, lessons: list[tuple[list[int], int]]) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of all answer tokens."""
     longest = -(-max(len(ids) for ids, _ in lessons) // 16) * 16
     tokens = torch.full((len(lessons), longest), task.PAD)
     labels = torch.full((len(lessons), longest), -100)
@@ -126,18 +124,13 @@ def warm_start(progress: Progress) -> Qwen2ForCausalLM:
 
 
 def write_prompts(folder: Path) -> None:
-    """Write train.jsonl and held_out.jsonl."""
     for name, count, evaluation in (("train", TRAINING_PROMPTS, False), ("held_out", HELD_OUT_PROMPTS, True)):
         rows = itertools.islice(task.problems(1, evaluation=evaluation), count)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prepare(folder: Path, console: Console) -> None:
-    """Fill `cache/` in `folder`, atomically: a half-made cache is never used.
-
-    Raises:
-        OSError: no space, or no permission.
-    """
+    """Fill `cache/` in `folder` atomically, so that a half-made cache is never used."""
     with whole_directory(folder / "cache") as draft:
         console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
         write_prompts(draft)
@@ -149,7 +142,7 @@ def prepare(folder: Path, console: Console) -> None:
             with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
                 model = warm_start(progress)
         finally:
-            torch.set_float32_matmul_precision(precision)  # a caller's engine would compute in bfloat16 with AMX
+            torch.set_float32_matmul_precision(precision)  # "medium" would make a caller's engine use bfloat16 on AMX
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
         model.save_pretrained(draft / "model")
@@ -157,7 +150,6 @@ def prepare(folder: Path, console: Console) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit code; 73 when the directory cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--force", action="store_true", help="make everything again")

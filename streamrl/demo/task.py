@@ -1,7 +1,7 @@
 """The sort task: a digit string and `=`, answered by the digits in ascending order.
 
-Lengths are log-normal (median 7, 90 % below 18, at most 40), so responses differ in length as they do in real work.
-A prompt is held out when `crc32(prompt) % 20 == 0`: the split needs no list and holds on every machine.
+Lengths are log-normal (median 7, 90 % below 18, at most 40), so responses differ in length as in real tasks. A prompt
+is held out if `crc32(prompt) % 20 == 0`, so the split needs no list and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ VOCABULARY = 128
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out twentieth."""
     return zlib.crc32(prompt.encode()) % 20 == 0
 
 
 def draw_digits(source: random.Random) -> str:
-    """Draw a digit string of log-normal length between 2 and 40."""
     while True:
         length = round(source.lognormvariate(math.log(7), 0.75))
         if 2 <= length <= LONGEST:
@@ -31,7 +29,7 @@ def draw_digits(source: random.Random) -> str:
 
 
 def problems(seed: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
-    """Yield distinct problems `{"prompt", "answer"}` for ever, from one side of the split."""
+    """Yield distinct problems `{"prompt", "answer"}` without end, from one side of the split."""
     source, seen = random.Random(seed), set[str]()
     while True:
         digits = draw_digits(source)
@@ -42,5 +40,4 @@ def problems(seed: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text, one per character."""
     return [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]

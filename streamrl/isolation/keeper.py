@@ -1,9 +1,9 @@
-"""A process between streamrl and a server: when streamrl ends, however that comes about, the server ends too.
+"""A process between streamrl and a server: when streamrl ends, for whatever reason, the server ends too.
 
-Run as a script, with nothing but the standard library. Its standard input is a lifeline: the first line says what to
-start (`Order`), `stop` on a line of its own asks for an orderly end, and its end, however it came about, kills the
-server with all it has started. It prints one line, `{"pid": ...}` or `{"error": ...}`, writes the server's output to
-the log without the secrets in it, and ends with the server's exit code (128 + signal).
+Runs as a script with the standard library only. Its standard input is a lifeline: the first line says what to start
+(`Order`), a line `stop` asks for an orderly end, and its end kills the server with all its processes. It prints one
+line, `{"pid": ...}` or `{"error": ...}`, writes the server's output to the log without the secrets in it, and ends with
+the server's exit code (128 + signal).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LONGEST_LINE = 1 << 16
 
 
 class Log:
-    """The server's output, line by line, without `secrets`; over `limit` bytes it is rotated, and one old file kept.
+    """The server's output, line by line, without `secrets`. Over `limit` bytes it is rotated, keeping one old file.
 
-    What cannot be written (the disk is full, the folder is gone) is lost, and the server goes on.
+    Output that cannot be written (full disk, missing folder) is lost, and the server continues.
     """
 
     def __init__(self, path: Path, limit: int, secrets: list[str]) -> None:
@@ -42,7 +42,6 @@ class Log:
         self._rest = b""
 
     def feed(self, data: bytes, *, last: bool = False) -> None:
-        """Write the lines that are complete; with `last`, or when a line is very long, what there is."""
         whole, newline, rest = (self._rest + data).rpartition(b"\n")
         if last or len(rest) > _LONGEST_LINE:
             whole, rest = whole + newline + rest, b""
@@ -60,8 +59,6 @@ class Log:
 
 
 class Keeper:
-    """The server process and its end."""
-
     def __init__(self, order: dict[str, Any]) -> None:
         self._grace: float = order["grace"]
         self._log = Log(Path(order["log"]), order["log_bytes"], order["secrets"])
@@ -81,17 +78,14 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """Of the server, and of its process group."""
         return self._server.pid
 
     def stop(self) -> None:
-        """Ask the server to end, and give it the grace period."""
         self._deadline = min(self._deadline, time.monotonic() + self._grace)
         with suppress(ProcessLookupError):
             self._server.terminate()
 
     def keep(self) -> int:
-        """Carry its output until it ends or must end; return its exit code."""
         try:
             self._watch()
         finally:
@@ -114,7 +108,6 @@ class Keeper:
             _reap(self.pid)
 
     def _listen(self) -> bool:
-        """Read the lifeline; False when it has ended."""
         data = os.read(0, 4096)
         if b"stop" in data:
             self.stop()
@@ -129,9 +122,9 @@ class Keeper:
         return bool(data)
 
     def _kill(self) -> None:
-        """Kill all that is left of the server.
+        """Kill the server's remaining processes.
 
-        Python's resource trackers last: they remove the shared memory of processes that were killed, and then end.
+        Python's resource trackers come last: they remove the shared memory of killed processes, and then end.
         """
         begun = time.monotonic()
         while (passed := time.monotonic() - begun) < _KILL_SECONDS:
@@ -158,11 +151,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _left(group: int) -> list[int]:
-    """Processes of the server: of its group, and orphans, which become children of this process, their reaper."""
+    """Processes of the server: its group, and orphans, which become children of this process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            # the name in parentheses may hold anything
+            # the name in parentheses may contain any characters
             state, parent, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if state != "Z" and (parent == str(os.getpid()) or its_group == str(group)):
                 found.append(int(folder.name))
@@ -176,14 +169,12 @@ def _tracks(pid: int) -> bool:
 
 
 def _reap(server: int) -> None:
-    """Collect orphans that have ended; the server itself is collected by its `Popen`."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != server:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def main() -> int:
-    """Read the order, start the server, keep it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = b""
     while not line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""The child's side: no process of a run outlives its supervisor, and no server the process that started it."""
+"""Ends each process of a run with its supervisor, and each server with the process that started it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import time
 from typing import Final
 
 LIFELINE_FD: Final = "STREAMRL_LIFELINE_FD"
-"""Variable with the number of the reading end."""
+"""Environment variable with the descriptor of the reading end."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def hold(grace: float) -> bool:
-    """Watch the lifeline that the supervisor gave this process; return whether there is one.
+    """Watch the lifeline that the supervisor gave this process; False if there is none (Kubernetes, Ray, a shell).
 
-    When the supervisor dies this process gets SIGTERM (a drain), and after `grace` seconds it and all of its session
-    get SIGKILL. Without a lifeline (Kubernetes, Ray, a shell) nothing is watched.
+    When the supervisor dies, this process gets SIGTERM (a drain), and after `grace` seconds it and its session get
+    SIGKILL.
     """
     number = os.environ.pop(LIFELINE_FD, None)
     if number is None:
@@ -28,7 +28,7 @@ def hold(grace: float) -> bool:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends. Without effect but on Linux."""
+    """Have the kernel signal this process when the thread that started it ends. Does nothing except on Linux."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,9 +1,9 @@
-"""Resumes a server that streamrl did not start, when the process that paused it dies before it could.
+"""Resumes a server that streamrl did not start, if the process that paused it dies before it can resume it.
 
-`Watchdog` is the side of the engine. The other side is this file run as a script, with nothing but the standard
-library: its standard input is a lifeline. The first line says what to send (`url`, `headers`, `calls`); then come
-`armed` before each pause, `disarmed` after it, `farewell` at an orderly end. When the pipe ends while it is armed, it
-sends the calls, several times if need be, and ends.
+`Watchdog` is the engine's side. The other side is this file run as a script with the standard library only. Its
+standard input is a lifeline: the first line says what to send (`url`, `headers`, `calls`); then come `armed` before
+each pause, `disarmed` after it, and `farewell` at an orderly end. If the pipe ends while it is armed, it sends the
+calls, with retries, and ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ Call: TypeAlias = tuple[str, str, Mapping[str, str], Any]
 
 
 class Watchdog:
-    """One watchdog process; made by `start`."""
-
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._told = False
@@ -40,7 +38,7 @@ class Watchdog:
 
     @classmethod
     async def start(cls, url: str, headers: Mapping[str, str], calls: Sequence[Call]) -> Watchdog:
-        """Start a watchdog that sends `calls` to `url` if need be; `OSError`, `TimeoutError`: it does not watch."""
+        """Start a watchdog that sends `calls` to `url` if necessary. `OSError`, `TimeoutError`: it does not watch."""
         import asyncio
 
         order = {
@@ -48,7 +46,7 @@ class Watchdog:
             "headers": dict(headers),
             "calls": [[method, path, dict(query), body] for method, path, query, body in calls],
         }
-        # Not asyncio's own: that kills its children when the loop is closed.
+        # asyncio's own subprocesses are killed when the loop is closed.
         process = subprocess.Popen(  # noqa: ASYNC220, S603
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -69,19 +67,19 @@ class Watchdog:
         return cls(process)
 
     def arm(self) -> None:
-        """The server is about to be paused: should this process die, resume it. A repeat does nothing."""
+        """Resume the server if this process dies from now on. A repeat does nothing."""
         if not self._armed:
             self._armed = True
             self._tell(b"armed\n")
 
     def disarm(self) -> None:
-        """The server goes on. A repeat does nothing."""
+        """The server has resumed. A repeat does nothing."""
         if self._armed:
             self._armed = False
             self._tell(b"disarmed\n")
 
     async def close(self, *, farewell: bool = True) -> None:
-        """End it; without a farewell it resumes the server first, in the background. A repeat does nothing."""
+        """End it. Without a farewell it first resumes the server, in the background. A repeat does nothing."""
         import asyncio
 
         stdin = self._process.stdin
@@ -111,7 +109,7 @@ class Watchdog:
 
 
 def main() -> int:
-    """Watch the lifeline; resume the server when it breaks while armed. Returns 1 when the server does not resume."""
+    """Watch the lifeline; resume the server if it ends while armed. Returns 1 if the server does not resume."""
     lifeline = sys.stdin.buffer
     order = json.loads(lifeline.readline() or b"null")
     if order is None:

@@ -133,10 +133,10 @@ async def test_results_that_do_not_fit_are_errors(name, error, why):
 @pytest.mark.parametrize(
     ("name", "adapter", "args", "why"),
     [
-        ("foreign", "verl", {}, "is no function for verl"),
-        ("foreign", "trl", {}, "is no function for TRL: it takes sample"),
+        ("foreign", "verl", {}, "does not fit verl"),
+        ("foreign", "trl", {}, "does not fit TRL: it takes sample"),
         ("gsm8k", "verl", {"methud": 1}, "methud"),
-        ("gsm8k", "trl", {}, "is no function for TRL"),
+        ("gsm8k", "trl", {}, "does not fit TRL"),
         ("stateful", "trl", {}, "needs trainer_state: rewards are scored apart from the learner"),
         ("old_style", "trl", {"x": 1}, "takes no x"),
         ("np", "verl", {}, "is of type module"),

@@ -87,7 +87,7 @@ NOTHING = {
         "IsolatedAsyncioTestCase",
     ),
     "setup of pytest": ("class TestA:\n  def setup_method(self): pass\n  def test(self): assert add(1, 2)", "unittest"),
-    "no Python": ("assert add(1, 2 == 3", "no Python, line 1"),
+    "no Python": ("assert add(1, 2 == 3", "not Python, line 1"),
 }
 
 

@@ -129,8 +129,8 @@ async def test_args_weight_and_name_of_the_run_file(folder):
         ("imports_another:Good", "No module named 'no_such_package'", "-m pip install no_such_package,"),
         ("MODULE:of_verl", "does not take one sample", "`adapter: verl`"),
         ("MODULE:of_trl", "does not take one sample", "`adapter: trl`"),
-        ("MODULE:", "is no import path", "module:Name"),
-        ("../evil:Name", "is no import path", "module:Name"),
+        ("MODULE:", "is not an import path", "module:Name"),
+        ("../evil:Name", "is not an import path", "module:Name"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_at_start(folder, use, message, hint):

@@ -65,7 +65,7 @@ def test_all_keys_of_a_sample(tmp_path):
         (b"", "is empty", "each line"),
         (b"{} {", "line 1: no JSON", "write"),
         (b'{"prompt": "x", "response": "y"}\nnonsense', "line 2: no JSON", "write"),
-        (b"[1]", "item 0: no object", "write"),
+        (b"[1]", "item 0: not an object", "write"),
         (b'{"prompt": "x", "completion": "y"}', "has no `response`", "is it `completion`?"),
         (b'{"prompt": "x", "respones": "y"}', "has no `response`", "is it `respones`?"),
         (b'{"prompt": "x"}', "has no `response`", "write"),

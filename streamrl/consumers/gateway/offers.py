@@ -1,4 +1,4 @@
-"""Samples on offer to programs: which wait, who holds which, until when. Pure: the clock is an argument.
+"""Samples on offer to programs: which wait, which are leased, until when. Pure: the clock is an argument.
 
 ```
         add             lease               settle: the score or the failure that a program posted
@@ -8,7 +8,7 @@
 ```
 
 The worker holds and renews a lease of the ledger for each offer. The leases here are shorter and say which program has
-the sample. Their ids cannot be guessed, so a program that lost a sample cannot settle it.
+the sample. Their ids cannot be guessed, so a program cannot settle a sample that it lost.
 """
 
 from __future__ import annotations
@@ -28,43 +28,26 @@ _REMEMBERED: Final = 4096
 
 
 class ProgramsLost(StreamrlError, RuntimeError):
-    """Several programs took a sample and were not heard of again, so the sample is probably the cause."""
+    """Several programs took a sample and none answered, so the sample is probably the cause."""
 
 
 class ProgramFailed(StreamrlError, ValueError):
-    """A program could not score a sample. This says nothing about other samples, hence a `ValueError`."""
+    """A program could not score a sample. A `ValueError`, because other samples are not affected."""
 
 
 @dataclass(eq=False, slots=True)
 class SampleOffer:
-    """One sample.
-
-    Attributes:
-        body: the sample as JSON.
-        settle: is called once with the end: a score, or what the sample fails with.
-        lease: id of the program's lease; empty while the sample waits.
-        seconds: length of that lease.
-        until: when it ends.
-        losses: programs that let it run out.
-    """
+    """One sample, as JSON. `settle` is called once, with the score or the error that the sample fails with."""
 
     body: bytes
     settle: Callable[[Score | Exception], None]
-    lease: str = ""
-    seconds: float = 0.0
+    lease: str = ""  # id of the program's lease; empty while the sample waits
+    seconds: float = 0.0  # length of that lease
     until: float = 0.0
-    losses: int = 0
+    losses: int = 0  # leases that a program did not renew
 
 
 class Offers:
-    """All samples on offer.
-
-    Attributes:
-        taken: samples settled with a score.
-        failed: samples settled with a failure.
-        lost: leases that were not renewed in time.
-    """
-
     def __init__(self, most_losses: int) -> None:
         self.taken = self.failed = self.lost = 0
         self._most_losses = most_losses
@@ -73,7 +56,6 @@ class Offers:
         self._settled: OrderedDict[str, None] = OrderedDict()
 
     def counts(self) -> dict[str, int]:
-        """Samples that no program has and that programs have, samples that ended, and leases that ran out."""
         return {
             "waiting": len(self._waiting),
             "leased": len(self._leased),
@@ -83,18 +65,17 @@ class Offers:
         }
 
     def add(self, offer: SampleOffer) -> None:
-        """Offer a new sample, behind the others."""
         self._waiting.append(offer)
 
     def withdraw(self, offer: SampleOffer) -> None:
-        """Take a sample back, also from a program; no effect on one that was settled or taken back."""
+        """Take a sample back, also from a program. Does nothing if it was settled or withdrawn before."""
         if offer.lease:
             self._leased.pop(offer.lease, None)
         elif offer in self._waiting:
             self._waiting.remove(offer)
 
     def lease(self, count: int, seconds: float, now: float, most_bytes: int) -> list[SampleOffer]:
-        """Give the oldest waiting samples away, each under a new lease; only the first may exceed `most_bytes`."""
+        """Lease out the oldest waiting samples. Only the first may exceed `most_bytes`."""
         given: list[SampleOffer] = []
         size = 0
         while self._waiting and len(given) < count:
@@ -108,23 +89,19 @@ class Offers:
         return given
 
     def renew(self, leases: Sequence[str], now: float) -> list[str]:
-        """Prolong leases by their length; return those that no longer exist."""
         for offer in self._held(leases):
             offer.until = now + offer.seconds
         return [lease for lease in leases if lease not in self._leased]
 
     def release(self, leases: Sequence[str]) -> list[str]:
-        """Put samples back in front, which is no loss; return the leases that no longer exist."""
+        """Put samples back in front, without counting a loss; return the leases that no longer exist."""
         lost = [lease for lease in leases if lease not in self._leased]
         for offer in self._held(leases):
             self._put_back(offer)
         return lost
 
     def settle(self, lease: str, end: Score | Exception) -> bool:
-        """End a leased sample with its score or failure; False: the lease no longer exists.
-
-        A repeat returns the same and changes nothing.
-        """
+        """End a leased sample; False if the lease no longer exists. A repeat returns the same and changes nothing."""
         offer = self._leased.pop(lease, None)
         if offer is None:
             return lease in self._settled
@@ -135,7 +112,6 @@ class Offers:
         return True
 
     def expire(self, now: float) -> bool:
-        """End the leases that are over; True when samples wait again."""
         back = False
         for offer in [offer for offer in self._leased.values() if offer.until <= now]:
             self.lost += 1
@@ -145,12 +121,11 @@ class Offers:
                 back = True
                 continue
             del self._leased[offer.lease]
-            why = f"{offer.losses} programs took this sample from the gateway and were not heard of again"
-            self._end(offer, ProgramsLost(why, "look why they die of it, or let them renew their leases"))
+            why = f"{offer.losses} programs took this sample from the gateway and did not answer"
+            self._end(offer, ProgramsLost(why, "check whether the sample makes them crash, or renew their leases"))
         return back
 
     def next_end(self) -> float | None:
-        """When the next lease ends; None without leases."""
         return min((offer.until for offer in self._leased.values()), default=None)
 
     def _held(self, leases: Sequence[str]) -> Iterator[SampleOffer]:

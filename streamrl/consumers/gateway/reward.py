@@ -27,13 +27,13 @@ _ADDRESS_HINT: Final = (
 class GatewayReward(Reward):
     """The score that a program posts for a sample it has fetched from the gateway (docs/guides/gateway.md).
 
-    Each worker has a gateway of its own, at `reward_worker.gateway_port` plus the number of the worker. A sample waits
-    for a program as long as some program asks; when none was heard of for `patience`, it is unavailable, which is no
-    fault of the sample. A program that does not renew its lease in time loses the sample to the next one; after
-    `lease.max_deliveries` such losses the attempt fails.
+    Each worker has its own gateway, at `reward_worker.gateway_port` plus the number of the worker. A sample waits for a
+    program as long as any program sends requests. After `patience` seconds without one, the reward is unavailable,
+    which does not count against the sample. A program that does not renew its lease in time loses the sample to the
+    next one; after `lease.max_deliveries` such losses the attempt fails.
 
     Args:
-        lease_seconds: length of a lease for which the program asks no other, 1 to 600.
+        lease_seconds: length of a lease if the program asks for no other, 1 to 600.
         patience: seconds without a request of any program after which a waiting sample gives up.
         body_bytes: size of the largest request that is read.
     """
@@ -64,7 +64,7 @@ class GatewayReward(Reward):
 
         worker = context.config.reward_worker
         if worker.gateway_port is None:
-            raise ConfigError("a reward that programs give needs reward_worker.gateway_port", "0 is any free port")
+            raise ConfigError("a gateway reward needs reward_worker.gateway_port", "0 is any free port")
         token = await asyncio.to_thread(_token, worker.gateway_token_file)
         self._offers = Offers(context.config.lease.max_deliveries)
         about = {"run": context.config.name, "worker": context.worker}
@@ -106,7 +106,7 @@ class GatewayReward(Reward):
 
 def _settle(future: asyncio.Future[Score], end: Score | Exception) -> None:
     if future.done():
-        return  # the sample was given up in the same moment
+        return  # the sample was given up at the same moment
     if isinstance(end, Score):
         future.set_result(end)
     else:
@@ -114,7 +114,6 @@ def _settle(future: asyncio.Future[Score], end: Score | Exception) -> None:
 
 
 def _number(worker: str) -> int:
-    """Number of a worker: 2 of `reward.2`; 0 outside of a run."""
     digits = worker.rpartition(".")[2]
     return int(digits) if digits.isdigit() else 0
 
@@ -129,20 +128,16 @@ def _token(path: Path | None) -> str | None:
 
 
 def _tell(path: Path, url: str) -> None:
-    """Write the URL into a file for programs, which cannot know a port that was free by chance."""
+    """Write the URL into a file, because programs cannot know a port chosen by the system."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, f"{url}\n".encode())
     except OSError as error:
-        logger.warning("the URL of the gateway is in no file", extra={"path": str(path), "error": str(error)})
+        logger.warning("cannot write the URL of the gateway", extra={"path": str(path), "error": str(error)})
 
 
 def _render(sample: RewardSample) -> bytes:
-    """A sample as programs see it, which is the JSON that `streamrl reward test --sample` reads.
-
-    Raises:
-        TypeError: JSON cannot hold the answer or the metadata.
-    """
+    """The sample as the JSON that `streamrl reward test --sample` reads; `TypeError` if JSON cannot hold its answer."""
     prompt = sample.prompt
     seen: dict[str, Any] = {
         "group": sample.group_id,

@@ -2,13 +2,13 @@
 
 ```
 GET  /v1            {}                        what this is: run, worker, how many wait, limits
-POST /v1/lease      {count, wait, seconds}    samples, each with a lease; waits for the first
-POST /v1/renew      {leases}                  prolongs leases; answers those that are lost
-POST /v1/release    {leases}                  puts samples back in front of the others; answers those that are lost
-POST /v1/scores     {scores}                  takes scores or failures; answers those that are lost
+POST /v1/lease      {count, wait, seconds}    leases samples; waits for the first
+POST /v1/renew      {leases}                  prolongs leases; answers which are lost
+POST /v1/release    {leases}                  puts samples back in front of the others; answers which are lost
+POST /v1/scores     {scores}                  takes scores or failures; answers which are lost
 ```
-Errors are `{"version": 1, "error": {"code", "message", "hint"}}`; unknown fields of a request are refused. Without a
-token only programs of this host are served, and no browsers: a web page could otherwise post to a loopback address.
+Errors are `{"version": 1, "error": {"code", "message", "hint"}}`. Unknown fields of a request are an error. Without a
+token, only programs of this host are served, and no browsers: a web page could otherwise post to a loopback address.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ _Parts = Annotated[dict[_Names, float], msgspec.Meta(max_length=_MAX_PARTS)]
 
 
 class _Refusal(StreamrlError):
-    """A request that is answered with an error: `status` of HTTP, and `code`, a word for programs."""
-
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
         self.status = status
@@ -59,8 +57,6 @@ class _Refusal(StreamrlError):
 
 
 class _LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At most `count` samples; waits up to `wait` s for the first; leases of `seconds` s."""
-
     version: int = VERSION
     count: Annotated[int, msgspec.Meta(ge=1, le=_MAX_COUNT)] = 1
     wait: Annotated[float, msgspec.Meta(ge=0, le=_MAX_WAIT)] = 20.0
@@ -73,8 +69,6 @@ class _LeasesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Posted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The score of one sample (`value`, `parts`, `tokens`), or its failure (`error`, `detail`, `retry`)."""
-
     lease: Annotated[str, msgspec.Meta(max_length=64)]
     value: float | None = None
     parts: _Parts = {}
@@ -93,11 +87,7 @@ _Request = TypeVar("_Request", _LeaseRequest, _LeasesRequest, _ScoresRequest)
 
 
 class Gateway:
-    """Serves the samples on offer; made and used in one event loop.
-
-    Attributes:
-        heard: loop time of the last request of a program that fetches or scores samples.
-    """
+    """Serves the samples on offer, in one event loop. `heard`: loop time of the last request of a program."""
 
     def __init__(
         self, offers: Offers, seconds: float, body_bytes: int, token: str | None, about: Mapping[str, Any]
@@ -114,7 +104,6 @@ class Gateway:
         self._timer: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
-        """Its routes."""
         app = web.Application(middlewares=[_explain, self._guard], client_max_size=self._body_bytes)
         app.router.add_get("/v1", self._show)
         app.router.add_post("/v1/lease", self._lease)
@@ -125,12 +114,10 @@ class Gateway:
         return app
 
     def add(self, offer: SampleOffer) -> None:
-        """Offer a sample to the programs that wait."""
         self._offers.add(offer)
         self._more.set()
 
     def _expire(self) -> None:
-        """End the leases that are over, wake the requests that wait, and come again when the next lease ends."""
         loop = asyncio.get_running_loop()
         if self._offers.expire(loop.time()):
             self._more.set()
@@ -140,7 +127,6 @@ class Gateway:
         self._timer = None if end is None or self._closing else loop.call_at(end, self._expire)
 
     async def _shut(self, _: web.Application) -> None:
-        """Answer the requests that wait with no samples."""
         self._closing = True
         self._expire()
         self._more.set()
@@ -191,7 +177,7 @@ class Gateway:
         return _answer({"samples": samples})
 
     async def _next(self, request: web.Request, asked: _LeaseRequest) -> list[SampleOffer]:
-        """Wait for at least one sample; none when the time is over, the program has gone, or this server ends."""
+        """Wait for at least one sample. Returns none at the end of `wait`, or if the program or this server is gone."""
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.wait
         seconds = self._seconds if asked.seconds is None else asked.seconds
@@ -221,7 +207,7 @@ class Gateway:
         return _done("released", asked.leases, lost)
 
     async def _scores(self, request: web.Request) -> web.StreamResponse:
-        """Check all scores before the first is taken, so that a request with a mistake changes nothing."""
+        """Check all scores before any is taken, so that a request with a mistake changes nothing."""
         asked = await _parsed(request, _ScoresRequest)
         ends: dict[str, Score | Exception] = {}
         for number, posted in enumerate(asked.scores):
@@ -236,7 +222,6 @@ class Gateway:
 
 @web.middleware
 async def _explain(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Make JSON of every error."""
     try:
         return await handler(request)
     except _Refusal as refusal:
@@ -271,11 +256,6 @@ def _done(verb: str, leases: Sequence[str], lost: Sequence[str]) -> web.Response
 
 
 async def _parsed(request: web.Request, kind: type[_Request]) -> _Request:
-    """The body of a request; an empty one is an empty object.
-
-    Raises:
-        _Refusal: it comes too slowly (408), is no JSON (400), or a field is missing, unknown or out of range (422).
-    """
     try:
         async with asyncio.timeout(_READ_SECONDS):
             data = await request.read()
@@ -288,18 +268,14 @@ async def _parsed(request: web.Request, kind: type[_Request]) -> _Request:
         fields = ", ".join((_Posted if inside else kind).__struct_fields__)
         raise _Refusal(422, "invalid", str(error), f"fields: {fields}; see docs/guides/gateway.md") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _Refusal(400, "no_json", f"the body is no JSON: {error}", "send one JSON object") from error
+        raise _Refusal(400, "no_json", f"the body is not JSON: {error}", "send one JSON object") from error
     if asked.version != VERSION:
         raise _Refusal(422, "version", f"version {asked.version} of the gateway is unknown", f"this one is {VERSION}")
     return asked
 
 
 def _end_of(posted: _Posted, number: int) -> Score | Exception:
-    """The score that a program posted, or its failure as an exception; a `DataError` is not tried again.
-
-    Raises:
-        _Refusal: neither or both of value and error, or a number that is not finite.
-    """
+    """The score that a program posted, or its failure as an exception; a `DataError` is not retried."""
     where = f"$.scores[{number}]"
     if (posted.value is None) == (posted.error is None):
         raise _Refusal(422, "invalid", f"{where} needs either `value` or `error`", "a failure has no value")
@@ -318,7 +294,7 @@ def _end_of(posted: _Posted, number: int) -> Score | Exception:
 
 
 def _names_this_host(host: str) -> bool:
-    """Whether a Host header is a loopback address. DNS rebinding sends the name of the attacker instead."""
+    """Whether a Host header is a loopback address; with DNS rebinding, it is the attacker's name."""
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:

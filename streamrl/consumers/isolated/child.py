@@ -1,21 +1,21 @@
-"""A process that answers requests with one function, one after the other, within limits that the kernel keeps.
+"""A process that answers requests with one function, one at a time, under limits that the kernel enforces.
 
-Run as a script, with nothing but the standard library and what the function needs. Standard input and output carry one
-JSON message a line:
+Runs as a script, with the standard library and what the function needs. Standard input and output carry one JSON
+message per line:
 
 ```
 in   order (see `main`)                                  first
-out  {"ready": true} | {"error": why}                    the function is imported and prepared, or cannot be
+out  {"ready": true} | {"error": why}                    whether the function could be imported and prepared
 in   request                                             any JSON
-out  {"phase": name}                                     where the function is, as often as it says so
+out  {"phase": name}                                     the function's current phase, any number of times
 out  {"result": ...} | {"error": why} | {"memory": true}, with {"last": true} when the process ends after it
 ```
 
-Limits: address space (`RLIMIT_AS`, on Linux; over it, Python raises MemoryError), CPU time of each phase of a call (a
-timer whose signal nobody catches: the kernel ends the process, whatever it is doing), no core dumps, no files written.
-What earlier calls have left behind takes nothing from the address space of a call, and libraries that catch a
-MemoryError and go on with a wrong answer do so in any process or in none.
-The process ends when its standard input does, and on Linux with the process that started it.
+Limits: address space (`RLIMIT_AS`, on Linux; above it, Python raises MemoryError), CPU time of each phase of a call (a
+timer with a signal that nothing catches, so the kernel ends the process), no core dumps, no written files.
+Memory that earlier calls left behind does not count against a call's address space. So if a library catches MemoryError
+and returns a wrong answer, it does so in every process or in none.
+The process ends at the end of its standard input, and on Linux also when its parent ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _LONGEST_ERROR = 500
 
 
 def read() -> Any:
-    """Return the next message; None at the end of the input, or when the message is `null`."""
     line = sys.stdin.buffer.readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
@@ -49,10 +48,10 @@ def main() -> int:
     """Read the order, prepare the function, answer until the input ends.
 
     The order is `{"script": path, "settings": any, "path": list, "memory": bytes, "cpu": seconds, "calls": number}`.
-    `path` is added to `sys.path`; after so many `calls` another process replaces this one.
+    `path` is added to `sys.path`; the process ends after `calls` calls.
     """
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the messages
+    os.dup2(2, 1)  # output that a library prints must not mix with the messages
 
     def write(message: dict[str, Any]) -> None:
         output.write(json.dumps(message).encode() + b"\n")
@@ -115,7 +114,7 @@ def _serve(write: Write, answer: Answer, order: dict[str, Any]) -> None:
 
 def _call(write: Write, answer: Answer, request: Any, cpu: float) -> dict[str, Any]:
     def tell(phase: str) -> None:
-        signal.setitimer(signal.ITIMER_PROF, cpu)  # each phase has all of it
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # starts anew for each phase
         write({"phase": phase})
 
     signal.setitimer(signal.ITIMER_PROF, cpu)
@@ -135,7 +134,6 @@ def _limit_address_space(size: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space in use; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

@@ -1,7 +1,7 @@
 """Is a text JSON that fits a schema? For a process of `child`; needs the package jsonschema.
 
-In a process of its own, because patterns and `uniqueItems` of a schema can take for ever. References to other files
-and hosts are not followed.
+Runs in its own process, because patterns and `uniqueItems` of a schema can take unlimited time. References to other
+files and hosts are not followed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from referencing.jsonschema import EMPTY_REGISTRY
 
 
 def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
-    """Return the check.
-
-    Returns:
-        A function of `{"schema": JSON text, "text": text}`. It gives `{"json": bool, "valid": bool}`.
-    """
+    """Return a function of `{"schema": JSON text, "text": text}` that gives `{"json": bool, "valid": bool}`."""
     del settings
 
     def check(request: Any, tell: Callable[[str], None]) -> Any:
@@ -34,7 +30,7 @@ def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
             return {"json": False, "valid": False}
         try:
             return {"json": True, "valid": validator.is_valid(value)}
-        except RecursionError:  # nested so deeply that no schema was meant
+        except RecursionError:  # no reasonable schema allows such deep nesting
             return {"json": True, "valid": False}
 
     return check

@@ -1,8 +1,8 @@
 """Are two mathematical answers the same? For a process of `child`; needs the package math-verify.
 
-The time limits of math-verify (signals, which work in the main thread alone and do not interrupt a long computation in
-C) are switched off: the kernel ends the process. Exceptions of sympy are looked at here, because `parse` and `verify`
-would call them a wrong answer, also when the process is out of memory.
+The time limits of math-verify are off: they use signals, which work in the main thread alone and do not interrupt a
+long computation in C; the kernel ends the process instead. `parse` and `verify` would turn exceptions of sympy, even a
+MemoryError, into a wrong answer, so they are handled here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ _ANOTHER = 7919
 
 
 def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
-    r"""Return the comparison.
+    r"""Return the comparison: a function of `{"gold": text, "response": text}`, with delimiters (`\boxed{}`, `$`).
 
-    Args:
-        settings: `{"digits": decimals that must agree, "strict": variables and kinds of brackets matter}`.
-
-    Returns:
-        A function of `{"gold": text, "response": text}`, both with their delimiters (`\boxed{}`, `$`). It gives
-        `{"gold": why, "response": why, "equal": bool}`; a reason that is not empty says why that text has no value.
-        Its phases are `gold`, then `response`.
+    `settings` is `{"digits": decimals that must agree, "strict": variables and kinds of brackets matter}`. The function
+    gives `{"gold": why, "response": why, "equal": bool}`; a `why` that is not empty says why that text has no value.
+    Its phases are `gold`, then `response`.
     """
 
     def equal(gold: Any, value: Any) -> bool:
@@ -44,12 +40,12 @@ def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
             )
         )
 
-    _agree(equal, _parse("$1$")[0][0], Integer(_ANOTHER))  # what is compiled at the first use is not of a response
+    _agree(equal, _parse("$1$")[0][0], Integer(_ANOTHER))  # compile now, so the first response does not pay for it
 
     @functools.lru_cache(maxsize=64)
     def gold_of(text: str) -> tuple[list[Any], str]:
         values, why = _parse(text)
-        for value in values:  # can it be computed with at all? Compared with a number that it hardly is
+        for value in values:  # compared with an arbitrary number, to see whether it can be computed at all
             _agree(equal, value, Integer(_ANOTHER))
         return values, why
 
@@ -69,7 +65,7 @@ def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
                 if same:
                     return _verdict(equal=True)
                 doubts.append(doubt)
-        # When every comparison failed nothing has been compared; else the text is simply something else.
+        # If every comparison failed, nothing was compared; otherwise the response is a different value.
         return _verdict(response=doubts[0] if all(doubts) else "")
 
     return compare
@@ -80,7 +76,6 @@ def _verdict(*, gold: str = "", response: str = "", equal: bool = False) -> dict
 
 
 def _parse(text: str) -> tuple[list[Any], str]:
-    """Return what math-verify finds (the value, and the text itself), or why it finds nothing."""
     try:
         values = parse(text, parsing_timeout=None, raise_on_error=True)
     except MemoryError:

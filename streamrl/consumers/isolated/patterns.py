@@ -1,4 +1,4 @@
-"""Does a regular expression match? For a process of `child`: the engine can take for ever, and blocks all threads."""
+"""Does a regular expression match? For a process of `child`, since `re` can take unlimited time and blocks threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from typing import Any
 
 
 def prepare(settings: Any) -> Callable[[Any, Callable[[str], None]], Any]:
-    """Return the search.
+    """Return a function of a text that gives `{"found": bool, "group": text or null}`, the group of the last match.
 
-    Args:
-        settings: `{"pattern": text, "whole": bool, "group": name, number or null}`.
-
-    Returns:
-        A function of a text. It gives `{"found": bool, "group": text or null}`: the group of the last match. Its only
-        phase is `response`.
+    `settings` is `{"pattern": text, "whole": bool, "group": name, number or null}`. The only phase is `response`.
     """
     pattern, group = re.compile(settings["pattern"]), settings["group"]
 

@@ -22,16 +22,13 @@ logger = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN: Final = 3
 """An estimate."""
 _SHARE: Final = 0.95
-"""Part of the deadline after which a request gives up by itself with an error that names the slow server."""
+"""Part of the deadline after which a request gives up by itself, with an error that names the slow server."""
 _SCORED_SECONDS: Final = 1.0
-"""Longest time of asking whether the run has scores, as an attempt that has just failed has little time left."""
+"""Longest time for asking whether the run has scores: an attempt that has just failed has little time left."""
 
 
 class AskingReward(Reward):
-    """A reward that asks one of `reward_models`, by name.
-
-    The first answer decides: until one could be read, a refusal means that the servers can never answer.
-    """
+    """Until its first answer could be read, a refusal means that the servers can never answer."""
 
     def __init__(self, model: str) -> None:
         self._name = model
@@ -70,7 +67,7 @@ class AskingReward(Reward):
         return self._model
 
     async def _probe(self, asking: Awaitable[object]) -> None:
-        """Ask about `PROBE`. `RewardImpossible` ends the run; any other error is a warning."""
+        """Ask about `PROBE`. `RewardImpossible` ends the run; other errors are logged."""
         try:
             await asking
         except RewardImpossible:
@@ -81,9 +78,9 @@ class AskingReward(Reward):
             logger.warning("reward model does not answer yet; samples will wait for it", extra=extra)
 
     async def _refuse(self, error: StreamrlError, *, probe: bool = False) -> None:
-        """Raise `RewardImpossible` when an error says that no server can ever answer.
+        """Raise `RewardImpossible` if an error means that no server can ever answer.
 
-        Every server can answer a `probe`, so a refusal of it is not about one sample.
+        Every server can answer a `probe`, so its refusal is not caused by the sample.
         """
         if self._answered or isinstance(error, RewardBusy):
             return
@@ -93,7 +90,7 @@ class AskingReward(Reward):
             return
         try:
             async with asyncio.timeout(_SCORED_SECONDS):
-                self._answered = await self._scored()  # in a run with scores the servers have done it before
+                self._answered = await self._scored()  # if the run has scores, its servers have answered before
         except (TimeoutError, Unreachable):
             return  # the next answer decides
         if not self._answered:

@@ -1,9 +1,9 @@
-"""One entry of `reward_models` as rewards ask it: a router in front of its servers, and one HTTP session for each.
+"""One entry of `reward_models` as rewards ask it: a router over its servers, and an HTTP session for each.
 
-A request goes to the server with the least work. No answer in time, a broken connection, an error of the server and an
-answer without meaning are faults of that server: the request goes to another one while there is time, and not back to
-this one. The next attempt for the same sample also prefers another server. A server that says "not now" (429, 503)
-rests. A refusal (400) ends the request, since every server would refuse it.
+A request goes to the server with the least work. A late answer, a broken connection, an error of the server and an
+unreadable answer are faults of that server: the request goes to another one while there is time, and not back. The
+next attempt for the same sample also prefers another server. A server that answers "not now" (429, 503) rests. A
+refusal (400) ends the request, since every server would refuse it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WAITING_SHARE: Final = 0.5
 _SMOOTHING: Final = 0.1
 """Weight of the last answer in the moving average of answer times."""
 _PAUSE: Final = 0.2
-"""Seconds before a request asks servers again that were all away; after three faults each they are ejected."""
+"""Pause before a request asks servers again after all were away; three faults eject a server."""
 _NOT_NOW: Final = frozenset({429, 503})
 """Statuses of a server that is busy."""
 _UNAUTHORIZED: Final = 401
@@ -57,7 +57,6 @@ _T = TypeVar("_T")
 
 
 def refuses(error: BaseException | None) -> TypeGuard[BadAnswer | BadRequest]:
-    """Whether a server refuses every request: it is the wrong one, or wants another key."""
     return isinstance(error, BadAnswer | BadRequest) and error.status in _WRONG_SERVER
 
 
@@ -71,29 +70,16 @@ def _outcome_of(error: StreamrlError) -> RequestOutcome:
 
 @dataclass(slots=True)
 class _Request:
-    """One request on its way through the servers.
-
-    Attributes:
-        seconds: deadline; `end` is when it is over.
-        choosy_until: when it stops waiting for a server that has not failed the sample.
-        tokens: estimated cost.
-        before: servers that failed earlier attempts for the sample, the latest failure last. They are asked when no
-            other server works, and after `choosy_until`.
-        failed: servers that failed this request and are not asked again; `last` is the last error.
-        answered: a server answered and failed. Otherwise the servers were away, which says nothing about the request.
-        turn: unused turn of the rate limit.
-    """
-
     call: Call
-    seconds: float
+    seconds: float  # deadline
     end: float
-    choosy_until: float
-    tokens: int
-    before: list[str]
-    failed: set[str] = field(default_factory=set)
+    choosy_until: float  # until then it waits for a server that has not failed the sample
+    tokens: int  # estimated cost
+    before: list[str]  # failed earlier attempts for the sample, latest last; asked if no others work
+    failed: set[str] = field(default_factory=set)  # failed this request, and are not asked again
     last: StreamrlError | None = None
-    answered: bool = False
-    turn: Turn | None = None
+    answered: bool = False  # a server answered and failed; otherwise they were away, which says nothing of the request
+    turn: Turn | None = None  # unused turn of the rate limit
 
     def failed_at(self, url: str, error: StreamrlError) -> None:
         self.failed.add(url)
@@ -105,7 +91,7 @@ class _Request:
 
 
 class ModelClient(AskedModel):
-    """The servers of one `reward_models.NAME`. Made and used in one event loop; `watch` runs as long as it is used."""
+    """The servers of one `reward_models.NAME`, for one event loop. `watch` must run while it is used."""
 
     def __init__(
         self, name: str, config: RewardModelConfig, *, api_key: str | None = None, limit: RateLimit | None = None
@@ -163,11 +149,10 @@ class ModelClient(AskedModel):
             await self._settle(request, 0)
 
     def standings(self) -> list[PoolServer]:
-        """How each server is."""
         return self._router.standings()
 
     async def follow(self, urls: Iterable[str]) -> None:
-        """Make `urls` the servers; those that are removed end their requests."""
+        """Make `urls` the servers. Removed servers finish their requests."""
         added, removed = self._router.follow(urls)
         for url in added:
             logger.info("reward server added", extra={"model": self.name, "url": url})
@@ -179,17 +164,13 @@ class ModelClient(AskedModel):
             self._wake(everybody=True)
 
     async def check(self) -> None:
-        """Check the health of all servers without recent answers at the same time."""
         now = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             for url in self._router.to_check(now, LOOK_SECONDS):
                 tasks.create_task(self._check(url), name=f"health {url}")
 
     async def watch(self, ledgers: Ledgers | None) -> None:
-        """Follow the list of servers and check their health, every `LOOK_SECONDS`, until cancelled.
-
-        While the list cannot be read, the last one stays.
-        """
+        """Follow the list of servers (the last one, if it cannot be read) and check their health, until cancelled."""
         while True:
             try:
                 if ledgers is None:
@@ -204,12 +185,11 @@ class ModelClient(AskedModel):
             await asyncio.sleep(LOOK_SECONDS)
 
     async def close(self) -> None:
-        """Close all connections. A repeat does nothing."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
     async def _claim(self, request: _Request) -> Claim:
-        """Wait for a server with a free slot, then for the turn of the request, and take a slot after both."""
+        """Wait for a server with a free slot, then for the rate limit, and take a slot after both."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
@@ -222,7 +202,7 @@ class ModelClient(AskedModel):
             url = self._router.pick(now, avoided)
             if url is not None:
                 if await self._take_turn(request):
-                    continue  # the slot may be taken meanwhile
+                    continue  # the slot may be taken by now
                 return self._router.began(url, now, max(1, request.tokens))
             others = self._router.works(avoided)
             if request.before and (not others or now >= request.choosy_until):
@@ -237,7 +217,7 @@ class ModelClient(AskedModel):
             await self._wait(until - now, choosy=bool(avoided))
 
     async def _all_failed(self, request: _Request) -> None:
-        """Let all servers be asked again after a pause, if none of them answered; otherwise the request ends."""
+        """If no server answered, pause and let all be asked again; otherwise end the request."""
         if request.last is not None and request.answered:
             raise request.last
         request.failed.clear()
@@ -246,7 +226,6 @@ class ModelClient(AskedModel):
             await asyncio.sleep(max(0.0, min(_PAUSE, request.end - now)))
 
     async def _wait(self, seconds: float, *, choosy: bool) -> None:
-        """Wait for a free slot or another change of the servers, at most for `seconds`."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[future] = choosy
         try:
@@ -262,7 +241,7 @@ class ModelClient(AskedModel):
             self._waiting.pop(future, None)
 
     def _wake(self, *, everybody: bool = False) -> None:
-        """Let waiting requests look again: for one free slot the choosy ones, which may avoid it, and one other."""
+        """Let waiting requests look again. For one free slot: all choosy ones, which may decline it, and one other."""
         others = 0
         for future, choosy in list(self._waiting.items()):
             if not future.done() and (everybody or choosy or not others):
@@ -305,7 +284,7 @@ class ModelClient(AskedModel):
             self._wake()
 
     async def _answer(self, request: _Request, claim: Claim) -> Answer:
-        """The answer of one server; its cost is settled. Raises the errors of `HttpClient.call`."""
+        """The answer of one server; settles its cost. Raises the errors of `HttpClient.call`."""
         used = request.tokens
         try:
             answer = await self._session(claim.url).call(request.call, request.end - claim.began, retry=False)
@@ -323,7 +302,7 @@ class ModelClient(AskedModel):
         return answer
 
     async def _take_turn(self, request: _Request) -> bool:
-        """Wait for a turn in the rate limit; False, without a wait: the request has one, or needs none."""
+        """Wait for a turn in the rate limit. False, without waiting: it has one already, or needs none."""
         if self._limit is None or request.turn is not None:
             return False
         left = max(0.0, request.end - asyncio.get_running_loop().time())
@@ -337,7 +316,6 @@ class ModelClient(AskedModel):
         return True
 
     async def _settle(self, request: _Request, tokens: int) -> None:
-        """Settle the turn of a request, if it has one, by its cost."""
         turn, request.turn = request.turn, None
         if turn is not None and self._limit is not None:
             await self._limit.settle(turn, tokens)
@@ -357,7 +335,6 @@ class ModelClient(AskedModel):
         self._changed(url, self._router.checked(url, now, healthy=not why, why=why), why)
 
     def _changed(self, url: str, state: PoolServerState | None, why: str) -> None:
-        """Log the new state of a server, and let all waiting requests look again."""
         if state is None:
             return
         if state is PoolServerState.EJECTED:
@@ -371,16 +348,16 @@ class ModelClient(AskedModel):
             self._sessions[url] = HttpClient(
                 url,
                 self._api_key,
-                "does the server run, and can this host reach it? its log says more",
+                "check that the server runs and that this host can reach it; see its log",
                 key_option=f"reward_models.{self.name}.api_key_file",
                 max_body=self._config.max_answer,
             )
         return self._sessions[url]
 
     def _cause(self, request: _Request) -> StreamrlError | None:
-        """The cause that a request ends with: a refusal only if all servers refuse, since others may still be loading.
+        """The cause to report. A refusal only if all servers refuse, since others may still be loading.
 
-        A health check that wants another key is a refusal too, because such a server gets no requests.
+        A failed health check for a wrong key counts as a refusal, because that server gets no requests.
         """
         if request.last is not None and not refuses(request.last):
             return request.last
@@ -388,14 +365,13 @@ class ModelClient(AskedModel):
         return refusals[0] if refusals and all(refusals) else None
 
     def _denied(self, request: _Request) -> BadAnswer | BadRequest | None:
-        """An answer that wants another key, if all servers were asked and want one."""
         found = [self._unhealthy.get(url) or self._refusing.get(url) for url in self._router.urls]
         asked = all(url in self._unhealthy or url in request.failed for url in self._router.urls)
         wrong = [error for error in found if error is not None and error.status in _WRONG_KEY]
         return wrong[0] if wrong and asked and len(wrong) == len(found) else None
 
     def _too_late(self, request: _Request, late: Lost | None = None) -> NoReturn:
-        """End a request at its deadline; `late`: the error of a server that had too little time."""
+        """End a request at its deadline. `late`: error of a server that had too little time."""
         if request.last is not None and request.answered:
             raise request.last
         raise self._unavailable(request) from self._cause(request) or late
@@ -417,14 +393,13 @@ class ModelClient(AskedModel):
 
 
 def used_tokens(answer: Answer, otherwise: int = 0) -> int:
-    """Tokens that a server reports for an answer; `otherwise` when it reports none."""
     usage = answer.get("usage")
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
     return total if type(total) is int and total >= 0 else otherwise
 
 
 def _health_call(kind: str) -> Call:
-    """A request that a ready server answers; those of kind openai and template may answer anything but 401."""
+    """A request that a ready server answers. With kind openai and template, any status but 401 will do."""
     if kind == "vllm":
         return Call("GET", "/health")
     if kind == "sglang":
@@ -434,15 +409,10 @@ def _health_call(kind: str) -> Call:
 
 @contextlib.asynccontextmanager
 async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> AsyncIterator[Mapping[str, ModelClient]]:
-    """Every entry of `reward_models`, by name; its servers are watched for the length of this block.
+    """Open every entry of `reward_models`, by name, and watch its servers for the length of this block.
 
-    Args:
-        config: of the run.
-        ledgers: of the run, which list more servers and share the rate limits. None outside of a run: the servers are
-            those of the configuration, and this process keeps the limits alone.
-
-    Raises:
-        ConfigError: a file with a key cannot be read.
+    `ledgers` list more servers and share the rate limits. None, outside of a run: only configured servers, and limits
+    of this process alone. `ConfigError`: a key file cannot be read.
     """
     clients = {}
     for name, model in config.reward_models.items():
@@ -464,7 +434,7 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
 
 
 def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
-    """Samples of one worker that the rate limit of a model lets out in half of the deadline; None: it has no limits."""
+    """Samples that one worker may send within half of the deadline under the model's rate limit; None: no limit."""
     quota = Quota(model.requests_per_minute, model.tokens_per_minute)
     most = quota.within(_WAITING_SHARE * context.deadline, tokens)
     return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))

@@ -1,9 +1,9 @@
-"""What servers of each kind are asked for a score, and the numbers in their answers. Values only, no I/O.
+"""How each kind of server is asked for a score, and where its answers hold the numbers. No I/O.
 
 | kind | task | route | numbers |
 |---|---|---|---|
-| vllm | classify | `POST /classify` | `data[0].probs`, without the activation: what the model's head gives |
-| vllm | pooling | `POST /pooling` | `data[0].data`; of a list for each token the last |
+| vllm | classify | `POST /classify` | `data[0].probs`, without the activation: the raw output of the head |
+| vllm | pooling | `POST /pooling` | `data[0].data`; for a list per token, the last |
 | sglang | classify | `POST /classify` | `embedding` |
 | sglang | pooling | `POST /v1/embeddings` | `data[0].embedding` |
 """
@@ -18,31 +18,21 @@ from typing import Any, Final
 from streamrl.errors import WireError
 
 _RAW: Final = {"use_activation": False, "activation": False}
-"""Its present and its former name; servers ignore the one that they do not know."""
+"""Its current and its former name. Servers ignore the unknown one."""
 
 
 class UnclearScore(WireError):
-    """An answer with several numbers; the run file has to say which of them is the score."""
+    """An answer with several numbers. `label` in the run file has to say which is the score."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreDialect:
-    """How a kind of server is asked.
-
-    Attributes:
-        path: of the route.
-        takes_messages: the server renders a conversation with its own chat template.
-        body: of the request, from the name of the model and token ids.
-        numbers: of an answer; `LookupError`, TypeError or ValueError: it has none.
-    """
-
-    path: str
-    takes_messages: bool
-    body: Callable[[str, Sequence[int]], dict[str, Any]]
-    numbers: Callable[[Mapping[str, Any]], Any]
+    path: str  # of the route
+    takes_messages: bool  # the server renders messages with its own chat template
+    body: Callable[[str, Sequence[int]], dict[str, Any]]  # from the name of the model and token ids
+    numbers: Callable[[Mapping[str, Any]], Any]  # of an answer; LookupError, TypeError or ValueError if it has none
 
     def conversation(self, model: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The body of a request with messages instead of token ids, where `takes_messages`."""
         return {**_named(model), "messages": list(messages), **_RAW}
 
 
@@ -63,7 +53,6 @@ def _named(model: str) -> dict[str, Any]:
 
 
 def _first(answer: Mapping[str, Any], key: str) -> Any:
-    """A value of the only entry of `data`."""
     (entry,) = answer["data"]
     return entry[key]
 
@@ -79,11 +68,9 @@ DIALECTS: Final[Mapping[tuple[str, str], ScoreDialect]] = {
 
 
 def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | None) -> float:
-    """The score in an answer: its only number, or number `label` (from 0, or from the end when negative).
+    """The only number in an answer, or number `label` (from 0; negative: from the end).
 
-    Raises:
-        WireError: there is no such number, or it is not finite.
-        UnclearScore: there are several without a `label`, or fewer than it says.
+    Raises `WireError` if there is no finite number, `UnclearScore` if there are several without a `label`, or too few.
     """
     try:
         numbers = dialect.numbers(answer)
@@ -104,7 +91,7 @@ def read_score(dialect: ScoreDialect, answer: Mapping[str, Any], label: int | No
 
 
 def finite_number(value: Any, where: str) -> float:
-    """A finite number of JSON; `WireError` for null, text, true, NaN and infinity."""
+    """A finite JSON number; `WireError` for anything else, including true."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise WireError(f"{where} answered {str(value)[:100]!r} where a score was expected")
     return float(value)

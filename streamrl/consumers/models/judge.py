@@ -1,4 +1,4 @@
-"""The reward `judge`: any chat endpoint that speaks as OpenAI's does."""
+"""The reward `judge`: a chat endpoint with OpenAI's protocol grades responses."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ your reasons in a few sentences. Then end with one line of this form, with a who
 could not be better):
 
 Score: NUMBER"""
-"""What a judge is asked if the run file has no prompt."""
+"""Prompt of a judge if the run file has none."""
 REGEX: Final = r"(?im)^[ \t*_#]*score[ \t*_]*:[ \t*_]*([0-9]+(?:\.[0-9]+)?)[ \t*_]*(?:/[ \t]*10[ \t*_.]*|\.[ \t*_.]*)?$"
-"""Reads the answer to `PROMPT` in the event loop. Neighbouring repetitions have no character in common, so the time is
+"""Reads the answer to `PROMPT` in the event loop. Neighbouring repetitions share no characters, so the time is
 proportional to the length of the text."""
 BOUNDS: Final = (0, 10)
 _PROBE_SECONDS: Final = 30.0
@@ -50,40 +50,41 @@ _SEVERAL: Final = 0.7
 """Default temperature of several votes."""
 _MOST_VOTES: Final = 64
 _IGNORES: Final = 2
-"""Answers in a row with one of several votes, after which each vote is a request of its own."""
+"""Answers in a row with one of several votes, after which each vote becomes a request of its own."""
 _PATTERN: Final = CallLimits(cpu=1.0, wall=40.0, memory=256 << 20)
 """Limits of a pattern of the run file for one vote."""
 
 
 class Judge(AskingReward):
-    """Asks a chat model for a verdict on a response. The score is the number that the votes make together.
+    """Asks a chat model for a verdict on a response. The score combines the numbers of the votes.
 
-    A `regex` of the run file is matched in processes that are killed when it takes more than a second of CPU time for
-    one vote, which is unreadable then.
+    A `regex` of the run file is matched in processes that are killed if it takes more than a second of CPU time for one
+    vote; that vote is unreadable.
 
     Args:
         model: its name in `reward_models`.
         prompt: what the judge is asked, with placeholders: `{prompt}`, `{response}`, `{messages}` (JSON, with the
-            response), `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: one that grades from 0 to 10, with its
-            parser.
-        system: message of the system before it, with placeholders as well.
-        regex: see `Parser`.
-        json_path: see `Parser`.
-        choices: see `Parser`.
-        bounds: see `Parser`.
-        cut_off: see `Parser`.
+            response), `{answer}`, `{metadata.KEY}`, `{fence}`, ...; empty: a prompt that grades from 0 to 10.
+        system: system message, with placeholders as well.
+        regex: pattern of Python's `re` that finds the verdict in a vote: its group `score`, or else its only group.
+            The last match counts.
+        json_path: keys and list indices, joined by dots, of the number in the last JSON object of a vote.
+        choices: number of each word that may be the verdict: the group of `regex`, or without `regex` the last line of
+            a vote. Case is ignored.
+        bounds: lowest and highest number; a number outside is no verdict. Required except with `choices`.
+        cut_off: a vote that was cut off at `max_tokens` is unreadable (`fail`), or is read as usual (`read`).
         votes: verdicts on each response.
         quorum: votes that must be readable; empty: more than half of them.
         combine: `mean`, `median` or `majority` of the votes.
         temperature: of the judge; empty: 0 for one vote, 0.7 for several.
         max_tokens: of one vote.
-        tries: how often votes are asked for that are missing, the first time included.
-        separate: ask for each vote by itself; otherwise all come with one request (`n`).
+        tries: how often missing votes are asked for, including the first time.
+        separate: send one request per vote; otherwise one request asks for all (`n`).
         path: of the route below the server's URL.
-        extra: more keys of the request's body; null takes one out.
+        extra: more keys of the request's body; null removes a key.
 
     Raises:
-        PluginError: arguments do not fit together, or a placeholder has no known name.
+        PluginError: arguments do not fit together, or a placeholder is unknown.
     """
 
     deadline = 120.0
@@ -182,7 +183,7 @@ class Judge(AskingReward):
                     raise
             took = loop.time() - began
             if len(ballot.values) >= self._votes or end - began < 2 * took:
-                break  # another try would take longer than the time that is left
+                break  # there may be too little time for another try
         return self._score(ballot)
 
     def _score(self, ballot: Ballot) -> Score:
@@ -197,7 +198,6 @@ class Judge(AskingReward):
         return Score(combined(ballot.values, self._combine), parts, ballot.tokens)
 
     async def _ask(self, messages: list[dict[str, str]], missing: int, seconds: float, ballot: Ballot) -> None:
-        """Ask for the missing votes and add them to the ballot."""
         sizes = [1] * missing if self._separate else [missing]
         asking = (self._request(messages, size, seconds, ballot) for size in sizes)
         for failure in await asyncio.gather(*asking, return_exceptions=True):
@@ -205,7 +205,7 @@ class Judge(AskingReward):
                 raise failure
 
     async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
-        """Send one request for some votes; ask again for those that the server leaves out."""
+        """Send one request for some votes; ask again for votes that the server leaves out."""
         end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._asked.config.model, "messages": messages, **self._keys}
         if votes > 1:
@@ -243,7 +243,7 @@ class Judge(AskingReward):
             await self._ask(messages, votes - len(found), end - asyncio.get_running_loop().time(), ballot)
 
     async def _read(self, vote: Vote) -> float:
-        """The number in a vote; the pattern of a run file is matched in a process that can be killed."""
+        """The number in a vote. A pattern of the run file is matched in a process that can be killed."""
         if self._patterns is None:
             return self._parser.read(vote)
         text = self._parser.text_of(vote)
@@ -264,7 +264,7 @@ class Judge(AskingReward):
         try:
             messages = self._messages(PROBE)
         except DataError:
-            return  # the prompt needs more than this line has
+            return  # the prompt needs fields that `PROBE` lacks
         ballot = Ballot()
         await self._probe(self._ask(messages, self._votes, min(_PROBE_SECONDS, self._limit), ballot))
         if ballot.unreadable:
@@ -273,18 +273,17 @@ class Judge(AskingReward):
 
 
 def _check_votes(votes: int, quorum: int | None, combine: str, temperature: float | None) -> None:
-    """Refuse votes that make no number."""
     _check_count("votes", votes)
     if votes > _MOST_VOTES:
         raise PluginError(f"votes is {votes}", f"at most {_MOST_VOTES}")
     if quorum is not None:
         _check_count("quorum", quorum)
         if quorum > votes:
-            raise PluginError(f"quorum {quorum} is above votes {votes}", "so many could never be readable")
+            raise PluginError(f"quorum {quorum} is above votes {votes}", "a quorum cannot exceed the votes")
     if combine not in {"mean", "median", "majority"}:
         raise PluginError(f"combine is {combine!r}", "it is mean, median or majority")
     if combine == "majority" and votes % 2 == 0:
-        raise PluginError(f"the majority of {votes} votes may be none", "let the number of votes be odd")
+        raise PluginError(f"the majority of {votes} votes may be none", "use an odd number of votes")
     if temperature is not None and (type(temperature) not in {int, float} or not 0 <= temperature <= 2):
         raise PluginError(f"temperature is {temperature!r}", "it is a number from 0 to 2")
     if votes > 1 and temperature == 0:

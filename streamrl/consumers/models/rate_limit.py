@@ -1,13 +1,12 @@
-"""Requests and tokens per minute of a reward model, for all workers together: token buckets in Redis.
+"""Requests and tokens per minute of a reward model, shared by all workers: token buckets in Redis.
 
-A request asks for its turn, waits for it in one line with all others, goes out, and settles: tokens that it did not
-need come back. Each of the two buckets (requests, tokens) holds a twentieth of a minute's quota (`AT_ONCE`) and is
-filled with the rest evenly over a minute, so that no minute sees more than the quota, wherever it begins. A request
-larger than a bucket waits until the bucket is full and goes alone; later ones wait until the excess is made up for.
-Turns are given in the order of asking, so no request waits forever.
+A request waits in one line for its turn, is sent, and settles: it gives back the tokens that it did not use. Each of
+the two buckets (requests, tokens) holds a twentieth of a minute's quota (`AT_ONCE`) and is filled with the rest evenly
+over a minute, so no interval of a minute sees more than the quota. A request larger than a bucket waits for a full
+bucket; later ones wait until the excess is made up for. Turns are given in order, so no request waits forever.
 
-Time is that of the Redis server (`limit_take.lua`). When its clock goes back, what was filled since the last look is
-lost, which is a second at most while a request waits. When it leaps ahead, the buckets are full and no more.
+Time is that of the Redis server (`limit_take.lua`). If its clock goes back, what was filled since the last look is
+lost, at most a second's worth while a request waits. If it jumps ahead, the buckets are just full.
 """
 
 from __future__ import annotations
@@ -33,43 +32,37 @@ AT_ONCE: Final = 0.05
 _MINUTE_MS: Final = 60_000
 _REFILLED: Final = 1 - AT_ONCE
 CAPACITY_MS: Final = int(_MINUTE_MS * AT_ONCE / _REFILLED)
-"""Milliseconds that fill an empty bucket; the size of a request is the milliseconds that bring it back."""
+"""Milliseconds that fill an empty bucket. Sizes of requests are in milliseconds, too: the time to refill them."""
 LOOK_SECONDS: Final = 1.0
-"""Longest pause between two looks of a waiting request, as tokens that come back bring its turn forward."""
+"""Longest pause between two looks of a waiting request, since returned tokens may bring its turn forward."""
 _SETTLE_SECONDS: Final = 2.0
 _FRACTION: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Requests and tokens of a model in a minute; None: no limit."""
-
     requests: int | None
     tokens: int | None
 
     def cost(self, tokens: int) -> tuple[float, float]:
-        """Milliseconds that bring back one request, and `tokens` tokens."""
+        """Milliseconds that refill one request, and `tokens` tokens."""
         request = _MINUTE_MS / (_REFILLED * self.requests) if self.requests else 0.0
         return request, tokens * _MINUTE_MS / (_REFILLED * self.tokens) if self.tokens else 0.0
 
     def within(self, seconds: float, tokens: int) -> int | None:
-        """Requests of `tokens` tokens that go out in so many seconds, at least 1; None: any number."""
+        """Requests of `tokens` tokens that can be sent within `seconds`, at least 1; None: any number."""
         cost = max(self.cost(tokens))
         return max(1, math.floor(_FRACTION * seconds / cost)) if cost else None
 
 
 @dataclass(slots=True)
 class Turn:
-    """The turn of one request that takes `tokens` tokens; `settled` once it is paid or given up."""
-
     id: str
     tokens: int
     settled: bool = False
 
 
 class RedisStore:
-    """Buckets of one model and their line, which all processes of a run share."""
-
     def __init__(self, connection: Connection, keys: Keys, model: str) -> None:
         self._connection = connection
         self._keys = keys.rate_limit(model)
@@ -77,23 +70,19 @@ class RedisStore:
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
         """Ask for a turn, or look again. Safe to repeat.
 
-        Returns:
-            0: it is its turn, and the costs are taken; else milliseconds after which it may be; -1 - so many when they
-            are more than `patience_ms`, and it is not in the line.
+        0: the turn has come, and the costs are taken; positive: milliseconds to wait; negative: -1 - milliseconds, more
+        than `patience_ms`, so the request is not in the line.
         """
-        del costs  # the script reads them in the name of the turn
+        del costs  # the script reads them from the name of the turn
         return int(await self._connection.call("limit_take", self._keys, [turn, CAPACITY_MS, patience_ms]))
 
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """Leave the line; or give back a part of both costs, more where it is below 0. A repeat does nothing."""
+        """Leave the line, or give back a part of both costs (negative: take more). A repeat does nothing."""
         await self._connection.call("limit_settle", self._keys, [turn, *back])
 
 
 class LocalStore:
-    """The same for this process alone, outside of a run.
-
-    A request gets its time when it asks; what others give back helps later ones only.
-    """
+    """As `RedisStore`, outside of a run. A request's time is fixed when it asks; returned tokens help later ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -102,7 +91,6 @@ class LocalStore:
         self._begins: dict[str, float] = {}
 
     async def take(self, turn: str, costs: tuple[float, float], patience_ms: int) -> int:
-        """As `RedisStore.take`."""
         now = self._clock() * 1000
         begin = self._begins.get(turn)
         if begin is None:
@@ -116,14 +104,11 @@ class LocalStore:
         return max(0, math.ceil(begin - now))
 
     async def settle(self, turn: str, back: tuple[float, float]) -> None:
-        """As `RedisStore.settle`."""
         if self._begins.pop(turn, None) is not None:
             self._full_at = tuple(full - part for full, part in zip(self._full_at, back, strict=True))
 
 
 class RateLimit:
-    """The rate limit of one reward model in one process. `model` is its name in `reward_models`, for messages."""
-
     def __init__(self, model: str, quota: Quota, store: RedisStore | LocalStore) -> None:
         self._model, self._quota, self._store = model, quota, store
         self._nonce = secrets.token_hex(8)
@@ -132,11 +117,8 @@ class RateLimit:
     async def take(self, tokens: int, deadline: float) -> Turn:
         """Wait for the turn of a request of `tokens` tokens, for at most `deadline` seconds.
 
-        The caller calls `settle` at the end of the request. A cancelled wait leaves the line.
-
-        Raises:
-            RewardUnavailable: its turn is not within that time; nothing was taken.
-            Unreachable: Redis is away.
+        The caller calls `settle` at the end of the request. A cancelled wait leaves the line. `RewardUnavailable`: no
+        turn within that time, and nothing was taken. `Unreachable`: Redis is away.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
@@ -162,7 +144,7 @@ class RateLimit:
         await self._settle(turn, (0.0, self._quota.cost(turn.tokens - tokens)[1]))
 
     async def _settle(self, turn: Turn, back: tuple[float, float]) -> None:
-        """Settle, once. If Redis is away, the costs stay taken, as those of a process that died."""
+        """Settle once. If Redis is away, the costs stay taken, as for a process that died."""
         if turn.settled:
             return
         turn.settled = True

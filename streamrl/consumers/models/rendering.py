@@ -1,9 +1,9 @@
-"""A prompt and its response as the reward model reads them: with its own chat template and its own tokenizer.
+"""A prompt and its response in the form of the reward model: its own chat template and tokenizer.
 
 The response was sampled with another tokenizer, so its text is encoded again. The `tokenizers` package reads the files,
 because a reward worker has no torch. The ids are those of transformers' `apply_chat_template`, with one difference: a
-special token that is spelled out in a message is text. Otherwise a response could end its own turn and praise itself in
-the next one. Without a template the special tokens of the prompt count, and those of the response are text.
+special token spelled out in a message is encoded as text. Otherwise a response could end its own turn and praise itself
+in the next one. Without a template, special tokens in the prompt are kept, and those in the response are text.
 """
 
 from __future__ import annotations
@@ -28,22 +28,17 @@ if TYPE_CHECKING:
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _OPEN: Final = "\ufdd0"
 _CLOSE: Final = "\ufdd1"
-# Unicode will never assign these two. They mark what is encoded as text, and are removed from all texts before.
+# Unicode will never assign these two. They mark parts to encode as text; they are first removed from all texts.
 _MARKS: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 _INSTALL: Final = "pip install 'streamrl[reward-models]'"
 
 
 class Renderer:
-    """Text and token ids of samples for one reward model. Safe to use in threads; slow to make.
+    """Text and token ids of samples for one reward model. Thread-safe; slow to construct.
 
-    Args:
-        name: directory of the model, or its name on the hub, which is asked for what is not in its cache.
-        mode: `chat`: with the template; `plain`: prompt and response one after the other, as the policy read them;
-            None: chat where there is a template, plain where there is none and the prompt is plain text.
-        template: file with a chat template that takes the place of the model's own.
-
-    Raises:
-        ConfigError: a package or a file is missing, or cannot be used.
+    `name` is a directory or a name on the hub. `mode`: `chat` uses the template; `plain` joins prompt and response as
+    the policy read them; None: chat if there is a template, else plain, for text prompts only. `template` replaces the
+    model's own. `ConfigError`: a package or a file is missing, or cannot be used.
     """
 
     def __init__(
@@ -86,11 +81,7 @@ class Renderer:
         return backend
 
     def ids(self, sample: RewardSample) -> list[int]:
-        """Token ids of a prompt and its response.
-
-        Raises:
-            DataError: the chat template refuses the messages, or there is none for messages.
-        """
+        """Token ids of prompt and response; `DataError`: the messages do not fit the template, or there is none."""
         if self._template is None:
             return self._plain(sample)
         messages = [self._marked(message) for message in conversation(sample)]
@@ -124,7 +115,7 @@ class Renderer:
             raise DataError(f"the chat template of {self._name} refuses the messages: {error}") from error
 
     def _pieces(self, text: str) -> list[tokenizers.Encoding]:
-        """Encodings of the parts of a text; special tokens in marked parts are text."""
+        """Encodings of the parts of a text. Special tokens in marked parts are encoded as text."""
         encodings = []
         for number, piece in enumerate(_MARKS.split(text)):
             if piece or not number:
@@ -133,7 +124,7 @@ class Renderer:
         return encodings
 
     def _as_text(self) -> tokenizers.Tokenizer:
-        """The tokenizer without special tokens; few runs ever need it."""
+        """The tokenizer without special tokens, loaded at first use because few runs need it."""
         if self._literal is None:
             literal = self._load()
             literal.encode_special_tokens = True
@@ -141,7 +132,7 @@ class Renderer:
         return self._literal
 
     def _marked(self, value: Any) -> Any:
-        """A message with its special tokens marked and without what is None."""
+        """A message with its special tokens marked, and without None values."""
         if isinstance(value, str):
             return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", _clean(value))
         if isinstance(value, Mapping):
@@ -156,18 +147,18 @@ def _clean(text: str) -> str:
 
 
 def check_template(path: Path) -> None:
-    """Check a chat template; `ConfigError`: the file cannot be read, or is no jinja template."""
+    """`ConfigError` if the file cannot be read or is not a jinja template."""
     _compiled(_read(path, "args.chat_template"), str(path))
 
 
 def _compiled(template: str, name: str) -> jinja2.Template:
-    """A chat template as transformers compiles it: sandboxed, with the few names that templates use."""
+    """Compile as transformers does: sandboxed, with the few names that templates use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model wrote, which changes nothing here."""
+        """`{% generation %}` marks the text of the model; it has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012 (as in the class of jinja)
 
@@ -197,7 +188,6 @@ def _compiled(template: str, name: str) -> jinja2.Template:
 
 
 def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The model's template: a file of its own, else in the settings, where several may have names."""
     if (folder / _TEMPLATE).is_file():
         return _read(folder / _TEMPLATE, _TEMPLATE)
     found = settings.get("chat_template")
@@ -207,19 +197,18 @@ def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by the names that templates use (`bos_token`); a file has them as text or with their flags."""
+    """Special tokens by the names that templates use (`bos_token`). Files hold them as text or as mappings."""
     named = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _folder(name: str) -> Path:
-    """The directory with the files of a model: its own, else from the hub or its cache."""
     if name and Path(name).is_dir():
         return Path(name)
     if Path(name).is_absolute() or not name:
         raise ConfigError(
-            f"{name or 'the model'} is no directory", "reward_models.NAME.model or args.tokenizer names it"
+            f"{name or 'the model'} is not a directory", "reward_models.NAME.model or args.tokenizer names it"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

@@ -1,4 +1,4 @@
-"""The reward `reward_model`: a model with a head that gives a number, behind vLLM, SGLang or any server with JSON."""
+"""The reward `reward_model`: a model with a scalar head behind vLLM, SGLang or any JSON server."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 10.0
 _LONG: Final = 20_000
-"""Characters from which a text is encoded in a thread, as it would hold up the event loop for milliseconds."""
+"""Characters from which a text is encoded in a thread, since encoding would hold the event loop for milliseconds."""
 _TEMPLATE_ARGS: Final = ("path", "body", "value")
 _TEXT_ARGS: Final = ("text", "tokenizer", "chat_template", "label")
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """The request for one sample, and how its answer is read."""
-
     path: str
     body: Mapping[str, Any]
     read: Callable[[Mapping[str, Any]], float]
@@ -40,19 +38,19 @@ class _Question:
 
 
 class RewardModel(AskingReward):
-    """Scores a response with a model that is trained to. The score is the raw number of its head.
+    """Scores a response with a trained reward model. The score is the raw number of its head.
 
     Args:
         model: its name in `reward_models`.
         text: how a sample becomes text. `chat`: the reward model's own chat template; `plain`: prompt and response one
-            after the other; `server`: the messages go to the server, which has a template (vLLM); empty: chat where
-            the model has a template.
+            after the other; `server`: messages are sent to the server, which has a template (vLLM); empty: chat if the
+            model has a template.
         tokenizer: directory or hub name of tokenizer and template; empty: `model` of `reward_models`.
-        chat_template: file with a template that takes the place of the model's own.
-        label: which number of several is the score, from 0; negative: from the end.
-        path: for servers of kind template: where the body goes.
+        chat_template: file with a template that replaces the model's own.
+        label: index of the score if the model gives several numbers, from 0; negative: from the end.
+        path: for servers of kind template: route of the request.
         body: for servers of kind template: JSON with placeholders such as `{prompt}` and `{response}`.
-        value: for servers of kind template: where the score is in the answer, for example `result.score`.
+        value: for servers of kind template: path of the score in the answer, for example `result.score`.
 
     Raises:
         PluginError: arguments do not fit together.
@@ -105,7 +103,7 @@ class RewardModel(AskingReward):
         try:
             question = self._question(PROBE)
         except DataError:
-            return  # the body needs more than this prompt has
+            return  # the body needs fields that `PROBE` lacks
         await self._probe(self._ask(question, min(_PROBE_SECONDS, self._limit)))
 
     @override
@@ -164,5 +162,4 @@ class RewardModel(AskingReward):
 
 
 def _estimate(sample: RewardSample) -> int:
-    """Tokens of a sample, if the server counts them."""
     return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1

@@ -6,7 +6,7 @@ UNCHECKED --health answers--> SERVING --faults in a row, or health missed--> EJE
                                  +--one request succeeds-- TRIAL <--health answers, pause over
 ```
 
-A request calls `pick`, then `began`, and at its end once `ended`, which gives the slot back. A server that says "not
+A request calls `pick`, then `began`, and finally `ended`, once, which gives the slot back. A server that answers "not
 now" (429, 503) rests and keeps its state. A removed server gets no new requests and is forgotten after its last one.
 """
 
@@ -22,29 +22,25 @@ EJECT_AFTER: Final = 3
 """Faults, or missed health checks, in a row after which a server is ejected."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
-"""Longest ejection in seconds; it doubles from `FIRST_PAUSE` with each ejection without a success in between."""
+"""Longest ejection in seconds. It starts at `FIRST_PAUSE` and doubles with each ejection without a success between."""
 FIRST_REST: Final = 0.25
-"""Rest in seconds of a busy server that names no time; doubled up to `LONGEST_PAUSE`."""
+"""Rest in seconds of a busy server that names no time; doubles up to `LONGEST_PAUSE`."""
 RECENT: Final = 10.0
 """Seconds after a fault in which a server gets requests only when the others have no free slot."""
 
 
 class RequestOutcome(StrEnum):
-    """How a request ended, as the router sees it."""
-
     OK = "ok"
-    """An answer, or the refusal of a request that is wrong."""
+    """An answer, or a refusal because the request itself is wrong."""
     FAULT = "fault"
-    """No answer in time, a broken connection, an error of the server, or an answer without meaning."""
+    """No answer in time, a broken connection, an error of the server, or an unreadable answer."""
     BUSY = "busy"
-    """The server said "not now"."""
+    """The server answered "not now"."""
     CANCELLED = "cancelled"
     """The client stopped waiting, which says nothing about the server."""
 
 
 class PoolServerState(StrEnum):
-    """Of a server."""
-
     UNCHECKED = "unchecked"
     SERVING = "serving"
     TRIAL = "trial"
@@ -56,57 +52,38 @@ _WORKING: Final = frozenset({PoolServerState.SERVING, PoolServerState.TRIAL})
 
 @dataclass(slots=True, eq=False)
 class PoolServer:
-    """A server as the router has it; others only read it.
-
-    Attributes:
-        leaving: it was removed and only ends its requests.
-        work: cost of the requests in flight.
-        picked: number of its last request among those of all servers.
-        failed: all requests that ended with its fault.
-        in_a_row: faults since the last success.
-        missed: failed health checks in a row.
-        busy: times in a row that it said "not now".
-        ejections: in a row, without a success in between.
-        until: when its ejection, or its rest, is over.
-        faulted_at: time of the last fault, if no success came after it.
-        why: the last fault; empty when there was none since the last success.
-    """
+    """A server. Only the router changes it."""
 
     url: str
     state: PoolServerState = PoolServerState.UNCHECKED
-    leaving: bool = False
+    leaving: bool = False  # removed; finishes its requests
     in_flight: int = 0
-    work: int = 0
-    picked: int = 0
-    failed: int = 0
-    in_a_row: int = 0
-    missed: int = 0
-    busy: int = 0
-    ejections: int = 0
+    work: int = 0  # cost of the requests in flight
+    picked: int = 0  # number of its last request, counted over all servers
+    failed: int = 0  # all faults
+    in_a_row: int = 0  # faults since the last success
+    missed: int = 0  # failed health checks in a row
+    busy: int = 0  # times in a row that it answered "not now"
+    ejections: int = 0  # without a success between
     ejected_at: float = -math.inf
-    until: float = -math.inf
-    faulted_at: float = -math.inf
+    until: float = -math.inf  # end of its ejection or rest
+    faulted_at: float = -math.inf  # last fault without a later success
     answered_at: float = -math.inf
-    why: str = ""
+    why: str = ""  # last fault since the last success
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A slot of a server that a request has, from `began` to `ended`."""
-
     server: PoolServer
     began: float
     cost: int
 
     @property
     def url(self) -> str:
-        """Of the server."""
         return self.server.url
 
 
 class Router:
-    """The servers of one reward model. All times are of one clock, in seconds."""
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._servers: dict[str, PoolServer] = {}
@@ -114,25 +91,23 @@ class Router:
 
     @property
     def urls(self) -> frozenset[str]:
-        """Servers of the list, as it was followed last."""
         return frozenset(url for url, server in self._servers.items() if not server.leaving)
 
     @property
     def known(self) -> frozenset[str]:
-        """`urls`, and those that were removed and still have requests."""
+        """`urls`, and removed servers that still have requests."""
         return frozenset(self._servers)
 
     @property
     def slots(self) -> int:
-        """Requests that all servers take at the same time as they are now; where none works, those of one."""
+        """Requests that all working servers take at once; if none works, those of one."""
         return max(self._limit, sum(self._slots_of(server) for server in self._others()))
 
     def standings(self) -> list[PoolServer]:
-        """How each server is, in the order in which they were added."""
         return list(self._servers.values())
 
     def follow(self, urls: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Make `urls` the servers; returns those that are new and those that were removed.
+        """Make `urls` the servers; returns new and removed ones.
 
         A new server gets requests after its first health check. One that comes back before its last request has ended
         keeps its state.
@@ -148,10 +123,7 @@ class Router:
         return added, removed
 
     def pick(self, now: float, exclude: Collection[str] = ()) -> str | None:
-        """The server with the least work that has a free slot now; None when none has.
-
-        Servers with a recent fault come last, ordered by the time of the fault.
-        """
+        """The server with the least work that has a free slot, or None. Servers with a recent fault come last."""
         able = [
             server
             for server in self._others(exclude)
@@ -167,19 +139,18 @@ class Router:
         return min(able, key=rank).url
 
     def works(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` works, even if it is full or rests: waiting for it helps."""
+        """Whether waiting for a server outside of `exclude` helps: it works, even if it is full or rests."""
         return any(True for _ in self._others(exclude))
 
     def lacks_slots(self, exclude: Collection[str] = ()) -> bool:
-        """Whether a server outside of `exclude` serves and does not rest: a request only lacks a free slot."""
+        """Whether a server outside of `exclude` serves and does not rest, so that a request only lacks a free slot."""
         return any(server.state is PoolServerState.SERVING and not server.busy for server in self._others(exclude))
 
     def first_rest_ends(self, now: float, exclude: Collection[str] = ()) -> float | None:
-        """When the first rest of a server outside of `exclude` ends; None when none rests."""
+        """When the first server outside of `exclude` ends its rest; None if none rests."""
         return min((server.until for server in self._others(exclude) if server.until > now), default=None)
 
     def began(self, url: str, now: float, cost: int = 1) -> Claim:
-        """Count a request at a server that `pick` named."""
         server = self._servers[url]
         self._ticks += 1
         server.picked = self._ticks
@@ -190,7 +161,7 @@ class Router:
     def ended(
         self, claim: Claim, outcome: RequestOutcome, now: float, why: str = "", rest: float | None = None
     ) -> PoolServerState | None:
-        """Give the slot back, once, and update the server; returns its new state when this changed it."""
+        """Give the slot back, once, and update the server; returns its new state if it changed."""
         server = claim.server
         before = server.state
         server.in_flight -= 1
@@ -205,7 +176,7 @@ class Router:
         return None if server.state is before else server.state
 
     def to_check(self, now: float, seconds: float) -> list[str]:
-        """Servers whose health should be checked, as no request of theirs succeeded within the last `seconds`."""
+        """Servers that need a health check: no request succeeded within `seconds`."""
         return [
             server.url
             for server in self._servers.values()
@@ -215,7 +186,6 @@ class Router:
         ]
 
     def checked(self, url: str, now: float, *, healthy: bool, why: str = "") -> PoolServerState | None:
-        """Update a server, if it is known, by a health check; returns its new state when this changed it."""
         server = self._servers.get(url)
         if server is None:
             return None
@@ -231,7 +201,6 @@ class Router:
         return None if server.state is before else server.state
 
     def _others(self, exclude: Collection[str] = ()) -> Iterator[PoolServer]:
-        """The working servers outside of `exclude`."""
         for server in self._servers.values():
             if server.state in _WORKING and not server.leaving and server.url not in exclude:
                 yield server

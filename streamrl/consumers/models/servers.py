@@ -1,7 +1,7 @@
-"""The servers of a run's reward models: those of the configuration, those that people add, those that streamrl starts.
+"""The servers of a run's reward models: configured, added by commands, or started by streamrl.
 
-A server that streamrl starts is a role (`reward_model.NAME.N`), and its heartbeat is its entry: it has the URL, says
-whether the server sleeps, and vanishes with the role. What people add or remove is kept until they undo it.
+A server that streamrl starts is a role (`reward_model.NAME.N`). Its heartbeat holds the URL and whether the server
+sleeps, and vanishes with the role. Servers added or removed by commands stay so until the opposite command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class RewardServer:
-    """A server of a reward model. `name` is the role that started it, else its URL; it is not asked until `awake`."""
+    """A server of a reward model. `name` is the role that started it, else its URL. Asked only while `awake`."""
 
     name: str
     url: str
@@ -33,17 +33,15 @@ class RewardServer:
 
 
 class RewardServers:
-    """Which servers each reward model of a run has now."""
-
     def __init__(self, ledgers: Ledgers) -> None:
         self._connection = ledgers.connection
         self._train, self._held_out = ledgers.train.keys, ledgers.evaluation.keys
         self._roles = ledgers.roles
 
     async def present(self, model: str, configured: Sequence[str] = ()) -> list[RewardServer]:
-        """Servers of a model that can be reached from this host, with sleeping ones and the `configured` URLs.
+        """Servers of a model that this host can reach, including sleeping ones and the `configured` URLs.
 
-        A server that is being started, whose role died, or on the loopback interface of another host is not listed.
+        Left out: servers that are starting, whose role died, or on the loopback interface of another host.
         """
         enlisted, roles = await asyncio.gather(
             read_enlisted(self._connection, self._train.reward_servers(model)),
@@ -62,20 +60,19 @@ class RewardServers:
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 
     async def removed(self, model: str) -> set[str]:
-        """Names and URLs of the servers that people removed from a model."""
         return _removed(await read_enlisted(self._connection, self._train.reward_servers(model)))
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:
-        """Add a server by its URL, or remove one by URL or role; False when it was so already.
+        """Add a server by its URL, or remove one by URL or role; False if nothing changes.
 
-        A removed server that streamrl started runs on, and is not asked.
+        A removed server that streamrl started keeps running but is not asked.
         """
         return bool(await self._connection.call("enlist", [self._train.reward_servers(model)], [name, int(present)]))
 
     async def waiting(self, group: int, held_out: int) -> int:
-        """Samples of the run without a score, training and held-out ones, leased ones included.
+        """Samples of the run without a score, training and held-out, leased ones included.
 
-        `group` and `held_out` are the sizes of a group: an entry of `rollouts` is one while groups are scored whole.
+        `group` and `held_out` are the group sizes: an entry of `rollouts` is a group while groups are scored whole.
         """
 
         async def of(keys: Keys, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Requests to any other kind of server: a JSON body with placeholders, and where the score is in the answer.
+"""Requests to any other server: a JSON body with placeholders, and the path of the score in the answer.
 
 ```yaml
 args:
@@ -8,8 +8,8 @@ args:
   value: result.score
 ```
 
-A string that is one placeholder and nothing else becomes the value itself (a list stays a list); a placeholder within
-a longer string becomes text. `{{` and `}}` are braces.
+A string that is exactly one placeholder becomes the value itself (a list stays a list); a placeholder within a longer
+string becomes text. `{{` and `}}` stand for braces.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
 def conversation(sample: RewardSample) -> list[dict[str, Any]]:
-    """The messages of a sample, with its response as the last; a plain prompt is one message of the user."""
+    """The messages of a sample and, last, its response; a text prompt is one message of the user."""
     before = sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}]
     return [*before, {"role": "assistant", "content": sample.text}]
 
 
 def fence(sample: RewardSample) -> str:
-    """Twelve digits for delimiters around a response. They are a hash of it, so it cannot contain them."""
+    """Twelve digits for delimiters around a response: a hash of it, so that it cannot contain them."""
     return hashlib.blake2b(f"{sample.prompt.text}\0{sample.text}".encode(errors="replace"), digest_size=6).hexdigest()
 
 
@@ -56,30 +56,21 @@ _METADATA: Final = "metadata."
 
 
 class Body:
-    """A body with placeholders; `placeholders` are their names.
-
-    Raises:
-        PluginError: a placeholder has no known name, or a brace is alone.
-    """
-
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
         self.placeholders = frozenset(_placeholders(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
-        """The body for a sample; `DataError`: the prompt has no answer, or its metadata lacks a key."""
         return {key: _filled(value, sample) for key, value in self._body.items()}
 
 
 class Template(Body):
-    """A body with placeholders, and the way to the score in the answer."""
-
     def __init__(self, body: Mapping[str, Any], value: str) -> None:
         super().__init__(body)
         self._way = way_of(value, "value")
 
     def read(self, answer: Mapping[str, Any]) -> float:
-        """The score in an answer; `WireError`: it is not there, or no finite number."""
+        """The score in an answer; `WireError`: it is missing, or not a finite number."""
         try:
             found = at(answer, self._way)
         except LookupError as error:
@@ -88,15 +79,15 @@ class Template(Body):
 
 
 def way_of(path: str, arg: str) -> list[str]:
-    """The steps of a path such as `data.0.score`; `PluginError`: one is empty."""
+    """Split a path such as `data.0.score`; `PluginError`: a step is empty."""
     way = path.split(".")
     if not all(way):
-        raise PluginError(f"{arg} {path!r} leads nowhere", "write it with dots: result.score, data.0.score")
+        raise PluginError(f"{arg} {path!r} has an empty step", "write it with dots: result.score, data.0.score")
     return way
 
 
 def at(value: Any, way: Sequence[str]) -> Any:
-    """What is at the end of a way of keys and numbers of list entries; `LookupError` when there is nothing."""
+    """Follow a path of keys and list indices; `LookupError` if it leads nowhere."""
     try:
         for step in way:
             value = value[int(step)] if isinstance(value, list) else value[step]
@@ -141,7 +132,7 @@ def _text(match: re.Match[str], sample: RewardSample) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value within text: JSON, unless it is text."""
+    """The value within text: strings as they are, others as JSON."""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 

@@ -1,6 +1,6 @@
-"""From what a judge writes to a number: the votes in an answer, the verdict in a vote, one number of several. No I/O.
+"""From a judge's answer to a number: the votes in it, the verdict in each vote, one number of all. No I/O.
 
-What cannot be read is `Unreadable` and never a number.
+Whatever cannot be read raises `Unreadable`; it never becomes a number.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from streamrl.errors import DataError, PluginError, WireError
 Combine = Literal["mean", "median", "majority"]
 
 _MOST_TEXT: Final = 20_000
-"""Characters at the end of a vote that are read, since verdicts are at the end and patterns take time."""
+"""Characters at the end of a vote that are read: verdicts are at the end, and patterns take time."""
 _MOST_OBJECTS: Final = 512
 _MARKUP: Final = " \t*_`\"'.,:;!#>()"
-"""What may stand around a choice on its line."""
+"""Characters that may surround a choice on its line."""
 
 
 class Unreadable(DataError):
@@ -32,7 +32,7 @@ class Unreadable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One of the texts that a judge wrote: `cut` off at its limit, or None with the reason `why`."""
+    """One text of a judge. `cut`: off at its limit. `text` is None for the reason `why`."""
 
     text: str | None
     cut: bool = False
@@ -41,7 +41,7 @@ class Vote:
 
 @dataclass(slots=True)
 class Ballot:
-    """The votes on one sample: their `values`, how many were `unreadable` (`last`: why), and their cost in `tokens`."""
+    """The votes on one sample. `last` says why the last `unreadable` one was so; `tokens` is their cost."""
 
     values: list[float] = field(default_factory=list)
     unreadable: int = 0
@@ -50,7 +50,7 @@ class Ballot:
 
 
 def votes_of(answer: Mapping[str, Any], most: int) -> list[Vote]:
-    """The votes in an answer of a chat endpoint, at most `most`; `WireError`: it has none, or another shape."""
+    """At most `most` votes in the answer of a chat endpoint; `WireError` if it has none, or another shape."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise WireError(f"an answer without choices: {str(answer)[:200]}")
@@ -63,31 +63,14 @@ def _vote(choice: Any) -> Vote:
         raise WireError(f"a choice without a message: {str(choice)[:200]}")
     text, finish = message.get("content"), choice.get("finish_reason")
     if text is not None and not isinstance(text, str):
-        raise WireError(f"a message whose content is no text: {str(message)[:200]}")
+        raise WireError(f"a message whose content is not text: {str(message)[:200]}")
     if message.get("refusal"):
         return Vote(None, why=f"the judge refuses: {str(message['refusal'])[:100]}")
     return Vote(text or None, finish == "length", f"no text (finish_reason {finish})")
 
 
 class Parser:
-    """Reads the verdict in a vote, by `regex`, `json_path` or `choices`, or by `regex` and `choices` together.
-
-    Attributes:
-        regex: compiled; None: the verdict is found without a pattern.
-        group: of its match that is the verdict.
-
-    Args:
-        regex: pattern of Python's `re` whose group `score`, or else the first, is the verdict; its last match counts.
-        json_path: keys and numbers of list entries, with dots between them, that lead to the number in the last JSON
-            object of the vote.
-        choices: number of each word that may be the verdict: of the group of `regex`, or alone on the last line of the
-            vote; upper and lower case are the same.
-        bounds: lowest and highest number; what is outside is no verdict. Needed but for choices.
-        cut_off: what a vote is that was cut off at its limit: `fail`: unreadable, or `read`.
-
-    Raises:
-        PluginError: they do not fit together.
-    """
+    """Reads the verdict in a vote, by `regex`, `json_path`, `choices`, or `regex` and `choices`. See `Judge`."""
 
     def __init__(
         self,
@@ -101,7 +84,7 @@ class Parser:
         if regex is None and json_path is None and choices is None:
             raise PluginError("nothing says how the verdict is read", "give regex, json_path or choices")
         if json_path is not None and (regex is not None or choices is not None):
-            raise PluginError("json_path leads to the number: regex and choices are not for it")
+            raise PluginError("json_path excludes regex and choices")
         if cut_off not in {"fail", "read"}:
             raise PluginError(f"cut_off is {cut_off!r}", "it is fail or read")
         self.regex = None if regex is None else _compiled(regex)
@@ -112,7 +95,7 @@ class Parser:
         self._reads_cut = cut_off == "read"
 
     def read(self, vote: Vote) -> float:
-        """The number in a vote; `Unreadable`: there is none, or it is out of bounds. The pattern may take long."""
+        """The number in a vote; `Unreadable`: there is none, or it is out of bounds. A pattern may take long."""
         text = self.text_of(vote)
         if self._way is not None:
             return self._within(self._in_json(text, self._way), text)
@@ -120,7 +103,6 @@ class Parser:
         return self.verdict(last_line if self.regex is None else _matched(self.regex, self.group, text), text)
 
     def text_of(self, vote: Vote) -> str:
-        """The end of a vote, which is read; `Unreadable`: it has no text, or was cut off."""
         if vote.text is None:
             raise Unreadable(vote.why)
         text = vote.text[-_MOST_TEXT:]
@@ -129,7 +111,7 @@ class Parser:
         return text
 
     def verdict(self, word: str | None, text: str) -> float:
-        """The number of a word in a text; `Unreadable`: it is None, as the pattern does not match, or no verdict."""
+        """The number that `word` stands for; `Unreadable`: it is no verdict, or the pattern did not match."""
         if word is None:
             raise Unreadable(f"the regex does not match: {_end(text)}")
         word = word.strip()
@@ -141,7 +123,7 @@ class Parser:
         try:
             number = float(word)
         except ValueError:
-            raise Unreadable(f"{word[:50]!r} is no number") from None
+            raise Unreadable(f"{word[:50]!r} is not a number") from None
         return self._within(number, text)
 
     def _within(self, number: float, text: str) -> float:
@@ -156,15 +138,15 @@ class Parser:
         except LookupError:
             raise Unreadable(f"no JSON object with {'.'.join(way)}: {_end(text)}") from None
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise Unreadable(f"{'.'.join(way)} is {str(found)[:50]!r}, no number")
+            raise Unreadable(f"{'.'.join(way)} is {str(found)[:50]!r}, not a number")
         try:
             return float(found)
         except OverflowError:
-            raise Unreadable(f"{'.'.join(way)} is no finite number") from None
+            raise Unreadable(f"{'.'.join(way)} is not a finite number") from None
 
 
 def combined(values: Sequence[float], how: Combine) -> float:
-    """One number of several votes; `Unreadable`: two values have the `majority`."""
+    """One number of several votes; `Unreadable`: there is no `majority`."""
     if how == "mean":
         return math.fsum(values) / len(values)
     if how == "median":
@@ -192,7 +174,7 @@ def _choices(choices: Mapping[str, float]) -> dict[str, float]:
     for word, number in choices.items():
         if not isinstance(word, str):
             raise PluginError(
-                f"choice {word!r} is no text", "write it in quotes: YAML reads yes and no as true and false"
+                f"choice {word!r} is not text", "write it in quotes: YAML reads yes and no as true and false"
             )
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise PluginError(f"choice {word!r} is worth {number!r}", "give a number")
@@ -218,7 +200,6 @@ def _bounds(bounds: Sequence[float] | None, *, needed: bool) -> tuple[float, flo
 
 
 def _plain(word: str) -> str:
-    """A choice without case and surrounding markup."""
     return word.strip().strip(_MARKUP).casefold()
 
 
@@ -230,7 +211,7 @@ def _matched(pattern: re.Pattern[str], group: str | int, text: str) -> str | Non
 
 
 def _last_object(text: str) -> Any:
-    """The last JSON object in a text that is in no other one; None: there is none."""
+    """The last JSON object that is inside no other one; None: there is none."""
     decoder, found, place = json.JSONDecoder(), None, text.find("{")
     for _ in range(_MOST_OBJECTS):
         if place < 0:

@@ -1,4 +1,4 @@
-"""The rule `code`: finds the program in the response, and runs the tests of the prompt against it."""
+"""The rule `code`: runs the tests of the prompt against the program in the response."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ _LIST_MARK: Final = re.compile(r"^([-*+]|[0-9]{1,9}[.)])[ \t]+(?=```|~~~)")
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
-    """A fenced block: its language in lower case (empty: none is named) and the text between the fences."""
+    """A fenced block: its language in lower case (empty: none given) and its text."""
 
     language: str
     text: str
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """The closed fenced blocks of `text`; one that is open at the end was cut off and does not count.
+    """The closed fenced blocks of `text`. A block that is still open at the end was cut off and does not count.
 
-    A fence is a line of at least three backticks or tildes, also right behind the mark of a list item; a line of the
-    same character that is at least as long closes it. The lines of a block lose the white space before the fence. The
-    time is proportional to the length of the text.
+    A fence is a line of at least three backticks or tildes, possibly after the mark of a list item; it is closed by a
+    line of the same character, at least as long. Lines lose the indentation of the fence. Takes linear time.
     """
     blocks: list[CodeBlock] = []
     fence, language, indent = "", "", 0
@@ -63,10 +62,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def _outdented(lines: list[str], indent: int) -> list[str]:
-    """Lines without up to `indent` characters of white space at their start.
-
-    If the first line has less, only the fence was indented, and the lines stay as they are.
-    """
+    """Lines without up to `indent` leading characters; unchanged if the first line has less (only the fence had it)."""
     blanks = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next((blank for line, blank in zip(lines, blanks, strict=True) if line.strip()), 0)
     if first < indent:
@@ -75,7 +71,7 @@ def _outdented(lines: list[str], indent: int) -> list[str]:
 
 
 def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | None:
-    """The last block in one of the languages; not `fenced`: else the whole text, if it has no block."""
+    """The last block in one of the languages. If not `fenced`, a text without any block counts as a whole."""
     blocks = code_blocks(text)
     found = [block.text for block in blocks if block.language in languages]
     if found:
@@ -84,7 +80,6 @@ def program_in(text: str, languages: Collection[str], *, fenced: bool) -> str | 
 
 
 def _marks(words: str) -> str:
-    """The fence that a line begins with; empty without one."""
     if not words or words[0] not in _FENCES:
         return ""
     length = len(words) - len(words.lstrip(words[0]))
@@ -104,8 +99,6 @@ _OUR_PROCESSES: Final = 2
 
 @dataclass(slots=True)
 class _Tally:
-    """The verdicts so far, and the time that the tests took."""
-
     total: float
     spent: float = 0.0
     cpu: float = 0.0
@@ -114,11 +107,6 @@ class _Tally:
     detail: str = ""
 
     def add(self, verdict: str, execution: Execution) -> None:
-        """Count a test; the first crash gives the detail.
-
-        Raises:
-            SandboxError: the host is so busy that the tests took ten times their time without using it.
-        """
         self.counts[verdict] += 1
         if verdict == "crashed" and not self.detail:
             said, code = last_lines(execution.stderr), execution.code or 0
@@ -140,31 +128,32 @@ class _Tally:
 class Code(Reward):
     """The share of the prompt's tests that the program in the response passes, each in a sandbox of its own.
 
-    A response without a program scores 0; a prompt without tests, and a sandbox that does not work, are errors and no
-    scores. Parts: `tests`, and how many `passed`, were `wrong`, `crashed`, went over `time`, `memory` or `output`, or
-    were `unrun` because the time for all tests was up or one had failed with `credit: all`.
+    A response without a program scores 0. Missing tests, or a sandbox that does not work, are errors, not scores.
+    Parts: `tests`, and how many `passed`, were `wrong`, `crashed`, exceeded `time`, `memory` or `output`, or were
+    `unrun` because the time for all tests was up, or after a failure with `credit: all`.
 
     Args:
         tests: key of the metadata with the tests of the prompt.
-        entry_point: key of the metadata with the name of the function that is tested, for HumanEval's `check(...)`.
-        credit: `share` of the tests that are passed, or `all`: 1 when every one is.
-        max_tests: only so many, the first ones; None: all.
-        languages: of fenced blocks that are programs; empty text for blocks that name none.
-        fenced: without a fenced block there is no program; otherwise the whole response is one then.
-        command: what runs a program that is not Python: words, `{file}` is its path; the first is looked up in PATH.
+        entry_point: key of the metadata with the name of the tested function, for HumanEval's `check(...)`.
+        credit: `share`: the share of passed tests; `all`: 1 if all pass, else 0.
+        max_tests: run the first tests only, at most so many; None: all.
+        languages: languages of fenced blocks that are programs; empty text for blocks that name none.
+        fenced: true: only a fenced block is a program; false: without one the whole response is.
+        command: words of the command that runs a program other than Python. `{file}` is the program's path; the first
+            word is looked up in PATH.
         file: name of the program's file.
-        python: interpreter of the programs; empty: the one of streamrl without the packages of its environment.
+        python: interpreter of the programs; empty: streamrl's, without the packages of its environment.
         visible: directories that programs may read, besides those of the system and of the interpreter.
         tolerance: largest relative difference of numbers, in results and in words of the output; 0: none.
         seconds: of processor time for each process of a test.
-        wall: seconds for a test with its waiting; None: twice `seconds` and one.
-        total: seconds for all tests of one response; the rest count as not passed. As with `wall`, time in which others
-            had the processor does not count, up to ten times as much by the clock; then it is over for a program that
-            has used as much processor time, and the attempt fails for another one.
+        wall: seconds for a test including its waiting; None: twice `seconds` plus one.
+        total: seconds for all tests of one response; the rest count as not passed. As with `wall`, time in which other
+            programs had the processor does not count, but the clock may not run longer than ten times the limit. After
+            that, a program that used that much processor time has failed the rest; otherwise the attempt fails.
         memory_mib: MiB of all processes of a test together.
         address_space_mib: MiB of each process; None: no limit (Java, Node and Go reserve much more than they use).
         disk_mib: MiB of all files of a test.
-        processes: and threads of a test.
+        processes: processes and threads of a test.
         output_kib: KiB of output of a test.
         network: `deny`, or `allow`.
         isolation: `auto`, `namespaces`, `bubblewrap`, or `none` (with `network: allow` only).
@@ -271,7 +260,6 @@ class Code(Reward):
         return Score(value, parts, detail=tally.detail)
 
     async def _run(self, text: str, tests: Sequence[CodeTest], tally: _Tally) -> None:
-        """Run tests of one kind one after the other."""
         if not tests or tally.ends(at_failure=self._all):
             return
         async with self._sandbox.start(self._program(text, tests[0])) as session:

@@ -1,6 +1,6 @@
-"""Code of tests, before it is run: what of it is run, that it checks something, and in which process it can run.
+"""Analyses code of tests before it runs: which parts run, whether they check anything, and in which process.
 
-The text comes from the data set and is trusted. The program that it tests is not, and plays no part here.
+The text comes from the data set and is trusted. The tested program is not, and is not read here.
 """
 
 from __future__ import annotations
@@ -33,29 +33,22 @@ _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class NotTests(ValueError):
-    """A value of the metadata that cannot be the tests of a program; says why."""
+    """A value of the metadata that cannot be the tests of a program."""
 
 
 @functools.lru_cache(maxsize=1024)
 def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
-    """The task for sandbox/checks.py that runs code of tests.
+    """The task for sandbox/checks.py that runs code of tests; `NotTests` if it cannot run, or checks nothing.
 
-    It runs the code, then its functions named `test...`, its classes of unittest, and its classes named `Test...`. It
-    calls a function `check` with one argument with the entry point, as in HumanEval, unless the code calls it itself.
-    What is below `if __name__ == "__main__"` is run when nothing else checks.
+    It runs the code, then its functions named `test...`, its classes of unittest, and its classes named `Test...`. A
+    function `check` with one argument is called with `entry`, as in HumanEval, unless the code calls it itself. Code
+    below `if __name__ == "__main__"` runs only if nothing else checks.
 
-    Args:
-        text: the code.
-        entry: name of the function that is tested, `Solution().name` or `Solution.name`; None: there is none.
-
-    Returns:
-        `shown`, for tracebacks; `code`, the same lines with a count of the executed checks; test `functions` and
-        `classes` to run after it; `names` that it takes from the program, names that are `kept` from it, `modules`
-        that it uses without importing them, packages that it `imports`, and those of them that it `needs`; whether it
-        uses `unittest`, `skips` tests by itself, and must run `inside` the program's process.
-
-    Raises:
-        NotTests: it is no Python, executes no check, or has a form that cannot be run.
+    `entry` is the name of the tested function, `Solution().name` or `Solution.name`; None: unknown. The task has
+    `shown`, for tracebacks; `code`, the same lines with a count of the executed checks; test `functions` and `classes`
+    to run after it; `names` that it takes from the program, names that are `kept` from it, `modules` that it uses
+    without importing them, packages that it `imports`, and those of them that it `needs`; whether it uses `unittest`,
+    `skips` tests by itself, and must run `inside` the program's process.
     """
     try:
         return _task(text, _tree(text, main=False), entry)
@@ -64,12 +57,12 @@ def read_checks(text: str, entry: str | None) -> Mapping[str, Any]:
 
 
 def _tree(text: str, *, main: bool) -> ast.Module:
-    """Parse the code; what is below `if __name__ == "__main__"` is left out, or stands without the condition."""
+    """Parse the code. With `main`, `if __name__ == "__main__"` is replaced by its body; otherwise it is removed."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
-        raise NotTests(f"has code that is no Python{where}") from None
+        raise NotTests(f"has code that is not Python{where}") from None
     body: list[ast.stmt] = []
     for one in tree.body:
         if isinstance(one, ast.If) and "__name__" in _loaded([one.test]):
@@ -81,7 +74,6 @@ def _tree(text: str, *, main: bool) -> ast.Module:
 
 
 def _task(text: str, tree: ast.Module, entry: str | None) -> Mapping[str, Any]:
-    """The task of a tree, which is changed by it."""
     _call_check(tree, entry)
     functions, classes = _test_functions(tree), _test_classes(tree)
     reachable = _reachable(tree, {*functions, *classes})
@@ -122,7 +114,6 @@ def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _call_check(tree: ast.Module, entry: str | None) -> None:
-    """Add the call of HumanEval's `check`, unless the code has one."""
     check = _defined(tree).get("check")
     if not isinstance(check, ast.FunctionDef) or len(check.args.args) != 1:
         return
@@ -134,7 +125,7 @@ def _call_check(tree: ast.Module, entry: str | None) -> None:
             " `entry_point`, in the line or in the test"
         )
     if not _ENTRY.fullmatch(entry):
-        raise NotTests(f"has the entry point {entry!r}, which is no name of a function")
+        raise NotTests(f"has the entry point {entry!r}, which is not a function name")
     owner, _, name = entry.rpartition(".")
     function = f"{owner if owner.endswith(')') else owner + '()'}.{name}" if owner else name
     tree.body.extend(ast.parse(f"check({function})").body)
@@ -171,8 +162,8 @@ def _test_classes(tree: ast.Module) -> list[str]:
                 raise NotTests(f"has a test {node.name}.{test.name} with arguments: fixtures are not known here")
             if of_unittest and isinstance(test, ast.AsyncFunctionDef) and "IsolatedAsyncioTestCase" not in str(bases):
                 raise NotTests(
-                    f"has an async test {node.name}.{test.name} in a class that is no unittest.IsolatedAsyncioTestCase:"
-                    " unittest does not run it"
+                    f"has an async test {node.name}.{test.name} in a class that is not a"
+                    " unittest.IsolatedAsyncioTestCase: unittest does not run it"
                 )
         if not of_unittest and (odd := [one.name for one in methods if one.name in _SETUPS]):
             raise NotTests(f"has a class {node.name} with {odd[0]}, which is pytest's: write a unittest.TestCase")
@@ -182,7 +173,6 @@ def _test_classes(tree: ast.Module) -> list[str]:
 
 
 def _needs(node: ast.FunctionDef | ast.AsyncFunctionDef, given: int) -> bool:
-    """Whether a function needs more arguments than are given."""
     args = node.args
     needed = len(args.posonlyargs) + len(args.args) - len(args.defaults)
     return needed > given or any(default is None for default in args.kw_defaults)
@@ -194,7 +184,7 @@ def _refuse_generator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """All below a node, without the functions and classes that are defined in it."""
+    """All nodes below, except inside nested functions and classes."""
     waiting = list(ast.iter_child_nodes(node))
     while waiting:
         one = waiting.pop()
@@ -204,7 +194,7 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _reachable(tree: ast.Module, roots: set[str]) -> list[ast.stmt]:
-    """The statements that run: those outside of functions, the tests, and the functions that these name."""
+    """The statements that run: those outside of functions, the tests, and functions that these name."""
     defined = _defined(tree)
     found = [node for node in tree.body if not isinstance(node, _Definition) or node.name in roots]
     waiting = list(found)
@@ -228,7 +218,6 @@ def _is_check(node: ast.AST, defined: Mapping[str, Any]) -> bool:
 
 
 def _exits(node: ast.AST) -> bool:
-    """Whether it ends the tests with a code that is not 0."""
     return (
         isinstance(node, ast.Call)
         and ast.unparse(node.func) in {"sys.exit", "exit", "quit", "os._exit"}
@@ -237,7 +226,7 @@ def _exits(node: ast.AST) -> bool:
 
 
 def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
-    """Whether it calls a function that asserts, other than one that the tests define."""
+    """Whether it calls an assert function that the tests do not define themselves."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     if isinstance(node.func, ast.Name) and node.func.id not in defined:
         name = node.func.id
@@ -245,7 +234,7 @@ def _asserts(node: ast.Call, defined: Mapping[str, Any]) -> bool:
 
 
 class _Instrument(ast.NodeTransformer):
-    """Lets functions of sandbox/checks.py count the executed checks and compare values; no line moves."""
+    """Inserts calls of functions of sandbox/checks.py that count executed checks and compare values. Keeps lines."""
 
     def __init__(self, defined: Mapping[str, Any]) -> None:
         self._defined = defined
@@ -256,7 +245,7 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """Leave out `from solution import *`: the tests get the names that they use, and no others."""
+        """Drop `from solution import *`: the tests get the names that they use, and no others."""
         star = node.module == "solution" and node.names[0].name == "*"
         return ast.copy_location(ast.Pass(), node) if star else node
 
@@ -268,10 +257,10 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> Any:
-        """Count an exception that must come, and note a caught assertion that no other check follows.
+        """Count an expected exception as a check, and note a caught assertion that no other check follows.
 
-        An exception must come if the code after the call fails otherwise. Another check follows if the handler has one,
-        or a loop tries again.
+        An exception is expected if the code after the call fails otherwise. Another check follows if the handler has
+        one, or a loop tries again.
         """
         again = any(isinstance(one, ast.Break) for part in node.body for one in ast.walk(part))
         last = [one for one in node.handlers if not again and not self._fails(one.body, ast.Continue)]
@@ -284,7 +273,6 @@ class _Instrument(ast.NodeTransformer):
         return node
 
     def _fails(self, body: list[ast.stmt], *others: type[ast.AST]) -> bool:
-        """Whether a body has a raise or a check, or one of `others`."""
         nodes = (one for part in body for one in ast.walk(part))
         return any(isinstance(one, (ast.Raise, *others)) or _is_check(one, self._defined) for one in nodes)
 
@@ -320,7 +308,6 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """All names that the tests define."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -337,7 +324,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _names(tree: ast.Module, entry: str | None) -> tuple[set[str], set[str], set[str]]:
-    """The names that the tests use, those that the program must not replace, and modules.
+    """The names that the tests use, names that the program must not replace, and modules.
 
     A program that defines `abs` must not change what the tests compute with it, unless they test nothing else.
     """
@@ -351,20 +338,19 @@ def _names(tree: ast.Module, entry: str | None) -> tuple[set[str], set[str], set
 
 
 def _only_owns(tree: ast.Module, name: str) -> bool:
-    """Whether a name only stands before a dot, as that of a module does."""
+    """Whether a name occurs only before a dot, as a module does."""
     owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return all(id(node) in owners for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name)
 
 
 def _inside(tree: ast.Module, names: set[str]) -> bool:
-    """Whether the tests do what only works in the program's process."""
     of_the_program = names - _bound(tree) - _BUILT_IN
     held = _held(tree)
     return any(_is_inside(node, of_the_program) or _changes(node, held) for node in ast.walk(tree))
 
 
 def _held(tree: ast.Module) -> set[str]:
-    """Names of what an object may hold: assigned from an attribute, or from a method of an object of a named class.
+    """Names of values that an object may hold: attributes, and results of methods of objects of a named class.
 
     An object of `Solution` is assumed to hold nothing.
     """
@@ -386,7 +372,6 @@ def _is_held(node: ast.expr, objects: set[str]) -> bool:
 
 
 def _changes(node: ast.AST, names: set[str]) -> bool:
-    """Whether it changes the value of one of these names."""
     changed: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
         changed = node.func.value
@@ -422,7 +407,7 @@ def _is_inside(node: ast.AST, of_the_program: set[str]) -> bool:  # noqa: PLR091
 
 
 def _imports(nodes: Iterable[ast.AST], without: tuple[type, ...] = ()) -> set[str]:
-    """Packages that the tests import, besides the program and what is within a node of the kinds `without`."""
+    """Packages that the tests import, except the program and imports inside nodes of the kinds `without`."""
     found: set[str] = set()
     waiting = list(nodes)
     while waiting:

@@ -1,4 +1,4 @@
-"""The tests of a prompt: what the metadata says, and whether a run passed."""
+"""The tests of a prompt: read from the metadata, and judged after a run."""
 
 from __future__ import annotations
 
@@ -24,44 +24,30 @@ _LINES_SHOWN: Final = 10
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SMALLEST: Final = 1e-12
 _NUMBER: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-"""Numbers as programs print them; `float` would also read `1_000` and digits of other scripts."""
+"""Numbers as programs print them. `float` would also accept `1_000` and digits of other scripts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """One test.
-
-    Attributes:
-        kind: `stdin`: a program that reads `stdin` and prints `wanted`; `call`: a function whose result is one of
-            `wanted`; `code`: code that raises nothing.
-        stdin: standard input of the run: the program's own, or the task of `driver.py` or `checks.py`.
-        wanted: what passes; it never enters the sandbox.
-    """
-
     kind: Literal["stdin", "call", "code"]
-    stdin: str
-    wanted: tuple[Any, ...]
+    stdin: str  # of the program, or the task of `driver.py` or `checks.py`
+    wanted: tuple[Any, ...]  # accepted outputs or results; they never enter the sandbox
 
 
 class Unchecked(Exception):
-    """Code of tests ran to its end without a check, and asked the program for nothing."""
+    """Code of tests ended without a check and without asking the program for anything."""
 
 
 class NoModule(Exception):
-    """Code of tests imports a module that the interpreter of the programs lacks; the argument is its name."""
+    """Code of tests imports a module that the programs' interpreter lacks. The argument is its name."""
 
 
 def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTest]:
-    """The tests in a value of the metadata.
+    """The tests in a value of the metadata; `DataError` if it has another form, or no test.
 
-    Args:
-        value: a list of tests, a mapping of `inputs` and `outputs` (with `fn_name` for calls), or a text with either as
-            JSON; any other text is code.
-        where: names the value in errors.
-        entry: name of the function that HumanEval's `check` is called with, where a test names none; None: unknown.
-
-    Raises:
-        DataError: it has another form, or no test.
+    `value`: a list of tests, a mapping of `inputs` and `outputs` (with `fn_name` for calls), or either as JSON text;
+    any other text is code. `where` names the value in errors. `entry`: function that HumanEval's `check` is called
+    with, if a test names none.
     """
     if isinstance(value, str):
         try:
@@ -83,7 +69,6 @@ def read_tests(value: Any, where: str, entry: str | None = None) -> list[CodeTes
 
 
 def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
-    """The verdict of a test. Raises `Unchecked` and `NoModule` for code of tests that is wrong itself."""
     if execution.outcome in {"time", "memory", "output"}:
         return execution.outcome
     if execution.outcome == "signal" or execution.code != 0:
@@ -104,15 +89,14 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
 
 
 def last_lines(text: str) -> str:
-    """The last lines that a program wrote, without colours and control characters."""
     lines = [line for line in _COLOUR.sub("", text[-_MOST_SHOWN:]).splitlines() if line.strip()]
     return "\n".join("".join(filter(str.isprintable, line.expandtabs())) for line in lines[-_LINES_SHOWN:])
 
 
 def same_output(found: str, wanted: str, tolerance: float) -> bool:
-    """Compare two texts line by line, without white space at the ends of lines and empty lines at the end.
+    """Compare two texts line by line, ignoring white space at the ends of lines, and empty lines at the end.
 
-    With a tolerance above 0, words that are numbers may differ by it, and the white space between words does not count.
+    With a tolerance above 0, numbers may differ by it, and white space between words does not count.
     """
     lines, others = ([line.strip() for line in text.strip().splitlines()] for text in (found, wanted))
     if lines == others:
@@ -127,7 +111,7 @@ def same_output(found: str, wanted: str, tolerance: float) -> bool:
 
 
 def same_value(found: Any, wanted: Any, tolerance: float) -> bool:
-    """Compare two values of JSON; a whole number equals its float, and true is no 1."""
+    """Compare two JSON values; a whole number equals its float, and true is not 1."""
     waiting = [(found, wanted)]
     while waiting:
         one, other = waiting.pop()
@@ -164,12 +148,12 @@ def _same_word(found: str, wanted: str, tolerance: float) -> bool:
 
 def _close(one: float, other: float, tolerance: float) -> bool:
     if one == other or not tolerance or (isinstance(one, int) and isinstance(other, int)):
-        return one == other  # whole numbers are not nearly equal
+        return one == other  # whole numbers must be equal
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=_SMALLEST)
 
 
 def _pairs(value: Mapping[str, Any]) -> list[CodeTest]:
-    """Read `inputs` and `outputs`, the form of APPS, TACO and of verl's code rewards."""
+    """Read `inputs` and `outputs`, the form of APPS, TACO and verl's code rewards."""
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise NotTests("is a mapping without lists `inputs` and `outputs` of the same length")
@@ -179,7 +163,7 @@ def _pairs(value: Mapping[str, Any]) -> list[CodeTest]:
     tests = []
     for given, wanted in zip(inputs, outputs, strict=True):
         test = _call({"call": name, "args": given if isinstance(given, list) else [given], "output": wanted})
-        alone = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted  # these data sets have both
+        alone = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted  # these data sets use both forms
         tests.append(CodeTest("call", test.stdin, (wanted, alone)))
     return tests
 
@@ -204,23 +188,25 @@ def _program(given: Any, wanted: Any) -> CodeTest:
         for text in (given, wanted)
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise NotTests("has an `input` or `output` that is no text")
+        raise NotTests("has an `input` or `output` that is not text")
     return CodeTest("stdin", texts[0], (texts[1],))
 
 
 def _call(item: Mapping[str, Any]) -> CodeTest:
     name, args, named = item["call"], item.get("args", []), item.get("kwargs", {})
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise NotTests(f"calls {name!r}, which is no name of a function")
+        raise NotTests(f"calls {name!r}, which is not a function name")
     if not isinstance(args, list) or not isinstance(named, Mapping) or "output" not in item:
-        raise NotTests(f"has a call of {name} without `output`, or whose `args` are no list or `kwargs` no mapping")
+        raise NotTests(
+            f"has a call of {name} without `output`, or whose `args` are not a list or `kwargs` not a mapping"
+        )
     return CodeTest("call", orjson.dumps({"call": name, "args": args, "kwargs": named}).decode(), (item["output"],))
 
 
 def _code(text: Any, entry: Any) -> CodeTest:
     if not isinstance(text, str) or not text.strip():
-        raise NotTests("has `code` that is no text, or empty")
+        raise NotTests("has `code` that is not text, or is empty")
     if entry is not None and not isinstance(entry, str):
-        raise NotTests(f"has the entry point {entry!r}, which is no text")
+        raise NotTests(f"has the entry point {entry!r}, which is not text")
     token = secrets.token_hex(16)
     return CodeTest("code", orjson.dumps({**read_checks(text, entry), "token": token}).decode(), (token,))

@@ -17,27 +17,26 @@ from streamrl.errors import DataError
 
 
 class JsonSchema(Processed):
-    """1 when the response is JSON that fits a JSON Schema, `parses` when it is JSON that does not fit, else 0.
+    """1 if the response is JSON that fits a JSON Schema, `parses` if it is JSON that does not fit, else 0.
 
-    Exactly one of `schema`, `file` and `key` says where the schema is. Its draft is that of `$schema`, otherwise
-    2020-12; `format` is a remark, as that draft has it; references reach only into the schema itself. NaN and Infinity
-    are no JSON. A JSON text is read as `json.loads` does, so numbers of more than 4,300 digits and very deep nesting
-    are none either.
+    Exactly one of `schema`, `file` and `key` gives the schema. `$schema` names its draft, by default 2020-12. `format`
+    is not checked, and references cannot leave the schema. NaN and Infinity are not JSON. Text is read as `json.loads`
+    does, so numbers of more than 4,300 digits and very deep nesting are not JSON either.
 
-    Parts: `json`, 1 when it is JSON; `expensive`, 1 when checking it takes more than `seconds` or `memory_mib`.
+    Parts: `json`, 1 if it is JSON; `expensive`, 1 if the check takes more than `seconds` or `memory_mib`.
 
     Args:
         schema: the schema itself.
         file: path of a file with it.
-        key: key of the prompt's metadata under which it is, as an object or as text.
-        tag: only what is between the last `<tag>` and `</tag>` counts; without them the response gets 0.
-        fence: what is in the last Markdown fence counts; a response without one counts as a whole.
+        key: key of the prompt's metadata with the schema, as an object or as text.
+        tag: score only the text between the last `<tag>` and `</tag>`; without them the response gets 0.
+        fence: score only the last Markdown fence; a response without one counts as a whole.
         parses: score of JSON that does not fit.
-        expensive: what a response is whose check uses up `seconds` or the memory: `fail`, an error, since it may be
-            the schema's fault, or `wrong`, a 0.
+        expensive: verdict on a response whose check uses up `seconds` or the memory: `fail`, an error, since the schema
+            may be the cause, or `wrong`, a 0.
         seconds: of CPU time for one response.
         memory_mib: MiB of address space of one process.
-        processes: at most so many in one reward worker; None: one per CPU, at most 4.
+        processes: most processes in one reward worker; None: one per CPU, at most 4.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class JsonSchema(Processed):
 
 
 def check_schema(schema: Any) -> str:
-    """The schema as text; `ValueError`: it is none, or refers to something outside of itself."""
+    """The schema as text; `ValueError`: it is no schema, or refers to something outside of itself."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -132,7 +131,6 @@ def check_schema(schema: Any) -> str:
 
 
 def last_fence(text: str) -> str:
-    """The text in the last complete Markdown fence of three backticks; the whole text if it has none."""
     parts = text.split("```")
     last = (len(parts) - 1) // 2 * 2 - 1
     if last < 0:
@@ -147,4 +145,4 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"the schema {path} cannot be read: {error.strerror}") from error
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the schema {path} is no JSON: {error}") from error
+        raise ValueError(f"the schema {path} is not JSON: {error}") from error

@@ -16,28 +16,28 @@ _DELIMITERS: Final = ("$", "\\(", "\\[", _BOXED)
 
 
 class MathAnswer(Processed):
-    r"""1 when math-verify finds the response equal to the answer: `\frac{1}{2}`, `0.5` and `50\%` are the same.
+    r"""1 if math-verify finds the response equal to the answer: `\frac{1}{2}`, `0.5` and `50\%` are the same.
 
-    The response may be prose: what stands after "final answer is", in `\boxed{}`, in LaTeX delimiters or as the last
-    number is compared (see the documentation of math-verify). An answer without delimiters is read as LaTeX.
+    The response may be prose: math-verify compares the value after "final answer is", in `\boxed{}`, in LaTeX
+    delimiters, or the last number (see its documentation). An answer without delimiters is read as LaTeX.
 
-    Parts: `unparsable`, 1 when nothing mathematical is found or sympy cannot handle it; `expensive`, 1 when comparing
-    it would take more than `seconds` or `memory_mib`. Both are a **0 by decision, not by failure**: it is the response
-    that cannot be compared with the answer, whatever the host does. A time limit that is only due to a busy host, a
-    crash, and an answer of the data set that itself cannot be read or computed are failures, never a 0.
+    Parts: `unparsable`, 1 if nothing mathematical is found or sympy cannot handle it; `expensive`, 1 if the comparison
+    would take more than `seconds` or `memory_mib`. Both are a **0 by decision, not by failure**: the response cannot be
+    compared with the answer on any host. A time limit exceeded on a busy host, a crash, and an answer of the data set
+    that cannot be read or computed are failures, never a 0.
 
     Args:
         boxed: only the last `\boxed{}` counts; a response without one is unparsable.
-        tag: only what is between the last `<tag>` and `</tag>` counts; a response without them is unparsable.
-        digits: decimals that must agree where one of both is a decimal number.
+        tag: only the text between the last `<tag>` and `</tag>` counts; a response without them is unparsable.
+        digits: decimals that must agree if one of the two is a decimal number.
         strict: names of variables and kinds of brackets matter.
         require_stop: a response that did not end by itself gets 0 even if it is right.
-        unparsable: `wrong`: such a response gets 0; `fail`: it is an error, and `on_failure` decides.
-        expensive: the same for one that is too expensive.
+        unparsable: verdict on an unparsable response: `wrong`, a 0, or `fail`, an error (`on_failure` decides).
+        expensive: the same for a response that is too expensive.
         seconds: of CPU time for one response.
         memory_mib: MiB of address space of one process, of which sympy takes about 60.
         longest: characters at the end of the response that are read.
-        processes: at most so many in one reward worker; None: one per CPU, at most 4.
+        processes: most processes in one reward worker; None: one per CPU, at most 4.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MathAnswer(Processed):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The last `\boxed{...}` of `text` with balanced braces; None: it is not complete, or there is none."""
+    r"""The last `\boxed{...}` of `text` with balanced braces; None if it is incomplete or missing."""
     start = text.rfind(_BOXED)
     depth = 0
     for at in range(start + len(_BOXED) - 1, len(text) if start >= 0 else 0):

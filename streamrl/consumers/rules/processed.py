@@ -1,4 +1,4 @@
-"""Rules that run in processes that can be killed, because a response could make them expensive; one is `regex`."""
+"""Rules that run in processes that can be killed, because a response may make them expensive; one is `regex`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ _SCRIPTS: Final = Path(isolated.__file__).parent
 class Processed(Reward):
     """A rule whose work is done by a pool of processes.
 
-    One worker calls it for as many samples at a time as there are processes, unless the run file says otherwise.
+    By default, one worker calls it for as many samples at once as there are processes.
 
     Args:
         rule: its name, for messages.
         script: stem of its module in `streamrl/consumers/isolated`.
         settings: for `prepare` of that module.
-        seconds: of CPU time for one response, and as much for what came with the prompt; by the clock a call may take
-            half a minute and ten times that.
+        seconds: of CPU time for one response, and as much for the prompt's part; by the clock, 30 s plus 10 times it.
         memory_mib: MiB of address space of one process, with its libraries.
-        processes: at most so many in one reward worker; None: one per CPU, at most 4.
-        expensive: what a response is that uses up `seconds` or the memory: `wrong`, for the rule to make a 0 of, or
-            `fail`, an error that is not tried again (`on_failure` decides).
+        processes: most processes in one reward worker; None: one per CPU, at most 4.
+        expensive: verdict on a response that uses up `seconds` or the memory: `wrong`, and the rule gives a 0, or
+            `fail`, an error that is not retried (`on_failure` decides).
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Processed(Reward):
     async def ask(self, request: Any, sample: RewardSample) -> Any:
         """The answer of the process; None: the response is too expensive, and `expensive` is `wrong`.
 
-        What is too expensive before the phase `response` of the process came with the prompt: `DataError`.
+        If the prompt's part is too expensive (before the phase `response`), it raises `DataError`.
         """
         try:
             return await self._pool.call(request)
@@ -90,35 +89,35 @@ class Processed(Reward):
             if died.phase != "response":
                 where = f"line {sample.prompt.line} of the data set"
                 message = f"what comes with {where} is too expensive itself: {died.message}"
-                raise DataError(message, "mend that line, or raise seconds or memory_mib of the rule") from died
+                raise DataError(message, "correct that line, or raise seconds or memory_mib of the rule") from died
             if self.expensive == "fail":
                 raise DataError(died.message, "raise seconds or memory_mib, or say `expensive: wrong`") from died
             return None
 
 
 def require(package: str, extra: str, rule: str) -> None:
-    """Check, without importing it, that a package is installed; `PluginError`: it is not."""
+    """Raise `PluginError` unless a package is installed. Does not import it."""
     if importlib.util.find_spec(package) is None:
         raise PluginError(f"rule {rule} needs the package {package}", f"pip install 'streamrl[{extra}]'")
 
 
 class Regex(Processed):
-    """1 when the pattern matches, or, with a `group`, when that group of the last match is the answer of the prompt.
+    """1 if the pattern matches, or, with a `group`, if that group of the last match is the answer of the prompt.
 
     Patterns of Python's `re`; flags are written into the pattern, `(?si)`. Some patterns take exponential time on some
-    texts, so they run in processes that are killed then. The response or the pattern may be to blame, so that is an
-    error unless `expensive` says otherwise.
+    texts, so they run in processes that are then killed. Response or pattern may be the cause, so this is an error
+    unless `expensive` says otherwise.
 
     Args:
         pattern: the regular expression.
         match: `search`: it matches somewhere; `whole`: it matches all of the response.
-        group: name or number of a group, whose text must be the answer (white space at both ends apart).
-        absent: turned round: 1 when the pattern does not match. Not with `group`.
-        expensive: what a response is on which the pattern uses up `seconds` or the memory: `fail`, an error, or
+        group: name or number of a group whose text must be the answer, ignoring white space at both ends.
+        absent: inverts the rule: 1 if the pattern does not match. Not with `group`.
+        expensive: verdict on a response for which the pattern uses up `seconds` or the memory: `fail`, an error, or
             `wrong`, a 0 with the part `expensive` at 1.
         seconds: of CPU time for one response.
         memory_mib: MiB of address space of one process.
-        processes: at most so many in one reward worker; None: one per CPU, at most 4.
+        processes: most processes in one reward worker; None: one per CPU, at most 4.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rules of microseconds, which run in the event loop (`instant`): what the text, or the length, of a response says."""
+"""Rules that take microseconds and run in the event loop (`instant`): they look at the text or length of a response."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def answer_of(sample: RewardSample) -> str:
 
 
 def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
-    """`value` of the arg `name`; `ValueError`: it is none of the known ones."""
+    """`value` of the arg `name`; `ValueError` if it is not a known one."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
     return value
 
 
 def check_tag(tag: str | None) -> str | None:
-    """`tag`, the name between `<` and `>`; `ValueError`: it is no such name."""
+    """`tag`, the name between `<` and `>`; `ValueError` if it cannot be one."""
     if tag is not None and (not tag or _NAME_CHARACTERS & set(tag)):
-        raise ValueError(f"{tag!r} is no tag: write its name only, for example answer for <answer>")
+        raise ValueError(f"{tag!r} is not a tag: write its name only, for example answer for <answer>")
     return tag
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """The text between the last `</tag>` and the `<tag>` before it; None: there is none."""
+    """The text between the last `</tag>` and the `<tag>` before it, or None."""
     if tag is None:
         return text
     end = text.rfind(f"</{tag}>")
@@ -56,11 +56,11 @@ _LONGEST: Final = 1 << 16
 
 
 class ExactMatch(Reward):
-    """1 when the response, stripped of white space at both ends, equals the answer that came with the prompt.
+    """1 if the response equals the prompt's answer, ignoring white space at both ends.
 
     Args:
         require_stop: a response that did not end by itself (`finish` is not `stop`) gets 0 even if its text is right.
-        tag: only what is between the last `<tag>` and `</tag>` counts; without them the response gets 0.
+        tag: only the text between the last `<tag>` and `</tag>` counts; without them the response gets 0.
     """
 
     instant: ClassVar[bool] = True
@@ -78,14 +78,14 @@ class ExactMatch(Reward):
 
 
 class NumberMatch(Reward):
-    """1 when the last number in the response equals the answer numerically, to a relative tolerance.
+    """1 if the last number in the response equals the answer numerically, to a relative tolerance.
 
-    Thousands separators are read over, so `1,234.0` equals `1234`. Only the last 65,536 characters are read.
+    Thousands separators are ignored, so `1,234.0` equals `1234`. Only the last 65,536 characters are read.
 
     Args:
         tolerance: largest relative difference that counts as equal.
         require_stop: a response that did not end by itself gets 0 even if its number is right.
-        tag: only what is between the last `<tag>` and `</tag>` counts; without them the response gets 0.
+        tag: only the text between the last `<tag>` and `</tag>` counts; without them the response gets 0.
     """
 
     instant: ClassVar[bool] = True
@@ -109,7 +109,6 @@ class NumberMatch(Reward):
 
 
 def last_number(text: str) -> float | None:
-    """The last finite number in `text`, or None."""
     for digits in reversed(_NUMBER.findall(text[-_LONGEST:])):
         number = float(digits.replace(",", ""))
         if math.isfinite(number):
@@ -121,19 +120,19 @@ _TAGS: Final = ("think", "answer")
 
 
 class Format(Reward):
-    """1 when the response is made of the given tags, in their order; otherwise 0, or what part of them is right.
+    """1 if the response consists of the given tags in order; otherwise 0, or partial credit.
 
-    A tag is right when it is opened once and closed once, comes after the tags before it, is not empty, and has
-    nothing but white space between itself and the tag (or the begin of the response) before it; the last one also
-    nothing after it. Good as a gate: `gate: 1`.
+    A tag is right if it is opened once and closed once, comes after the earlier tags, is not empty, and has only white
+    space between itself and the tag (or the start of the response) before it; after the last tag, too, only white space
+    may follow. Good as a gate: `gate: 1`.
 
     Args:
         tags: names, in their order.
-        opened: the prompt ends with the first opening tag, as the templates of many reasoning models do, so the
-            response begins inside of it. It may then be repeated at the begin.
-        outside: text between, before and after the tags does no harm.
-        empty: so do tags with nothing but white space in them.
-        partial: a response that is not right gets the share of the tags that are, instead of 0.
+        opened: the prompt ends with the first opening tag, as in the templates of many reasoning models, so the
+            response starts inside of it. The response may repeat that tag at its start.
+        outside: text between, before and after the tags is allowed.
+        empty: tags with only white space in them are allowed.
+        partial: otherwise the score is the share of right tags instead of 0.
     """
 
     instant: ClassVar[bool] = True
@@ -165,7 +164,6 @@ class Format(Reward):
         return Score(1.0 if right == len(self.tags) else right / len(self.tags) if self.partial else 0.0)
 
     def _right(self, text: str) -> int:
-        """The number of tags that are right."""
         right, end = 0, 0
         for tag in self.tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
@@ -184,16 +182,16 @@ _UNITS: Final = get_args(Unit)
 
 
 class Length(Reward):
-    """1 for lengths from `least` to `most`, falling along a line to 0 at `slack` beyond them.
+    """1 for lengths from `least` to `most`, falling linearly to 0 at `slack` beyond them.
 
-    `{least: 0, most: 0, slack: 1000}` is 1 - length / 1000, at least 0: the shorter the better. The soft penalty of
-    responses near `sampling.max_new_tokens` is `scoring.overlong`. Part: `length`.
+    `{least: 0, most: 0, slack: 1000}` is 1 - length / 1000, at least 0: shorter is better. `scoring.overlong` is the
+    soft penalty of responses near `sampling.max_new_tokens`. Part: `length`.
 
     Args:
-        least: shortest length that is good.
-        most: longest length that is good; None: no limit.
+        least: shortest good length.
+        most: longest good length; None: no limit.
         slack: how far beyond either end the score falls to 0; 0: at once.
-        unit: `tokens` (sampled ids, the end-of-sequence token among them), `words` (between white space) or
+        unit: `tokens` (sampled ids, including the end-of-sequence token), `words` (separated by white space) or
             `characters`.
     """
 
@@ -227,15 +225,15 @@ _MOST: Final = 256
 
 
 class Repetition(Reward):
-    """1 when hardly any n-gram occurs twice, falling along a line to 0 when all that can be repeated is.
+    """1 if hardly any n-gram occurs twice, falling linearly to 0 as all of them are repeated.
 
-    With r the share of n-grams that have occurred before in the response, the score is 1 up to r = `allowed`, then
+    With r the share of n-grams that occurred before in the response, the score is 1 up to r = `allowed`, then
     (1 - r) / (1 - allowed). A response with fewer units than `n` has no repetition. Part: `repeated`, which is r.
 
     Args:
-        n: units in an n-gram, 1 to 256. Small ones are repeated by good text too.
-        allowed: share of repeated n-grams that does no harm, from 0 to below 1.
-        unit: `tokens`, `words` (between white space, upper and lower case the same) or `characters`.
+        n: units in an n-gram, 1 to 256. Good text repeats small ones too.
+        allowed: share of repeated n-grams without a penalty, from 0 to below 1.
+        unit: `tokens`, `words` (separated by white space, case ignored) or `characters`.
     """
 
     instant: ClassVar[bool] = True
@@ -255,13 +253,9 @@ class Repetition(Reward):
 
 
 def repeated(units: npt.NDArray[np.integer], n: int) -> float:
-    """The share of n-grams that have occurred before, from 0 to below 1; 0 when there are none.
+    """The share of n-grams that occurred before, from 0 to below 1; 0 if there are none. `units` has shape (length,).
 
-    N-grams are compared by a 64-bit hash: two of a million have the same with a chance of 3e-8.
-
-    Args:
-        units: shape (length,); equal numbers are equal units.
-        n: units in an n-gram.
+    N-grams are compared by a 64-bit hash: two of a million collide with a probability of 3e-8.
     """
     count = len(units) - n + 1
     if count < 1:

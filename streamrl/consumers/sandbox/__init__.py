@@ -1,7 +1,7 @@
-"""Untrusted programs in processes of their own: without network, with limits, and gone when they end.
+"""Untrusted programs in processes of their own: isolated, without network, under limits, killed at the end.
 
-`Sandbox.open` finds a way to isolate that works here, `Sandbox.start` gives a session in which one program is run as
-often as there are inputs. What this does not protect from is said in docs/reference/sandbox.md.
+`Sandbox.open` finds an isolation that works here. `Sandbox.start` gives a session that runs one program once per input.
+docs/reference/sandbox.md says what this does not protect from.
 """
 
 from streamrl.consumers.sandbox.sandbox import (

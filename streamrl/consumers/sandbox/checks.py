@@ -1,15 +1,14 @@
 """Runs in the sandbox: runs code of tests against a program.
 
-Standard input has one JSON object: what `read_checks` of rules/code_checks.py returns, and a `token`. The token goes to
-descriptor 3 when the tests have run without an exception and have executed a check; the token and ` unchecked` when
-they executed none and asked the program for nothing; the token, ` misses ` and a name when they import a module that is
-not installed.
+Standard input has one JSON object: the result of `read_checks` in rules/code_checks.py, and a `token`. The answer goes
+to descriptor 3: the token, if the tests ran without an exception and executed a check; the token and ` unchecked`, if
+they executed none and asked the program for nothing; the token, ` misses ` and a name, if they import a missing module.
 
 The tests and the program are two processes. The program's is forked before the tests are read, so it never holds them,
-what they expect, or the token. The tests' process asks it to call functions. Plain data travels as text and is compared
-in the tests' process; any other object stays where it is and is a `RemoteObject` there. Other tests
-(`inside`, or with an argument of their own that is no plain data) run in the program's process. A program that wants to
-can forge these.
+their expected values, or the token. The tests' process asks it to call functions. Plain data travels as text and is
+compared in the tests' process; any other object stays where it is and is a `RemoteObject` there. Other tests (`inside`,
+or with an argument of their own that is not plain data) run in the program's process, where a hostile program can forge
+their result.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _PR_SET_DUMPABLE = 4
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__float__, str: str.__str__}
-"""These constructors would ask the object; the others look into it."""
+"""These constructors would call methods of the object; the others read its contents."""
 
 
 def _base(value: Any) -> Any:
-    """Return the plain data that an object of a class derived from it holds, in a tuple; empty when there is none."""
+    """The plain data in an object of a derived class, in a tuple; empty if there is none."""
     for kind in (*SCALARS, *CONTAINERS):
         if isinstance(value, kind):
             return (_PLAIN.get(kind, kind)(value),)
@@ -54,8 +53,6 @@ def _base(value: Any) -> Any:
 
 
 class _Host:
-    """Does what the tests' process asks for."""
-
     def __init__(self, space: dict[str, Any]) -> None:
         self._space = space
         self._objects: list[Any] = []
@@ -72,7 +69,7 @@ class _Host:
         }
 
     def answer(self, line: bytes) -> list[Any]:
-        """Do it, and return the answer: `done` with the result and the arguments if it changed them, or `raised`."""
+        """The answer: `done` with the result, and the arguments if they changed, or `raised`."""
         try:
             verb, args, named = json.loads(line)
             request = Message()
@@ -87,7 +84,7 @@ class _Host:
             return ["raised", self._class(type(error)), self._list(error.args), str(error)]
 
     def _after(self, values: list[Any], trees: list[Any], request: Message) -> list[Any] | None:
-        """Write the arguments after the call; None when they are what they were."""
+        """Write the arguments after the call; None if they are unchanged."""
         self._message = Message()
         same = [self._tree(value) for value in values] == trees
         self._message = Message(request.objects)
@@ -141,12 +138,11 @@ _BUILT_IN = (
 
 
 def _serve(requests: int, replies: int) -> NoReturn:
-    """Be the program's process: run the program, then answer until the tests' process has had enough."""
     code = 1
     try:
         with os.fdopen(requests, "rb") as reader, os.fdopen(replies, "wb") as writer:
             order = json.loads(reader.readline())
-            _dumpable(True)  # as any program is
+            _dumpable(True)  # as for any program
             kept = [(kind, dict(vars(kind))) for kind in _of_unittest(order["unittest"])]
             own = dict(vars(builtins))
             sys.modules["__main__"] = types.ModuleType("__main__")  # or a program could change this file's functions
@@ -175,7 +171,7 @@ def _serve(requests: int, replies: int) -> NoReturn:
 
 
 def _inside(order: list[Any], program: dict[str, Any], own: dict[str, Any]) -> list[Any]:
-    """Run tests in this process, with names of their own; return the word and how many checks were executed."""
+    """Run tests in this process, in a module of their own; return the word and the number of executed checks."""
     word, task = order
     module = types.ModuleType("tests")
     space = module.__dict__
@@ -209,7 +205,6 @@ def _restore(kind: type, before: dict[str, Any]) -> None:
 
 
 def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
-    """Run the code of tests, its test functions and its test classes; return how many checks were executed."""
     checks = 0
     failed: list[BaseException] = []
 
@@ -228,7 +223,7 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
         space[name] = __import__(name)
     global _imported  # noqa: PLW0603 - tests run once in a process
     _imported = frozenset(task["imports"])
-    own = f"__streamrl_{os.urandom(8).hex()}_"  # so that no program can replace them by their names
+    own = f"__streamrl_{os.urandom(8).hex()}_"  # so that no program can replace them by name
     found = {"checked": checked, "equal": _equal, "pair": _pair, "type": _type_of, "isinstance": _is_instance}
     found["catching"] = catching
     space.update({f"{own}{name}__": function for name, function in found.items()})
@@ -252,7 +247,6 @@ def _run(task: dict[str, Any], space: dict[str, Any]) -> int:
 
 
 def _is_of_the_program(error: BaseException) -> bool:
-    """Whether the program has raised it, in its process or in this one."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename not in {__file__, "solution.py"}:
         trace = trace.tb_next
@@ -264,7 +258,7 @@ def _ignore(*args: Any, **named: Any) -> None:
 
 
 def _finish(result: Any) -> None:
-    """Run the coroutine that an async test has returned."""
+    """Run the coroutine of an async test."""
     if isinstance(result, types.CoroutineType):
         import asyncio
 
@@ -272,7 +266,6 @@ def _finish(result: Any) -> None:
 
 
 def _run_case(case: Any, skips: bool) -> None:
-    """Run a class of unittest; `AssertionError` when a test failed, or was skipped though none says `skip`."""
     import unittest
 
     result = unittest.TestResult()
@@ -284,7 +277,7 @@ def _run_case(case: Any, skips: bool) -> None:
 
 
 def _print(error: BaseException) -> None:
-    """Print a traceback from the first line that is no line of this file."""
+    """Print a traceback without the leading frames of this file."""
     import traceback
 
     trace = error.__traceback__
@@ -295,23 +288,22 @@ def _print(error: BaseException) -> None:
 
 
 def _show_lines(text: str) -> None:
-    """Let tracebacks show the lines of the tests, which are in no file."""
+    """Let tracebacks show the lines of the tests, which exist in no file."""
     import linecache
 
     linecache.cache["tests.py"] = (len(text), None, text.splitlines(keepends=True), "tests.py")
 
 
 def _equal(*values: Any) -> Any:
-    """Compare values, each with the next, as plain data where one of them is plain."""
     if len(values) == 2:
         return _same(*values)
     return all(_same(one, other) for one, other in itertools.pairwise(values))
 
 
 def _pair(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return both as they are. If only an overridden `__eq__` makes them equal, return two values that differ.
+    """Return both as they are; but if only an overridden `__eq__` makes them equal, two values that differ.
 
-    The assertion of unittest, which compares them itself, fails then.
+    unittest compares them itself, so its assertion then fails.
     """
     if one == other and not _same(one, other):
         return ("plain data", repr(one)), ("an object that equals everything", repr(other))
@@ -333,7 +325,7 @@ def _same(one: Any, other: Any) -> Any:
 
 
 def _plainer(value: Any) -> Any:
-    """Return the plain data of an object whose class is derived from plain data and compares in its own way."""
+    """The plain data of an object whose class is derived from plain data and overrides the comparison."""
     return _base(value)[0] if _equals_as_it_likes(value) and _base(value) else value
 
 
@@ -342,10 +334,10 @@ _imported: frozenset[str] = frozenset()
 
 
 def _equals_as_it_likes(value: Any) -> bool:
-    """Whether a class could say of its objects that they equal anything: its `__eq__` is no C code of its own.
+    """Whether its class could claim to equal anything, since its `__eq__` is not C code.
 
-    Exempt are classes of the tests, those of the standard library that travel, and those of packages that the tests
-    import. In the tests' process there are none but these.
+    Exempt are classes of the tests, classes of the standard library that travel, and classes of packages that the tests
+    import; the tests' process has no others.
     """
     kind = type(value)
     compare = getattr(kind, "__eq__", None)
@@ -367,7 +359,7 @@ def _of_the_tests(kind: type) -> bool:
 
 
 _SHARED_MODULES = ("math", "cmath", "random", "collections", "itertools", "functools", "string", "re", "copy", "heapq")
-"""Where a name of the program is one of these modules, the tests have it in their own process."""
+"""If a name of the program is one of these modules, the tests use their own process's module."""
 
 
 class ProgramProcess:
@@ -393,19 +385,19 @@ class ProgramProcess:
         self._writer, self._reader = os.fdopen(orders, "wb"), os.fdopen(answers, "rb")
 
     def start(self, *, inside: bool, with_unittest: bool) -> None:
-        """Run the program; an end of it ends this process likewise."""
+        """Run the program. If it ends, this process ends likewise."""
         self._send({"inside": inside, "unittest": with_unittest})
         self._line()
 
     def run(self, task: dict[str, Any]) -> int:
-        """Run tests in the program's process; return how many checks were executed, if it tells the truth."""
-        word = os.urandom(16).hex()  # so that it is not enough to write an answer before it is asked for
+        """Run tests in the program's process; return the number of executed checks, which a program could forge."""
+        word = os.urandom(16).hex()  # so that a program cannot write an answer in advance
         self._send([word, task])
         said, checks = json.loads(self._line())
         return int(checks) if said == word else 0
 
     def ask(self, verb: str, *args: Any, loose: bool = False, **named: Any) -> Any:
-        """Let the program's process do something, and return the result; raises what was raised there."""
+        """Let the program's process do something; returns its result, or raises its exception."""
         self.asked = True
         try:
             request = Message()
@@ -425,7 +417,6 @@ class ProgramProcess:
         return message.read(result, lambda kind, inner: self._object(kind, inner, loose))
 
     def end(self) -> None:
-        """Kill it. A repeat does nothing."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -440,7 +431,7 @@ class ProgramProcess:
         return RemoteObject(self, int(inner), loose)
 
     def _exception(self, module: str, name: str, number: int, bases: list[Any]) -> type:
-        """Return a class of exceptions: that of Python, or one of the same name and bases for one of the program."""
+        """A class of exceptions: Python's own, or for one of the program, a class with the same name and bases."""
         if module.partition(".")[0] in sys.stdlib_module_names and module.partition(".")[0] != "unittest":
             known = getattr(sys.modules.get(module), name, None)
             if known is object or (isinstance(known, type) and issubclass(known, BaseException)):
@@ -490,7 +481,7 @@ def _said(error: Any) -> str:
 
 
 def _reference(value: Any) -> Any:
-    """Write an object of the program, or a class; `NotPlain` for all else."""
+    """Write an object of the program, or a class; `NotPlain` for anything else."""
     if type(value) is RemoteObject:
         return ["object", value._streamrl[1]]  # noqa: SLF001
     if isinstance(value, types.ModuleType) and value.__name__ in _SHARED_MODULES:
@@ -516,12 +507,12 @@ def _is_instance(value: Any, kinds: Any) -> bool:
 
 
 class RemoteObject:
-    """An object of the program: what is done to it is done in the program's process.
+    """An object of the program. All operations on it run in the program's process.
 
     The program must not learn what the tests expect, and must not decide whether it has it. So it is never asked to
-    compare an object with plain data: an object of a class derived from plain data is compared by the data in it, any
-    other equals none. It is asked to calculate with both only when the object is `loose`: one that the tests have built
-    from a class of the program, or calculated from such.
+    compare an object with plain data: an object derived from plain data is compared by its data, any other equals none.
+    It is asked to calculate with both only if the object is `loose`: built by the tests from a class of the program, or
+    calculated from such an object.
     """
 
     __slots__ = ("_streamrl",)
@@ -587,7 +578,6 @@ def _alone(verb: str) -> Callable[..., Any]:
 
 
 def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[RemoteObject, Any], Any]:
-    """Return what an operator does to an object of the program and to something else."""
     function = getattr(builtins, verb, None) or getattr(operator, verb)
 
     def method(self: RemoteObject, other: Any) -> Any:
@@ -604,7 +594,6 @@ def _both(verb: str, *, compares: bool, swapped: bool = False) -> Callable[[Remo
 
 
 def _complete() -> None:
-    """Give `RemoteObject` its operators."""
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(RemoteObject, f"__{name}__", _both(name, compares=True))
     binary = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and_", "or_")
@@ -622,7 +611,7 @@ _complete()
 
 
 def _dumpable(yes: bool) -> None:
-    """Say whether other processes of this user may look into this one."""
+    """Set whether other processes of this user may inspect this one."""
     import ctypes
 
     if ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(yes), 0, 0, 0):
@@ -630,7 +619,7 @@ def _dumpable(yes: bool) -> None:
 
 
 def _test(task: dict[str, Any], program: ProgramProcess, spare: ProgramProcess) -> int:
-    """Run the tests, if need be in the process of the spare program; return how many checks were executed."""
+    """Run the tests, if necessary in the process of the spare program; return the number of executed checks."""
     if not task["inside"]:
         program.start(inside=False, with_unittest=False)
         module = types.ModuleType("tests")
@@ -654,7 +643,7 @@ def _test(task: dict[str, Any], program: ProgramProcess, spare: ProgramProcess) 
         if not program.unfit:
             return checks
         program.end()
-    program.asked = True  # a program that runs tests says itself that nothing was checked
+    program.asked = True  # a program that runs tests reports by itself that nothing was checked
     spare.start(inside=True, with_unittest=task["unittest"])
     return spare.run(task)
 
@@ -666,12 +655,12 @@ def _is_missing(name: str) -> bool:
 
 
 def _judge() -> str:
-    """Run tests, and return what to tell the worker; an exception, or the end of this process, fails the tests."""
+    """Run tests and return the answer to the worker. An exception, or the end of this process, fails the tests."""
     _dumpable(False)
     program, spare = ProgramProcess(), ProgramProcess()
     task = json.loads(sys.stdin.buffer.read())
     token: str = task["token"]
-    with contextlib.suppress(OSError):  # a pipe is empty now
+    with contextlib.suppress(OSError):  # for a pipe, which is empty now
         os.ftruncate(0, 0)  # the first process of a sandbox may have it open, too
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - the program can write there
@@ -688,7 +677,6 @@ def _judge() -> str:
 
 
 def main() -> None:
-    """Run the tests; an exception ends the process, which fails them."""
     try:
         answer = _judge()
     except BaseException as error:  # noqa: BLE001 - printed

@@ -1,7 +1,7 @@
-"""Runs in the sandbox: loads a solution and calls a function of it.
+"""Runs in the sandbox: loads a solution and calls one of its functions.
 
 Standard input has one JSON object, `{"call": name, "args": [...], "kwargs": {...}}`. The result goes to descriptor 3 as
-JSON; what was expected never comes here, so it cannot be stolen.
+JSON. The expected result never enters the sandbox, so it cannot be stolen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESULT = 3
 
 
 def load(path: str) -> dict[str, Any]:
-    """Run the solution as a module that others could import, and return its names."""
+    """Run the solution as an importable module, and return its names."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     with open(path, encoding="utf-8") as file:  # noqa: PTH123 - one import less, for each test
@@ -26,7 +26,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def _find(space: dict[str, Any], name: str) -> Any:
-    """Return a function, or a method of a class that is built without arguments; `Solution` may be left out."""
+    """A function, or a method of a class that is built without arguments; `Solution.` may be omitted."""
     owner, _, method = name.rpartition(".")
     if not owner and name not in space and hasattr(space.get("Solution"), name):
         owner = "Solution"
@@ -34,7 +34,6 @@ def _find(space: dict[str, Any], name: str) -> Any:
 
 
 def main() -> None:
-    """Do the task; an exception ends the process, which fails the test."""
     task = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     space = load("solution.py")

@@ -16,7 +16,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class NotPlain(BaseException):
-    """A value that cannot travel: no plain data, and no object of the program."""
+    """A value that cannot travel: neither plain data nor an object of the program."""
 
 
 def _of_collections(value: Any) -> list[Any]:
@@ -41,7 +41,7 @@ KINDS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
     ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
 }
-"""Values of the standard library that travel: what they are built from."""
+"""Values of the standard library that travel, with their constructor arguments."""
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*SCALARS, *CONTAINERS, bool, object, type, range, slice)}
 
 
@@ -53,7 +53,7 @@ _CHANGE: dict[str, Callable[[Any, Any], None]] = {
     ),
     "deque": lambda old, new: _replace(old.extend, new),
 }
-"""Kinds whose values can be changed, and what makes one what another is."""
+"""Mutable kinds, with a function that gives a value the contents of another."""
 
 
 def _replace(fill: Any, new: Any) -> None:
@@ -62,7 +62,7 @@ def _replace(fill: Any, new: Any) -> None:
 
 
 def _is_known(kind: type) -> bool:
-    """Whether it is one of `KINDS`, and none that only has its name."""
+    """Whether it is one of `KINDS`, and not a class that only has its name."""
     name = (kind.__module__, kind.__name__)
     return name in KINDS and getattr(sys.modules.get(name[0]), name[1], None) is kind
 
@@ -70,9 +70,8 @@ def _is_known(kind: type) -> bool:
 class Message:
     """Values that travel together.
 
-    Lists, dictionaries and all else that can be changed are numbered in the order in which they are met: `objects`. So
-    a value stays one object however often it stands there, and an answer says which objects of the request (`given`)
-    it means.
+    Mutable values are numbered in the order in which they occur: `objects`. So an object that occurs several times
+    stays one object, and an answer can refer to the objects of its request (`given`).
     """
 
     def __init__(self, given: Iterable[Any] = ()) -> None:
@@ -81,11 +80,10 @@ class Message:
         self._written: set[int] = set()
 
     def unchanged(self) -> None:
-        """Let the objects of the request be what they are there."""
         self._written.update(range(len(self.objects)))
 
     def write(self, value: Any, other: Callable[[Any], Any]) -> Any:
-        """Return plain data as a tree for JSON; `other` writes what is none."""
+        """Plain data as a tree for JSON; `other` writes any other value."""
         kind = type(value)
         if kind.__name__ not in _CHANGE or not (kind in (*CONTAINERS, bytearray) or _is_known(kind)):
             return self._write(value, other)
@@ -125,7 +123,7 @@ class Message:
         return other(value)
 
     def read(self, tree: Any, other: Callable[[str, Any], Any]) -> Any:
-        """Return the value of a tree; `other` reads what is no plain data."""
+        """The value of a tree; `other` reads what is not plain data."""
         if not isinstance(tree, list):
             return tree
         kind, inner = tree
@@ -138,7 +136,7 @@ class Message:
             self.objects.append(_TYPES[kind]())
             return self._filled(self.objects[-1], kind, inner, other)
         if kind == "known" and inner[1] in _CHANGE:
-            self.objects.append(None)  # it has its number before what is in it
+            self.objects.append(None)  # its number comes before those of its contents
             number = len(self.objects) - 1
             self.objects[number] = self._read(kind, inner, other)
             return self.objects[number]

@@ -28,36 +28,23 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_MEMORY: Final = 64 << 20
 SLOWEST: Final = 10
-"""When a program waits for a processor until so many times its `wall`, the host is too busy for a verdict."""
+"""If a program waits for a processor until this multiple of its `wall`, the host is too busy for a verdict."""
 
 
 class SandboxError(StreamrlError):
-    """The sandbox itself failed, which says nothing about the program in it."""
+    """The sandbox itself failed; the program may be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of one run.
-
-    Attributes:
-        cpu: seconds of processor time of each process, rounded up.
-        wall: seconds from the start to the end, without the time in which other programs had the processor.
-        memory: resident bytes of all its processes together, checked twenty times a second.
-        address_space: bytes of each process; None: no limit, for runtimes that reserve much and use little.
-        disk: bytes of all files together where it has a file system of its own, else of each file.
-        open_files: of each process.
-        processes: and threads, at the same time.
-        output: bytes on standard output and standard error together.
-    """
-
-    cpu: float = 5.0
-    wall: float = 11.0
-    memory: int = 512 << 20
-    address_space: int | None = 1 << 30
-    disk: int = 64 << 20
-    open_files: int = 64
-    processes: int = 16
-    output: int = 1 << 20
+    cpu: float = 5.0  # seconds of processor time of each process, rounded up
+    wall: float = 11.0  # seconds, without the time in which other programs had the processor
+    memory: int = 512 << 20  # resident bytes of all its processes together, checked twenty times a second
+    address_space: int | None = 1 << 30  # bytes of each process; None: no limit, for runtimes that reserve a lot
+    disk: int = 64 << 20  # bytes of all files in a file system of its own, else of each file
+    open_files: int = 64  # of each process
+    processes: int = 16  # and threads, at the same time
+    output: int = 1 << 20  # bytes on standard output and standard error together
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in self.__slots__}
@@ -70,44 +57,23 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program.
-
-    Attributes:
-        argv: the command; its first word is an absolute path.
-        files: plain names and texts of the files in its directory.
-        visible: directories of the host that it may read, besides the system's.
-        environ: all of its environment.
-    """
-
-    argv: tuple[str, ...]
-    files: Mapping[str, str] = field(default_factory=dict)
-    visible: tuple[str, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...]  # the first word is an absolute path
+    files: Mapping[str, str] = field(default_factory=dict)  # plain names and texts
+    visible: tuple[str, ...] = ()  # directories of the host that it may read, besides the system's
+    environ: Mapping[str, str] = field(default_factory=dict)  # all of its environment
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one run.
-
-    Attributes:
-        outcome: `ended` by itself with `code`; `signal`: it was killed, by itself or for a limit of the kernel's;
-            `time`, `memory`, `output`: it was killed for that limit.
-        code: exit code, minus the number of a signal; None when it is not known.
-        stdout: as UTF-8, with invalid bytes replaced; cut off shortly after the limit.
-        stderr: as above.
-        result: what it wrote to its descriptor 3.
-        cpu: seconds of processor time.
-        wall: seconds, with the set-up of the sandbox.
-        delay: seconds of these in which other programs had the processor, as far as the kernel tells.
-    """
+    """The result of one run. `outcome`: `ended` by itself; `signal`: killed; other words: killed for that limit."""
 
     outcome: Literal["ended", "signal", "time", "memory", "output"]
-    code: int | None
-    stdout: str
+    code: int | None  # exit code, or minus the number of a signal; None: unknown
+    stdout: str  # invalid bytes are replaced; cut off shortly after the limit
     stderr: str
-    result: str
+    result: str  # what it wrote to descriptor 3
     cpu: float
-    wall: float
-    delay: float
+    wall: float  # seconds, including the set-up of the sandbox
+    delay: float  # seconds of `wall` in which other programs had the processor, as far as the kernel tells
 
 
 _YOUNG_SECONDS: Final = 60.0
@@ -116,7 +82,6 @@ _YOUNG_SECONDS: Final = 60.0
 
 @contextlib.contextmanager
 def own_folder(prefix: str) -> Iterator[str]:
-    """Make a directory, lock it for as long as this process has it, and remove it at the end."""
     path = tempfile.mkdtemp(prefix=prefix)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -131,7 +96,6 @@ def own_folder(prefix: str) -> Iterator[str]:
 
 
 def sweep(prefix: str) -> None:
-    """Remove the directories of this user that `own_folder` made in processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it is another user's, in use, or just gone
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -157,19 +121,17 @@ ENVIRON: Final[Mapping[str, str]] = {
 
 _NOBODY: Final = str(jail.NOBODY)
 _LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
-"""`-p` is dash's name of the limit; bash has it as `-u`, and refuses `-p`."""
+"""dash calls this limit `-p`; bash calls it `-u`, and refuses `-p`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python: its absolute path, and the directories that it needs besides the system's."""
-
     path: str
     visible: tuple[str, ...]
 
 
 def interpreter(python: str = "") -> Interpreter:
-    """Return `python`, or the Python that runs streamrl without the packages of its environment."""
+    """`python`, or the Python that runs streamrl, without the packages of its environment."""
     path = Path(python or os.path.realpath(sys.executable)).absolute()
     prefixes = (path.parent.parent, Path(os.path.realpath(path)).parent.parent)
     visible = dict.fromkeys(
@@ -183,7 +145,6 @@ def _of_the_system(path: str) -> bool:
 
 
 def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
-    """The command line that runs a program in bubblewrap; the keeper writes its directory for `{folder}`."""
     path = shutil.which("bwrap")
     if path is None:
         raise SandboxError("bwrap is not installed")
@@ -204,11 +165,11 @@ Isolation = Literal["namespaces", "bubblewrap", "none"]
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
 _FOLDERS: Final = "streamrl-code-"
 _KEEPER_SECONDS: Final = 20.0
-"""How long a keeper may take to start, and to kill and clean up, on a busy machine."""
+"""Longest time for a keeper to start, and to kill and clean up, on a busy machine."""
 _ANSWER_ROOM: Final = 1 << 19
-"""The keeper notices that output is over its limit when up to four pipes have given a chunk more."""
+"""Up to four pipes may deliver one more chunk before the keeper notices that output exceeds its limit."""
 _BYTES_PER_BYTE: Final = 6
-"""JSON writes a control character, and what is no UTF-8, as six characters."""
+"""JSON writes control characters and invalid UTF-8 as six characters."""
 _HINT: Final = (
     "allow user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 or user.max_user_namespaces; in a"
     " container its seccomp profile), or install bubblewrap; or take the risk with isolation: none and network: allow,"
@@ -219,14 +180,9 @@ _HINT: Final = (
 class Sandbox:
     """Runs untrusted programs.
 
-    Args:
-        limits: of every run.
-        network: whether programs may use the network.
-        isolation: `auto` takes namespaces or bubblewrap, the first that works; `none` is no isolation but limits, a
-            session, a directory and an environment of its own.
-
-    Raises:
-        ConfigError: a system that is not Linux, or `none` without `network`: nothing would keep it from the network.
+    `isolation`: `auto` is namespaces or bubblewrap, the first that works; `none` only has limits, a session, a
+    directory and an environment of its own. `ConfigError`: not Linux, or `none` without `network`, which it cannot
+    prevent.
     """
 
     def __init__(
@@ -245,11 +201,7 @@ class Sandbox:
         self.isolation: Isolation | None = None
 
     async def open(self) -> Isolation:
-        """Find an isolation that works here by running a small program in it; a repeat returns what was found.
-
-        Raises:
-            ConfigError: none works; says why each does not, and what to do.
-        """
+        """Find an isolation that works here, by a test run, once. `ConfigError` says why none does, and what to do."""
         async with self._opening:
             if self.isolation is None:
                 await asyncio.to_thread(sweep, _FOLDERS)
@@ -259,7 +211,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def start(self, program: Program) -> AsyncIterator[Session]:
-        """Yield a session with the program; nothing of it stays at its end. Raises as `open`."""
+        """Yield a session with the program, and remove all of it at the end. Raises as `open`."""
         async with self._session(await self.open(), program) as session:
             yield session
 
@@ -303,7 +255,6 @@ class Sandbox:
 
     @asynccontextmanager
     async def _folder(self, isolation: Isolation) -> AsyncIterator[str]:
-        """A directory of the host, where the sandbox has none of its own; the keeper removes it, unless killed."""
         if isolation == "namespaces":
             yield ""
             return
@@ -317,7 +268,7 @@ class Sandbox:
     def _order(self, isolation: Isolation, program: Program, folder: str) -> dict[str, Any]:
         for name in program.files:
             if Path(name).name != name or name in {"", ".", ".."}:
-                raise ValueError(f"{name!r} is no plain name of a file")
+                raise ValueError(f"{name!r} is not a plain file name")
         argv, kind = list(program.argv), "none"
         if isolation == "namespaces":
             kind = "namespaces"
@@ -337,19 +288,13 @@ class Sandbox:
 
 
 class Session:
-    """One program and its keeper."""
-
     def __init__(self, process: asyncio.subprocess.Process, order: Mapping[str, Any], limits: SandboxLimits) -> None:
         self._process = process
         self._order: Mapping[str, Any] | None = order
         self._seconds = SLOWEST * limits.wall + 2 * _KEEPER_SECONDS
 
     async def run(self, stdin: str) -> Execution:
-        """Run the program once, from a fresh directory, and return what came of it; one run at a time.
-
-        Raises:
-            SandboxError: the sandbox failed, or did not answer long after `wall`.
-        """
+        """Run the program once in a fresh directory, one run at a time. `SandboxError`: the sandbox failed or hangs."""
         lines = [] if self._order is None else [self._order]
         self._order = None
         try:
@@ -369,14 +314,13 @@ class Session:
     async def _ask(self, data: bytes) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(ConnectionError):  # it has ended, and its last words are to be read
+        with suppress(ConnectionError):  # the keeper has ended; read its last line
             self._process.stdin.write(data)
             await self._process.stdin.drain()
         return await self._process.stdout.readline()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the keeper, which kills what runs and cleans up."""
     assert process.stdin is not None
     process.stdin.close()
     try:

@@ -259,7 +259,7 @@ BAD_ARGS = [
     ({**NUMBER, "votes": 3, "quorum": 4}, "quorum 4 is above"),
     ({**NUMBER, "votes": 3, "temperature": 0}, "every vote is the same"),
     ({**NUMBER, "temperature": True}, "temperature is True"),
-    ({**NUMBER, "votes": 2, "combine": "majority"}, "let the number of votes be odd"),
+    ({**NUMBER, "votes": 2, "combine": "majority"}, "use an odd number of votes"),
     ({**NUMBER, "combine": "max"}, "combine is 'max'"),
     ({**NUMBER, "tries": 0}, "tries is 0"),
     ({**NUMBER, "max_tokens": 0}, "max_tokens is 0"),

@@ -199,7 +199,7 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json") as caught:
         Renderer(str(tmp_path))
     assert "args.tokenizer" in caught.value.hint
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         Renderer(str(tmp_path / "missing"))
     make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):

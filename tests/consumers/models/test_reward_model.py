@@ -259,7 +259,7 @@ BAD_ARGS = [
     ({"model": "critic", "path": "/s", "body": {"a": "{promt}"}, "value": "x"}, "{promt}"),
     ({"model": "critic", "path": "/s", "body": {"a": "{"}, "value": "x"}, "brace is alone"),
     ({"model": "critic", "path": "/s", "body": {"a": ["{metadata.}"]}, "value": "x"}, "{metadata.}"),
-    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "value 'x..y' leads nowhere"),
+    ({"model": "critic", "path": "/s", "body": {"a": 1}, "value": "x..y"}, "value 'x..y' has an empty step"),
     ({"model": "critic", "path": "/s", "body": {"a": "{respons}"}, "value": "x"}, "did you mean {response}?"),
 ]
 
@@ -281,8 +281,8 @@ BAD_FITS = [
     ({}, {"url": [URL], "kind": "openai", "task": "chat"}, "use: judge"),
     ({}, {"url": [URL], "task": "chat"}, "use: judge"),
     ({"text": "server"}, {"url": [URL], "kind": "sglang"}, "take no messages"),
-    ({}, {"url": [URL], "model": "/nowhere"}, "is no directory"),
-    ({}, {"url": [URL]}, "is no directory"),
+    ({}, {"url": [URL], "model": "/nowhere"}, "is not a directory"),
+    ({}, {"url": [URL]}, "is not a directory"),
 ]
 
 

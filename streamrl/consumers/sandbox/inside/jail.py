@@ -1,6 +1,6 @@
-"""Namespaces, a root directory, files and limits for one program: what it can reach when it runs.
+"""Namespaces, a root directory, files and limits for one program.
 
-`build_root` is called in the first process of new namespaces, `confine` in the process that becomes the program, right
+`build_root` runs in the first process of new namespaces; `confine` runs in the process that becomes the program, right
 before its exec.
 """
 
@@ -20,7 +20,7 @@ from . import kernel
 NOBODY = 65534
 WORK = "/tmp"  # noqa: S108 - of the sandbox's own root
 _REMOVE_SECONDS = 30.0
-_SPARE_PROCESSES = 2  # ours, which the kernel counts with the program's where both have one user id
+_SPARE_PROCESSES = 2  # ours, which the kernel counts with the program's if both have one user id
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -28,16 +28,16 @@ _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "f
 
 
 def namespaces(network: bool) -> int:
-    """Return the flags for `unshare`; a new network namespace has no interface that is up, not even loopback."""
+    """Flags for `unshare`. A new network namespace has no interface that is up, not even loopback."""
     flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     return flags if network else flags | kernel.CLONE_NEWNET
 
 
 def map_ids(pid: int) -> None:
-    """Set the users of the new user namespace of `pid`: `NOBODY`, and the builder 0 where root may map both.
+    """Set the users of the new user namespace of `pid`: `NOBODY`, and the builder 0 if root may map both.
 
-    The program is `NOBODY` inside. Started by root, it has no rights outside either. Started by another user, it is
-    that user, and sees only what the new root directory holds.
+    The program is `NOBODY` inside. If root started it, it has no rights outside either. If another user did, it is that
+    user, and sees only the new root directory.
     """
     folder = Path(f"/proc/{pid}")
     if os.geteuid() == 0:
@@ -51,9 +51,9 @@ def map_ids(pid: int) -> None:
 
 
 def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
-    """Replace the root directory by one in memory, all read-only but `WORK`, into which `disk` bytes fit.
+    """Replace the root directory by one in memory, read-only except `WORK`, which holds `disk` bytes.
 
-    `visible` are pairs of a real path of the host and the path where it is seen. The root goes with the namespace.
+    `visible` are pairs of a real path of the host and the path inside. The root goes with the namespace.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     quiet = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -80,7 +80,6 @@ def build_root(visible: Sequence[Sequence[str]], disk: int) -> None:
 
 
 def write_files(folder: str, files: Mapping[str, str]) -> None:
-    """Write the program's files; names were checked to be plain names."""
     for name, text in files.items():
         path = Path(folder) / name
         path.write_bytes(text.encode("utf-8", "replace"))
@@ -88,7 +87,7 @@ def write_files(folder: str, files: Mapping[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a directory with all that a program made in it, of any depth, mode, name and link, within 30 seconds."""
+    """Remove a directory and all that a program made in it, whatever its depth, mode or name; at most 30 s a step."""
     for command in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
         process = subprocess.Popen(  # noqa: S603
             command, env={"PATH": os.defpath}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -101,10 +100,10 @@ def remove_folder(folder: str) -> None:
 
 
 def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
-    """Give up all rights and take on the limits; the caller goes on to exec.
+    """Give up all rights and set the limits; the caller then calls exec.
 
-    `privileged`: this process is root of its namespace and becomes `NOBODY`. With `namespaces`, processes are counted
-    apart from the user's, so their number can be limited; `wrapped` leaves the rest to the program that isolates.
+    `privileged`: this process is root of its namespace and becomes `NOBODY`. With `namespaces`, the user is counted
+    apart, so the number of processes can be limited; `wrapped` leaves the rest to the isolating program.
     """
     if privileged:
         os.setgroups([])
@@ -135,14 +134,13 @@ def _limit(kind: int, soft: int, hard: int | None = None) -> None:
 
 
 def _show(source: str, target: str, *, writable: bool = False) -> None:
-    """Show a file, a directory with all that is mounted in it, or a link of the host; what is not there is left out."""
     try:
         mode = os.lstat(source).st_mode
     except FileNotFoundError:
         return
     shown = Path(target)
     if shown.is_symlink() or (shown.exists() and not shown.is_dir()):
-        return  # it is there already, through one of the system's directories
+        return  # one of the system's directories already contains it
     shown.parent.mkdir(parents=True, exist_ok=True)
     if stat.S_ISLNK(mode):
         shown.symlink_to(os.readlink(source))  # noqa: PTH115
@@ -157,9 +155,9 @@ def _show(source: str, target: str, *, writable: bool = False) -> None:
 
 
 def _mount_proc() -> None:
-    """Mount /proc of the new process namespace, and allow no user namespaces below this one.
+    """Mount /proc of the new process namespace, and forbid nested user namespaces.
 
-    Containers that mask parts of their /proc refuse the mount: the program then has none.
+    Containers that mask parts of their /proc refuse the mount; the program then has no /proc.
     """
     Path("/proc").mkdir()
     flags = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -1,9 +1,9 @@
-"""A process between a reward worker and the programs it tests: whatever becomes of either, nothing of them stays.
+"""A process between a reward worker and the programs it tests: if either ends, it kills and removes what is left.
 
 Its standard input is a lifeline: the first line is an order (what runs, where, within which limits), every further line
-`{"stdin": "..."}` asks for one run of it, and its end, however it came about, kills what runs and ends the keeper. It
-answers each run with one line: `{"outcome": ..., ...}`, or `{"error": ...}` when the sandbox itself failed. The answers
-that tests expect never come here.
+`{"stdin": "..."}` asks for one run. When it ends, for whatever reason, the keeper kills the run and ends. It answers
+each run with one line: `{"outcome": ..., ...}`, or `{"error": ...}` if the sandbox itself failed. Expected answers of
+tests never come here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KILL_SECONDS = 10.0
 _CHUNK = 1 << 16
 _SIGNALLED = 128
 _SAMPLED = 0.3
-"""Seconds of processor time that a look may have missed of a program that the kernel killed for its limit."""
+"""Seconds of processor time that a look may have missed before the kernel killed a program for its limit."""
 _FIRST_FREE = 10
 
 
@@ -39,13 +39,10 @@ class Abandoned(Exception):
 
 
 class ParentPipe:
-    """Standard input, line by line."""
-
     def __init__(self) -> None:
         self._data = bytearray()
 
     def line(self) -> dict[str, Any] | None:
-        """Wait for a line; None at the end."""
         while b"\n" not in self._data:
             if not self._read():
                 return None
@@ -55,7 +52,6 @@ class ParentPipe:
         return found
 
     def check(self) -> None:
-        """Read what is there, without waiting; `Abandoned` at the end."""
         if not self._read():
             raise Abandoned
 
@@ -90,7 +86,6 @@ class Run:
         self._captured: dict[int, bytearray] = {read: bytearray() for read in self._reads}
 
     def finish(self) -> dict[str, Any]:
-        """Run it to its end, kill what is left of it, and say what came of it."""
         began = time.monotonic()
         starved = processes.starved()
         try:
@@ -107,14 +102,14 @@ class Run:
         if not dead:
             return {"error": f"processes of a program cannot be killed within {_KILL_SECONDS:g} s"}
         out, err, result, status = (bytes(self._captured[read]) for read in self._reads)
-        said: dict[str, Any] = json.loads(status.partition(b"\n")[0] or b"{}")  # the first who has something to say
+        said: dict[str, Any] = json.loads(status.partition(b"\n")[0] or b"{}")  # the first report counts
         if "error" in said:
             return said
         if not said and forced is None and self._order["isolation"] != "none":
             return {"error": "the first process of the sandbox was killed; is there enough memory?"}
         code, cpu = said.get("code"), max(said.get("cpu", 0.0), self._ran)
         if code is not None and self._order["isolation"] == "wrapped" and code > _SIGNALLED:
-            code = _SIGNALLED - code  # as a shell tells a signal
+            code = _SIGNALLED - code  # shells report a signal as 128 + its number
         if forced is None and code == -signal.SIGKILL and processes.starved() > starved:
             return {"error": "the host ran out of memory, and its kernel may have killed the program for that"}
         return {
@@ -130,7 +125,7 @@ class Run:
 
     def _outcome(self, code: int | None, cpu: float) -> str:
         if code is None:
-            return "signal"  # it killed the process that waits for it
+            return "signal"  # the program killed the process that waits for it
         if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self._limits["cpu"] - _SAMPLED):
             return "time"
         return "signal" if code < 0 else "ended"
@@ -152,13 +147,13 @@ class Run:
                 jail.map_ids(pid)
             os.write(go_write, b"1")
         except BrokenPipeError:
-            pass  # it has said why on the status pipe
+            pass  # the child has reported its error on the status pipe
         finally:
             os.close(ready_read)
             os.close(go_write)
 
     def _watch(self, began: float) -> str | None:
-        """Carry its output until it ends; return why it must, or None."""
+        """Carry its output until it ends. Returns the exceeded limit, or None."""
         status = self._reads[3]
         open_ = set(self._reads)
         look_at = 0.0
@@ -180,10 +175,10 @@ class Run:
         return None
 
     def _look(self, passed: float) -> str | None:
-        """Return the limit of memory or time that the processes are over, or None.
+        """Return the limit of memory or time that the processes exceed, or None.
 
-        Time in which others had the processor does not count, unless the program itself is what keeps it busy: whether
-        it is too slow must not depend on what else the host does.
+        Whether a program is too slow must not depend on other work on the host. So time in which other programs had the
+        processor does not count.
         """
         pids = processes.descendants(os.getpid())
         if processes.memory(pids) > self._limits["memory"]:
@@ -199,7 +194,6 @@ class Run:
         return "time"
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is in a pipe; False at its end."""
         data = os.read(descriptor, _CHUNK)
         self._captured[descriptor] += data
         return bool(data)
@@ -216,7 +210,6 @@ class Run:
     # --- the sandbox's side: processes that end by exec or _exit ------------------------------------------------------
 
     def _enter(self, ready: int, go: int) -> None:
-        """Become, or start, the first process of the sandbox."""
         kernel.die_with_parent()
         if self._jailed:
             kernel.unshare(jail.namespaces(self._order["network"]))
@@ -235,7 +228,7 @@ class Run:
         self._keep_first()
 
     def _isolate(self) -> None:
-        """Return in the first process of the new process namespace, which ends with the process that made it."""
+        """Return in the first process of the new process namespace, which ends with its parent."""
         leash_read, leash_write = os.pipe()
         pid = os.fork()
         if pid:
@@ -246,10 +239,10 @@ class Run:
         os.close(leash_write)
         kernel.die_with_parent()
         if select.select([leash_read], [], [], 0)[0]:
-            os._exit(1)  # its parent had ended before
+            os._exit(1)  # its parent has ended before `die_with_parent`
 
     def _keep_first(self) -> NoReturn:
-        """Start the program, bury orphans until it ends, and report; the end of this process kills what is left."""
+        """Start the program, reap orphans until it ends, and report. The end of this process kills what is left."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         pid = os.fork()
@@ -280,7 +273,6 @@ class Run:
         os.execve(self._argv[0], self._argv, self._order["environ"])  # noqa: S606
 
     def _guarded(self, step: Any) -> NoReturn:
-        """Do a step in a forked process; what goes wrong goes to the status pipe and the process ends."""
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - told to the keeper
@@ -290,7 +282,6 @@ class Run:
 
 
 def serve(lifeline: ParentPipe, order: dict[str, Any]) -> None:
-    """Answer requests for runs until the lifeline ends."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         raise OSError("this kernel does not tell the children of a process (CONFIG_PROC_CHILDREN)")
     limits = order["limits"]
@@ -309,7 +300,6 @@ def _answer(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read the order and serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the lifeline decides
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)

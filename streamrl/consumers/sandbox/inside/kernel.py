@@ -1,8 +1,8 @@
-"""The calls to the Linux kernel that Python 3.11 has no functions for, and a filter of calls without any library.
+"""Calls to the Linux kernel for which Python 3.11 has no functions, and a filter of calls without any library.
 
-The filter lists what programs of tests never need and attacks on the kernel do, so that any language's runtime works. A
-refused call fails with EPERM; `clone3` fails with ENOSYS, upon which C libraries take `clone`, whose flags a filter can
-read. Architectures that are not known here get no filter (the namespaces remain).
+The filter lists calls that programs of tests never need but attacks on the kernel do, so that any language's runtime
+works. A refused call fails with EPERM. `clone3` fails with ENOSYS, so that C libraries use `clone`, whose flags a
+filter can read. Unknown architectures get no filter (the namespaces remain).
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ class _MountAttributes(ctypes.Structure):
 
 
 def unshare(flags: int) -> None:
-    """Move this process, and its children for CLONE_NEWPID, into new namespaces; `OSError` when the kernel refuses."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
-    """Mount; `OSError` names the target."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
     _check(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount on {target}")
 
 
 def read_only(path: str, *, recursive: bool = True) -> None:
-    """Make the mount at `path`, with all mounts below it unless told, read-only and deaf to set-uid bits."""
+    """Make the mount at `path`, with all mounts below it if `recursive`, read-only and without set-uid bits."""
     attributes = _MountAttributes(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     result = _libc.syscall(
         ctypes.c_long(_SYS_MOUNT_SETATTR),
@@ -63,7 +61,6 @@ def read_only(path: str, *, recursive: bool = True) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root of this mount namespace; the old root is then at `old`, below it."""
     number = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine)
     if number is None:
         raise OSError(f"pivot_root of {os.uname().machine} is not known here")
@@ -71,23 +68,20 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def detach(path: str) -> None:
-    """Unmount with all that is mounted below."""
     _check(_libc.umount2(os.fsencode(path), ctypes.c_int(MNT_DETACH)), f"unmount {path}")
 
 
 def set_hostname(name: str) -> None:
-    """Of this UTS namespace."""
     data = os.fsencode(name)
     _check(_libc.sethostname(data, ctypes.c_size_t(len(data))), "sethostname")
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process that takes one argument."""
     _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), *_ZEROS), f"prctl {option}")
 
 
 def die_with_parent() -> None:
-    """Be killed when the process that started this one ends; new credentials forget it."""
+    """Have the kernel kill this process when its parent ends. A change of credentials cancels this."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -142,7 +136,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "personality": (135, 92),
-    "setpriority": (141, 140),  # who lets everybody go first waits for ever on a busy host, and is never too slow
+    "setpriority": (141, 140),  # a lower priority makes a program wait forever on a busy host, without being too slow
     "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274),
 }
@@ -162,9 +156,9 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls() -> None:
-    """Install the filter for this process and all it starts; needs PR_SET_NO_NEW_PRIVS.
+    """Install the filter for this process and its children; needs PR_SET_NO_NEW_PRIVS.
 
-    Where the kernel was built without seccomp, nothing happens.
+    Does nothing if the kernel was built without seccomp.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -177,7 +171,7 @@ def refuse_calls() -> None:
 
 
 def _program(column: int, audit: int) -> Iterable[bytes]:
-    """Yield the instructions; every check jumps over its own answer, so none knows how long the others are."""
+    """Yield the instructions. Each check skips its own answer only, so it does not depend on the length of others."""
     yield _do(_LOAD, _ARCHITECTURE)
     yield from _answer_unless(_EQUAL, audit, _KILL)  # 32-bit calls have other numbers
     yield _do(_LOAD, _NUMBER)

@@ -1,4 +1,4 @@
-"""The processes that a program has started: found, weighed and killed."""
+"""Finds, measures and kills the processes that a program started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, also those that ended and were not waited for."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -25,7 +24,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: list[int]) -> int:
-    """Return the bytes of memory that processes have for themselves or share among each other (counted twice then)."""
+    """Bytes of memory that processes own or share; shared memory counts once per process."""
     total = 0
     for pid in pids:
         with suppress(OSError):
@@ -36,9 +35,9 @@ def memory(pids: list[int]) -> int:
 
 
 def processor_time(pids: list[int]) -> tuple[float, float]:
-    """Return the seconds that processes have run, and the longest wait of a thread for a processor that others had.
+    """Seconds that processes have run, and the longest wait of a thread for a processor that other programs had.
 
-    Children that ended and were waited for count as well. Both are 0 where the kernel does not keep these figures.
+    Includes reaped children. Both are 0 if the kernel does not keep these figures.
     """
     run = 0.0
     threads: list[tuple[float, float]] = []
@@ -56,16 +55,15 @@ def processor_time(pids: list[int]) -> tuple[float, float]:
 
 
 def kept_waiting(threads: list[tuple[float, float]], run: float) -> float:
-    """Return the longest time in which a thread waited for a processor that other programs had.
+    """The longest time that a thread waited for a processor that other programs had.
 
-    `threads` are the seconds that each has run and has waited. While other threads of the program `run`, they may have
-    kept this one waiting: that does not count.
+    `threads` are the seconds that each has run and waited. The wait of a thread while others of the program ran does
+    not count, since those may have caused it.
     """
     return max((waited - max(run - ran, 0.0) for ran, waited in threads if waited > run - ran), default=0.0)
 
 
 def starved() -> int:
-    """Return how many processes this kernel has killed since it started because there was no memory."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -74,9 +72,9 @@ def starved() -> int:
 
 
 def kill_all(deadline: float) -> bool:
-    """Kill everything below this process, the reaper of orphans; False when that takes longer than `deadline` seconds.
+    """Kill everything below this process, the reaper of orphans; False if it takes longer than `deadline` seconds.
 
-    All are stopped first: what is stopped does not fork faster than it is killed.
+    All are stopped first, so that they cannot fork faster than they are killed.
     """
     end = time.monotonic() + deadline
     stopped: set[int] = set()
@@ -96,7 +94,6 @@ def kill_all(deadline: float) -> bool:
 
 
 def reap() -> None:
-    """Wait for all children that have ended."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
