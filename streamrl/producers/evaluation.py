@@ -331,7 +331,7 @@ class EvaluationLog:
             try:
                 self._count(msgspec.json.decode(line, type=EvaluatedGroup))
             except msgspec.DecodeError as error:
-                logger.warning("line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
+                logger.warning("invalid line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:

@@ -72,7 +72,7 @@ def check_recording(config: RunConfig) -> Header:
         )
     if not header.logprobs:
         raise ConfigError(
-            f"{path} was archived without log-probabilities: nobody can train it",
+            f"{path} was archived without log-probabilities, so it cannot be trained",
             "archive.logprobs: true keeps them from then on",
         )
     return header
@@ -200,6 +200,6 @@ def as_sampled_before(payload: bytes) -> bytes:
     try:
         sample = wire.decode(payload, wire.Sample)
     except WireError as error:
-        logger.warning("recorded response is none", extra={"error": str(error)})
+        logger.warning("a recorded response cannot be decoded", extra={"error": str(error)})
         return payload
     return wire.encode(msgspec.structs.replace(sample, runs=[(0, 0)] if sample.tokens else []))

@@ -95,7 +95,7 @@ def on_cpu(engine: EngineConfig) -> bool:
         return computes_on_cpu(device)
     if re.fullmatch(r"cuda(:\d+)?", device) is None:
         raise ConfigError(
-            f"engine.device {device!r} is no device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
+            f"engine.device {device!r} is not a device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
         )
     if not engine.url and not has_gpu():
         raise ConfigError(

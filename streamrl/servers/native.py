@@ -72,7 +72,7 @@ class NativeDialect(Dialect):
         (answer,) = answers
         try:
             if answer["software"] != SOFTWARE:
-                raise WireError(f"this is no server of streamrl's, but {answer['software']!r}")
+                raise WireError(f"this is not a `streamrl engines serve`, but {answer['software']!r}")
             probe = answer["probe"]
             return ServerInfo(
                 version=str(answer["version"]),
@@ -84,7 +84,9 @@ class NativeDialect(Dialect):
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, WireError):
                 raise
-            raise WireError(f"this is no server of streamrl's: {error!r} in its description of itself") from error
+            raise WireError(
+                f"this is not a `streamrl engines serve`: {error!r} in its description of itself"
+            ) from error
 
     @override
     def generation(self, request: Request, *, version: int) -> Call:

@@ -169,7 +169,7 @@ class OpenaiDialect(Dialect):
         if version.folder is None:
             raise WeightsError(f"version {version.number} has no files that a server could read")
         if cut := next((name for name, files in version.parts.items() if len(files) > 1), None):
-            raise WeightsError(f"version {version.number}: {cut} lies in several files, which no reload understands")
+            raise WeightsError(f"version {version.number}: {cut} lies in several files, which a reload cannot load")
         filled = {"{folder}": str(version.folder), "{version}": str(version.number)}
         return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
 

@@ -182,7 +182,7 @@ class ManagedServer:
                 said = orjson.loads(await reader.readline() or b'{"error": "its keeper ended"}')
         except TimeoutError as error:
             transport.close()
-            raise Unreachable(f"{self.name} cannot be started: its keeper is silent") from error
+            raise Unreachable(f"{self.name} cannot be started: its keeper process does not answer") from error
         if "error" in said:
             transport.close()
             raise ConfigError(

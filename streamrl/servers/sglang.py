@@ -199,7 +199,7 @@ class SglangDialect(Dialect):
             return self.pause("keep")
         if on_cpu(self._config.engine):
             raise Refused(
-                f"SGLang on a CPU cannot sleep at level {level}: it answers that it did and frees nothing",
+                f"SGLang on a CPU cannot sleep at level {level}: it reports success and frees nothing",
                 "use level 0, or stop the server",
             )
         if not _wants_memory_saver(self._config):

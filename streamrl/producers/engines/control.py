@@ -20,7 +20,7 @@ _ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 
 
 class Control:
-    """The controls of one decode loop; `fail` is told of an error that makes the engine unusable before it is raised."""
+    """The controls of one decode loop; `fail` hears of an error that makes the engine unusable before it is raised."""
 
     def __init__(self, model: Any, decoder: Decoder, fail: Callable[[BaseException], None]) -> None:
         self._model = model
@@ -71,7 +71,7 @@ class Control:
             pairs = match_weights(self._model, version.tensors)
         elif self._residence.forgotten:
             raise WeightsError(
-                f"version {version.number} is an adapter, and this engine has given up the weights it belongs to",
+                f"version {version.number} is an adapter, and this engine has freed the weights it belongs to",
                 "sleep at level 1, or learner.lora.publish merged",
             )
         else:

@@ -55,7 +55,7 @@ class Counts:
 
 
 class Spans:
-    """The version runs of one request, `[(first token, version), ...]`; a swap without a new token replaces the last."""
+    """The version runs of one request, `[(first token, version), ...]`; swaps without a token between are one."""
 
     __slots__ = ("_runs",)
 

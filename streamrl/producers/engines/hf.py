@@ -414,4 +414,4 @@ def _death(failure: BaseException) -> Unreachable:
 
 def _log_failure(future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("control of the engine failed after its caller left", exc_info=error)
+        logger.error("an engine control failed after its caller left", exc_info=error)

@@ -366,7 +366,9 @@ class Controls:
             if first and isinstance(error, DataError):
                 self._torn = False
                 raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-            logger.warning("an update failed, sent once more", extra={"version": version.number, "why": error.message})
+            logger.warning(
+                "an update failed and is sent once more", extra={"version": version.number, "why": error.message}
+            )
             try:
                 await self._try([*self._dialect.prefetch(version), *calls], end - self._loop.time())
             except StreamrlError as again:

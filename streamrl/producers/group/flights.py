@@ -106,7 +106,7 @@ class InFlightRequest:
         count = self.heard
         known = self._observed() if runs is None else runs
         if runs is not None and not _are_runs(runs, count):
-            raise WireError(f"request {self.request.id!r}: {runs} are no runs of {count} tokens")
+            raise WireError(f"request {self.request.id!r}: {runs} are not the runs of {count} tokens")
         if not count and finish != "abort":
             raise WireError(f"request {self.request.id!r} ended ({finish}) without a token")
         tokens = np.asarray(self._tokens, dtype=np.int64)

@@ -298,7 +298,7 @@ class Member:
                     continue
                 if refusals >= _REFUSALS:
                     raise Unreachable(
-                        f"server {self.name} refuses weights that others have: {error.message}"
+                        f"server {self.name} refuses weights that other servers have taken: {error.message}"
                     ) from error
                 await asyncio.sleep(_REFUSED_PAUSE * refusals)
                 self._behind.set()
@@ -313,7 +313,7 @@ class Member:
                 self._concurrency.interrupted()
             self._pool.changed()
             if self.pair < target:
-                raise WeightsError(f"version {target} is not here any more", "the next version mends this")
+                raise WeightsError(f"version {target} is no longer available", "the next version repairs this")
         self._settle(None)
 
     async def _apply(self, version: Version) -> None:
@@ -490,7 +490,7 @@ class ServerPool:
         elif now - self._served_at > limit:
             raise Unreachable(
                 f"no server could serve for {limit:g} s: {self.reasons}",
-                "do they run, and can this host reach them? engine.start_deadline is how long is waited",
+                "check that they run and that this host reaches them; engine.start_deadline limits the wait",
             )
 
     def _forget(self, member: Member) -> None:

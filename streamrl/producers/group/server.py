@@ -144,7 +144,7 @@ class ServerEngine(StreamingEngine):
         try:
             key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
             url = self._url or (await self._server.start() if self._server is not None else "")
-            hint = "see its log" if self._server else "is it running, and is engine.url right?"
+            hint = "see its log" if self._server else "check that it runs and that engine.url is right"
             client = self._client = HttpClient(url, key, hint)
             if self._server is not None:
                 self._own(self._mourn(self._server), "engine-mourn")
@@ -162,7 +162,7 @@ class ServerEngine(StreamingEngine):
             raise
         if self._facts.fixed:
             logger.warning(
-                "the weights of this server stay as they are: what is trained never reaches it",
+                "the weights of this server stay as they are: it never gets the trained weights",
                 extra={"url": url, "server": self._dialect.kind},
             )
         longest = min(self._config.weights.deadline, self._config.lease.max_hold / 2)
@@ -401,7 +401,7 @@ class ServerEngine(StreamingEngine):
             except Unreachable as error:
                 self.die(error)
             except (DataError, WireError) as error:
-                logger.warning("the server answers strangely", extra={"why": error.message})
+                logger.warning("the server gave an invalid answer", extra={"why": error.message})
             return self._failure is None
 
     # --- conversations ---------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ class ServerEngine(StreamingEngine):
                     flight.land(chunk.finish, self._loop.time(), runs, self._facts.vocabulary)
                     break
             else:
-                raise Lost(f"{self._client.url} ended a response without saying why")
+                raise Lost(f"{self._client.url} ended a response without a finish reason")
             await _read_out(messages)
 
     async def _broke_off(self, flight: InFlightRequest, error: Unreachable) -> None:

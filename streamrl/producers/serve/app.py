@@ -171,7 +171,7 @@ class EngineApp:
         if self._expected is None:
             # a web page open in a browser on this machine can send requests to its ports
             if "Origin" in request.headers:
-                raise BadMessage("no requests of web pages without a key", "start it with --api-key-file", 403)
+                raise BadMessage("web pages need a key to send requests", "start it with --api-key-file", 403)
         else:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._expected):
@@ -247,7 +247,9 @@ class EngineApp:
             self._leased.clear()
             late = self._leases.expire(loop.time())
             if late:
-                logger.warning("a pause expired, its owner is silent: the engine resumes", extra={"owners": late})
+                logger.warning(
+                    "a pause expired because its owner is silent: the engine resumes", extra={"owners": late}
+                )
                 if not self._leases:
                     await self._engine.resume()
 
@@ -326,7 +328,7 @@ def _event(event: Mapping[str, Any]) -> bytes:
 def _describe(error: Exception) -> dict[str, Any]:
     kind, _ = _meaning(error)
     if kind == "internal":
-        logger.error("a request failed for a reason of our own", exc_info=error)
+        logger.error("a request failed with an internal error", exc_info=error)
     message = error.message if isinstance(error, StreamrlError) else f"{type(error).__name__}: {error}"
     hint = error.hint if isinstance(error, StreamrlError) else ""
     return {"error": {"kind": kind, "message": message, "hint": hint}}

@@ -84,7 +84,7 @@ class Source:
             raise BadVersion("a version without tensors, or a tensor without a file")
         for name in source.files:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise BadVersion(f"{name!r} is no name of a file")
+                raise BadVersion(f"{name!r} is not a file name")
         return source
 
     @property

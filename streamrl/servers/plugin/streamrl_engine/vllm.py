@@ -157,7 +157,9 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
 
 def _no_logits(*_: Any) -> Any:
-    raise RuntimeError("an update of the weights failed here, and none has mended it: the weights are a mixture")
+    raise RuntimeError(
+        "an update of the weights failed here, and no later one has repaired it: the weights are a mixture"
+    )
 
 
 def _first(text: str, group: Any) -> str:
