@@ -41,7 +41,7 @@ _LOOK_SECONDS: Final = 1.0
 _LOOKAHEAD: Final = 4
 """One more sample is leased for each so many slots: the next ones are there before a slot is free."""
 _DRAIN_SHARE: Final = 0.25
-"""Part of the run's drain in which a replica finishes what is in flight; the rest is for those after it."""
+"""Share of the run's drain time for the requests in flight; the rest is for the roles behind the replica."""
 
 
 async def run_rollout(role: Role) -> None:
@@ -91,7 +91,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
 
     Args:
         held: prompts held now.
-        unopened: those whose missing samples are not known yet; each counts as a whole group.
+        unopened: prompts whose missing samples are not known yet; each counts as a whole group.
         samples: samples that the others still miss.
         slots: responses that the engine can decode at the same time; 0: it takes none now.
         group_size: samples of a whole group.

@@ -162,7 +162,7 @@ def pad(batch: PromptBatch, completions: Sequence[Completion]) -> SequenceBatch:
 def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
     prompts, mask = batch.prompts, batch.attention_mask
     if prompts.ndim != 2 or prompts.shape != mask.shape or not prompts.size:
-        raise ConfigError(f"prompts {prompts.shape} and attention_mask {mask.shape} are no batch")
+        raise ConfigError(f"prompts {prompts.shape} and attention_mask {mask.shape} do not form a batch")
     if batch.temperature <= 0:
         raise ConfigError(
             "greedy decoding is not offered: its tokens are not drawn from the policy",

@@ -151,7 +151,7 @@ class Dialect(Startable):
         raise Refused(f"the weights of this {self.kind} server stay as they are")
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """Give memory back; `Refused` when the server has no such level."""
+        """Free memory; `Refused` when the server has no such level."""
         del level
         raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
 
@@ -206,7 +206,7 @@ def read_spans(spans: Any, total: int) -> Runs:
 
 def read_logprobs(values: Sequence[Any]) -> list[float]:
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise WireError("a log-probability is no number")
+        raise WireError("a log-probability is not a number")
     if any(not math.isfinite(value) or value <= _LOWEST for value in values):
         raise WireError("a sampled token has no finite log-probability")
     return [float(value) for value in values]

@@ -193,12 +193,12 @@ class NativeDialect(Dialect):
                 preemptions=_whole(answer["preemptions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"these are no figures: {error!r}") from error
+            raise WireError(f"invalid metrics: {error!r}") from error
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 

@@ -107,7 +107,7 @@ class ManagedServer:
                 await self._spawn(launch)
                 await self._await_ready(port)
             except _PortTakenError as error:
-                logger.warning("port taken by somebody else", extra={"port": port, "server": self.name})
+                logger.warning("port taken by another process", extra={"port": port, "server": self.name})
                 await self.stop()
                 if attempt == _PORT_ATTEMPTS:
                     raise Unreachable(
@@ -234,7 +234,7 @@ class ManagedServer:
                 )
             asking.result()
             if not await asyncio.to_thread(listens, self.pid or 0, port):
-                raise _PortTakenError(f"a stranger answers on port {port}")
+                raise _PortTakenError(f"another process answers on port {port}")
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)

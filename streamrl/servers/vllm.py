@@ -139,7 +139,7 @@ class VllmDialect(Dialect):
             settings = info["vllm_config"] if info else None
             tokens = tuple(int(token) for token in probe["tokens"]) if probe else None
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise WireError(f"this is no vLLM server: {error!r} in its description of itself") from error
+            raise WireError(f"this is not a vLLM server: {error!r} in its description of itself") from error
         if (numbers := tuple(int(number) for number in re.findall(r"\d+", release)[:2])) and numbers < OLDEST:
             raise Refused(
                 f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",

@@ -37,7 +37,7 @@ from streamrl.producers.engines.model import cache_bytes_per_token
 
 PAGE_TOKENS: Final = 32
 _GREEDY: Final = 1e-4
-"""Temperature of a greedy request: transformers divides by it, and knows no other greed for a single request."""
+"""Temperature of a greedy request: transformers divides by it, and has no greedy mode for a single request."""
 STOP_SECONDS: Final = 30.0
 LOOP_SECONDS: Final = 30.0
 _HARD_STOP: Final = BackgroundThreadStatus.HARD_STOP

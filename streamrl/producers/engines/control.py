@@ -110,7 +110,7 @@ class Control:
 
     def wake(self, tags: Sequence[MemoryTag]) -> None:
         if unknown := sorted(set(tags) - _ALL):
-            raise Refused(f"there is no memory {', '.join(unknown)}", f"tags are {', '.join(sorted(_ALL))}")
+            raise Refused(f"no such memory: {', '.join(unknown)}", f"tags are {', '.join(sorted(_ALL))}")
         if "weights" in tags and "weights" in self._asleep:
             self._residence.come_home()
         self._asleep -= set(tags)
@@ -276,7 +276,7 @@ def _check_adapter(
     weight = parameters.get(f"{module}.weight")
     if weight is None or weight.ndim != 2:
         raise WeightsError(
-            f"the adapter changes {module}, which is no linear layer of this model",
+            f"the adapter changes {module}, which is not a linear layer of this model",
             _HINT,
         )
     rows, columns = weight.shape

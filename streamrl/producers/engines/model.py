@@ -107,7 +107,7 @@ def choose_decode(config: RunConfig, model: Any) -> Literal["slots", "continuous
 def _too_large(config: RunConfig, model: Any) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters >= CHEAP_PARAMETERS:
-        return f"{parameters:,} parameters make no cheap forward pass"
+        return f"{parameters:,} parameters are too many for a cheap forward pass"
     memory = config.engine.slots * context_length(config, model) * cache_bytes_per_token(model)
     if memory > config.engine.kv_cache:
         return f"{memory:,} bytes of keys and values are more than engine.kv_cache"

@@ -47,7 +47,7 @@ class InFlightRequest:
 
     def __init__(self, request: Request, wire_id: str, listener: Listener | None, now: float) -> None:
         self.request = request
-        self.wire_id = wire_id  # unique for ever and of one length, because SGLang aborts by prefix
+        self.wire_id = wire_id  # never used twice, and of one length because SGLang aborts by prefix
         self.outcome: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.sent = False
         self.aborting = False

@@ -157,7 +157,7 @@ class EngineGroup(Engine):
     async def generate(self, request: Request) -> Completion:
         """Sample one response; the death of servers does not fail it.
 
-        `DataError`: also when three servers in a row died of the request, the last one with nothing else to do.
+        `DataError`: also when three servers in a row died of the request, the last one while running nothing else.
         """
         self._check()
         if request.id in self._requests:

@@ -435,7 +435,7 @@ class ServerPool:
                 limit = max(_GRACE_SECONDS, loop.time() - start)
         return [future.result() for future in ended]
 
-    # --- who belongs to it -------------------------------------------------------------------------------------------
+    # --- membership --------------------------------------------------------------------------------------------------
 
     async def run(self, first: Sequence[ServerSpec], running: asyncio.Event) -> None:
         """Own the tasks of all servers until cancelled; sets `running` once those of `first` exist.

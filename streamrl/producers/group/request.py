@@ -148,7 +148,7 @@ class RoutedRequest:
         if alone and self._deaths:
             raise DataError(
                 f"{self._deaths} servers died of request {self.request.id!r} before its first token, the last one"
-                f" with nothing else to do: {error.message}"
+                f" while running nothing else: {error.message}"
             )
         return first_tokens(piece, heard.proved)
 

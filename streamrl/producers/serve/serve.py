@@ -63,7 +63,7 @@ def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
     try:
         probe = Tokenizer.load(config.model).plain_ids(PROBE)
     except ConfigError as error:
-        logger.warning("no tokenizer to compare a run's with", extra={"why": error.message})
+        logger.warning("no tokenizer to compare with that of a run", extra={"why": error.message})
         probe = None
     return {
         "software": SOFTWARE,

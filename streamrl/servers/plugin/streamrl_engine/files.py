@@ -308,7 +308,7 @@ def _header(path: Path) -> dict[str, Head]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= _MAX_HEADER:
-                raise BadVersion(f"{path} is no safetensors file")
+                raise BadVersion(f"{path} is not a safetensors file")
             entries = json.loads(file.read(length))
             whole = file.seek(0, os.SEEK_END)
         entries.pop("__metadata__", None)
