@@ -372,7 +372,7 @@ class Controls:
             try:
                 await self._try([*self._dialect.prefetch(version), *calls], end - self._loop.time())
             except StreamrlError as again:
-                cause = Unreachable(f"the server holds a mixture of two versions: {again.message}", "see its log")
+                cause = Unreachable(f"the server may hold a mixture of two versions: {again.message}", "see its log")
                 self._engine.die(cause)
                 raise cause from again
         self._torn = False

@@ -107,7 +107,7 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
 
 
 def _release(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """Release only what is still resident; the server would copy released weights a second time."""
+    """Release only what is not released yet; the server would back up released memory a second time."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
