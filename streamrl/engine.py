@@ -39,7 +39,7 @@ class Request:
         max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
             leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
-            token each time; what log-probabilities come with it is the engine's affair, nothing was drawn from them.
+            token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
         adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
         affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
             better off on one server; empty: none.
@@ -140,9 +140,9 @@ class Engine(Protocol):
     """A generator of responses. All methods belong to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own is
-    its death as well, also when its caller has left. An engine that died stays dead: its process ends and the
-    supervisor starts it again.
+    died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own
+    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
+    the supervisor starts it again.
     """
 
     async def start(self) -> None:
@@ -184,7 +184,7 @@ class Engine(Protocol):
         """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
 
         With `abort`, requests in flight end with what they have; otherwise they stay. A repeat does nothing, but a
-        repeat with another mode does what that mode adds. Who pauses resumes in a `finally`; an engine in a process of
+        repeat with another mode does what that mode adds. The caller resumes in a `finally`; an engine in a process of
         its own is resumed by a watchdog when the process that paused it dies.
         """
 
@@ -250,13 +250,13 @@ class Engine(Protocol):
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine that tells of tokens while it samples: one in this process, or one server."""
+    """An engine that reports tokens while it samples: one in this process, or one server."""
 
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """See `Engine.generate`.
+        """Sample one response as `Engine.generate` does, and report tokens meanwhile.
 
         Args:
             request: what to sample.
-            listener: hears of tokens as they are sampled, before the result; never more than the result will hold.
+            listener: gets tokens as they are sampled, before the result; never more than the result will hold.
         """
         ...

@@ -1,7 +1,7 @@
 """How the feeder fills one ledger with prompts, in order and without a gap, also across restarts; and when it stops.
 
-The cursor lives in Redis. What is here only guesses it; each `admit` says where it really is. So a restart neither
-skips nor repeats, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
+The cursor lives in Redis. This module only guesses it, and each `admit` corrects the guess. So a restart neither skips
+nor repeats a group, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
 the same ids.
 """
 
@@ -32,7 +32,7 @@ _WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
 @dataclass(frozen=True)
 class AdmissionTerms:
-    """What one ledger is asked to take: fingerprint of the data, and the bounds (see `Ledger.admit`)."""
+    """Fingerprint of the data and the bounds of one ledger (see `Ledger.admit`)."""
 
     fingerprint: str
     samples: int
@@ -43,10 +43,7 @@ class AdmissionTerms:
 
 
 class Admitter:
-    """Admits group after group; the id of a group is the cursor at which it was admitted.
-
-    `prompt` gives the bytes of the prompt of a group, a pure function of its id.
-    """
+    """Admits group after group; a group's id is its cursor, and `prompt` is a pure function of the id."""
 
     def __init__(self, ledger: Ledger, terms: AdmissionTerms, prompt: Callable[[int], bytes]) -> None:
         self._ledger = ledger
@@ -55,19 +52,14 @@ class Admitter:
         self.cursor = 0
 
     async def locate(self) -> None:
-        """Ask Redis where the cursor is."""
         self.cursor = (await self._ledger.state()).cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
         """Try to admit up to `limit` groups, none at or after `end`, in one round trip.
 
-        Returns:
-            ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere,
-            call again.
-
-        Raises:
-            Refused: the ledger holds groups of other data, or so many dead letters that a person has to look at them;
-                the groups in flight are untouched.
+        ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere, call
+        again. `Refused`: the ledger holds groups of other data, or `max_dead` dead letters; groups in flight are
+        untouched.
         """
         last = self.cursor + min(limit, BURST)
         group_ids = range(self.cursor, last if end is None else min(last, end))
@@ -101,10 +93,7 @@ class Admitter:
 
 
 class VersionBell:
-    """A doorbell for new versions of the weights: the moment a learner's step makes room for more groups.
-
-    All tasks of a process share one blocking read of the weights stream.
-    """
+    """Learns new versions of the weights; all tasks of a process share one blocking read of the stream."""
 
     def __init__(self, stream: WeightsStream) -> None:
         self._stream = stream
@@ -112,13 +101,11 @@ class VersionBell:
         self.version = 0
 
     async def look(self) -> None:
-        """Learn the newest version there is, without waiting for one."""
         newest = await self._stream.newest()
         if newest is not None:
             self.version = newest[0]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch the stream until `stop` is set; owned by the caller's task group."""
         while not stop.is_set():
             found = await self._stream.after(self.version, _LOOK_SECONDS)
             if found is not None:
@@ -137,12 +124,10 @@ class VersionBell:
 
 
 class AllAlike:
-    """Ends a run in which no response ever gets a score and all die alike: its rewards, or its engine, are broken.
+    """Ends a run in which no response gets a score and all fail alike: its rewards or its engine are broken.
 
-    It looks at the groups that died since this feeder began, until the first score; then it looks no more.
-
-    A failure is often faster than a score. So a dead group counts only when no older group is live any more: all
-    groups admitted before it have had their time.
+    It looks at the groups that died since this feeder began, and stops at the first score. A failure is often faster
+    than a score, so a dead group counts only when no older group is live any more.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -152,16 +137,15 @@ class AllAlike:
         self._over = False
 
     async def begin(self) -> None:
-        """Do not count what died before now: the cause may be fixed."""
+        """Do not count groups that died before now: the cause may be fixed."""
         letters = await self._ledger.dead_letters()
         self._after = letters[-1].entry if letters else "-"
         self._seen = (len(letters), [])
 
     async def check(self) -> None:
-        """Raise `Refused`, which names the cause, when all fail alike."""
         if self._over:
             return
-        oldest = await self._ledger.oldest_live(1)  # read first: what is older than this is over in all reads below
+        oldest = await self._ledger.oldest_live(1)  # read first: older groups are finished in all reads below
         state = await self._ledger.state()
         if state.retired or state.dropped or state.unretired:
             self._over = True
@@ -196,51 +180,39 @@ def wasted(dropped_for: Mapping[str, int]) -> int:
 
 
 class Waste:
-    """Stops admission when a run drops more than it trains, so that the data is not used up for nothing. Pure.
+    """Stops admission when a run drops more than it trains, so that the data is not used up in vain. Pure.
 
     ```
     RUNNING  -> for a minute more groups dropped than trained, by now by more than a budget -> STOPPED
     STOPPED  -> after a pause that doubles (1 to 10 minutes), the groups of one step are admitted: a trial
              -> at least as many groups were trained as dropped since the stop or the last trial -> RUNNING
     ```
-    A budget is what may be in flight at the same time. A run that drops more than that drops what it has just
-    admitted, so a burst of stale groups after a pause or a restart stops nothing, however long a step takes. A trial is
-    all that a run loses per pause while the cause lasts; the run goes on by itself when the cause is gone. Groups with
-    equal rewards do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do those that a
-    person threw away.
-
-    Attributes:
-        allowed: groups that may be admitted now; None: as many as there is room for.
-        dropped: groups dropped in the present period; a period begins with a stop, a trial, or when the run trains as
-            much as it drops.
-        trained: groups trained in the present period.
-        retry_at: when the next trial begins, by the clock of `look`; of no meaning while `allowed` is None.
-        found: groups dropped and trained, and seconds, of the period that led to the stop.
-
-    Args:
-        budget: groups that may be in flight and untrained.
-        step: groups of one step of the learner.
+    A budget is the number of groups that may be in flight. A run that drops more than that drops groups it has just
+    admitted; a burst of stale groups after a pause or a restart stays below it, however long a step takes. While the
+    cause lasts a run loses one trial per pause, and it goes on by itself when the cause is gone. Groups with equal
+    rewards do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do groups that a person
+    dropped.
     """
 
     def __init__(self, budget: int, step: int) -> None:
-        self.allowed: int | None = None
+        self.allowed: int | None = None  # groups that may be admitted now; None: as many as there is room for
+        # Of the present period, which begins with a stop, a trial, or when the run trains as much as it drops.
         self.dropped = self.trained = 0
-        self.retry_at = 0.0
-        self.found = (0, 0, 0.0)
-        self._budget, self._step = budget, step
+        self.retry_at = 0.0  # when the next trial begins, by the clock of `look`, while stopped
+        self.found = (0, 0, 0.0)  # dropped, trained and seconds of the period that led to the stop
+        self._budget, self._step = budget, step  # groups in flight and untrained; groups of one step
         self._counts: tuple[int, int] | None = None
         self._since = self._running_since = 0.0
         self._pause = FIRST_PAUSE
 
     @property
     def stopped(self) -> bool:
-        """Whether admission is stopped, or in a trial."""
         return self.allowed is not None
 
     def look(self, now: float, dropped: int, trained: int) -> None:
         """Take in how many groups were ever dropped (by `wasted`) and trained; `now` never goes back.
 
-        The counts may go back with Redis or with a learner: only growth counts.
+        Only growth counts, because the counts may go back with Redis or with a learner.
         """
         if self._counts is None:
             self._begin(now)
@@ -256,11 +228,9 @@ class Waste:
             self._stop(now)
 
     def most(self, wanted: int) -> int:
-        """How many of the wanted groups may be admitted now."""
         return wanted if self.allowed is None else min(wanted, self.allowed)
 
     def admitted(self, count: int) -> None:
-        """Groups were admitted."""
         if self.allowed is not None:
             self.allowed = max(0, self.allowed - count)
 

@@ -42,7 +42,7 @@ _ABORT_PAUSE: Final = 0.05
 
 @asynccontextmanager
 async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]:
-    """Start an engine when the device lock admits it, and for the length of the block let it leave and come back.
+    """Start an engine when the device lock admits it, and let it leave and come back within the block.
 
     An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
     """
@@ -62,21 +62,15 @@ async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]
 
 
 def _has_devices(config: RunConfig) -> bool:
-    """Whether there is memory of a device to be given back; on a CPU the two share only its cores."""
+    """Whether the run uses device memory that can be freed; on a CPU the two share only its cores."""
     return config.engine.device != "cpu" and torch.cuda.is_available()
 
 
 class ColocatedEngine(Engine):
     """`Engine` that can be taken off its devices and put back, with requests in flight.
 
-    Requests that are in flight at that moment, and those that come meanwhile, wait and go on afterwards with what they
-    have; their later tokens carry the version then in force.
-
-    Args:
-        engine: not yet started.
-        stops: tokens that end a response.
-        context: longest prompt plus response in tokens.
-        level: of `Engine.sleep` while it is off the devices: 1; 0 where there is only a CPU to be shared.
+    Requests in flight or arriving meanwhile wait and continue afterwards with the tokens they have; later tokens carry
+    the version then in force. `level` is that of `Engine.sleep` off the devices: 1; 0 where only a CPU is shared.
     """
 
     def __init__(self, engine: Engine, *, stops: frozenset[int], context: int, level: Literal[0, 1]) -> None:
@@ -94,7 +88,7 @@ class ColocatedEngine(Engine):
         self._applied.set()
 
     async def leave(self) -> None:
-        """Get off the devices; `Refused` when requests go on being decoded although they were aborted. Repeatable."""
+        """Leave the devices; `Refused` when requests are still decoded although they were aborted. Repeatable."""
         self._leaves += 1
         self._serving.clear()
         await self._applied.wait()
@@ -108,7 +102,7 @@ class ColocatedEngine(Engine):
         await self._engine.sleep(self._level)
 
     async def come_back(self) -> None:
-        """Get onto the devices again, with the newest version that waits to be applied. A repeat does nothing."""
+        """Take the devices again, with the newest version that waits to be applied. A repeat does nothing."""
         if self._serving.is_set():
             return
         if self._applying:
@@ -130,7 +124,7 @@ class ColocatedEngine(Engine):
         for aborted in self._works.values():
             aborted.set()
         await self._engine.close()
-        self._weights.set()  # what waits or comes now hears that the engine is closed
+        self._weights.set()  # waiting and new requests now fail because the engine is closed
         self._serving.set()
 
     @override
@@ -142,7 +136,7 @@ class ColocatedEngine(Engine):
 
         async def ask(rest: Request) -> Completion | None:
             nonlocal left
-            # with no `leave` since the piece before, the engine itself has aborted that
+            # without a `leave` since the last piece, the engine itself has aborted it
             if left == self._leaves or not await self._turn(aborted):
                 return None
             left = self._leaves
@@ -172,7 +166,7 @@ class ColocatedEngine(Engine):
 
     @override
     async def apply(self, version: Version) -> None:
-        # Off the devices it waits for the return, and is part of that.
+        # Off the devices it waits until `come_back` has woken the weights; `come_back` then waits for it.
         self._applying += 1
         self._applied.clear()
         try:
@@ -189,7 +183,7 @@ class ColocatedEngine(Engine):
 
     @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        # Off the devices it does nothing: the switch decides.
+        # Off the devices it does nothing: the device lock decides.
         if self._serving.is_set():
             await self._engine.wake(tags)
 
@@ -212,7 +206,6 @@ class ColocatedEngine(Engine):
         await self._engine.health()
 
     async def _turn(self, aborted: asyncio.Event) -> bool:
-        """Wait until the engine may decode; False when the request was aborted meanwhile."""
         while not (self._serving.is_set() or aborted.is_set()):  # it may leave again before this task has its turn
             waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(aborted.wait())]
             try:

@@ -1,8 +1,8 @@
-"""Prompts from a JSONL file, in an order that anybody can compute again.
+"""Prompts from a JSONL file, in a reproducible order.
 
 The prompt of a group is a pure function of (seed, data, group id): the id is the cursor at which the group was
-admitted, so a feeder that starts again, or that Redis takes back some seconds, admits the same prompt under the same
-id. A fingerprint of all that the function depends on is kept in the ledger, which refuses any other data.
+admitted, so a restarted feeder, or one whose Redis went back some seconds, admits the same prompt under the same id.
+The ledger keeps a fingerprint of all that the function depends on and refuses any other data.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class PromptLimits:
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded for the wire, in the order of the file.
-
-    `fingerprint` covers the bytes of the file and the token ids made of them, so another tokenizer is other data too.
-    """
+    """The prompts of one file, encoded, in its order. `fingerprint` covers the file's bytes and the token ids."""
 
     path: Path
     prompts: list[bytes]
@@ -65,10 +62,10 @@ class PromptSet:
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of `range(count)`, a pure function of its arguments on every platform and version.
+    """Return a permutation of `range(count)`, the same on every platform and version.
 
     Numbers are sorted by a keyed hash (splitmix64; Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-    generators"). NumPy's own shuffles may change between releases of NumPy, and a run must survive an upgrade.
+    generators"), because NumPy's shuffles may change between releases, and a run must survive an upgrade.
     """
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     key = np.frombuffer(digest, dtype="<u8")
@@ -104,8 +101,6 @@ def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, eval
 
 @dataclass(frozen=True)
 class _Line:
-    """One line: its number from 0, and the object in it."""
-
     line: int
     record: dict[str, Any]
 
@@ -221,6 +216,6 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, where: str, *, eva
 
 
 def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:
-    """Return what the ledger keeps to refuse other data: file, tokens, and the settings that `index` depends on."""
+    """Combine file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
     options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(options, digest_size=16).hexdigest()

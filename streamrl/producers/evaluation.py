@@ -1,10 +1,10 @@
 """Held-out accuracy by version while training goes on, with a cursor and a small budget of its own.
 
-Every `evaluation.every` versions a round begins: the next `evaluation.prompts` prompts of the held-out file, round and
-round, are admitted to the held-out ledger, as many at a time as the engines have slots: a round costs training the same
-however it is spread, and a short one tells the accuracy of the version it was begun for. They are answered and scored
-like any other prompt and never trained. A group that closes is written to `evaluation.jsonl` (fsync), then
-retired. A round is complete when all its prompts were admitted and none of them is live; dead ones just do not count.
+Every `evaluation.every` versions a round begins: the next `evaluation.prompts` prompts of the held-out file, which
+repeats, are admitted to the held-out ledger, as many at a time as the engines have slots. A round costs training the
+same however it is spread, and a short one tells the accuracy of the version it was begun for. The prompts are answered
+and scored like any other and never trained. A group that closes is written to `evaluation.jsonl` (fsync), then retired.
+A round is complete when all its prompts were admitted and none of them is live; dead ones do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GATHER_SECONDS: Final = 0.02
 
 
 def evaluation_budget(config: RunConfig) -> int:
-    """Return how many held-out groups may be live: those that fill the engines' slots once."""
+    """Return how many held-out groups may be live: as many as fill the engines' slots once."""
     return max(1, config.slots // config.evaluation.samples)
 
 
@@ -73,7 +73,7 @@ class Evaluation:
         self._open = False
 
     async def start(self) -> None:
-        """Take over the held-out ledger and the round that an earlier feeder left; `Refused` if its data is other."""
+        """Take over the held-out ledger and the round that an earlier feeder left; `Refused` if its data differ."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused(
@@ -83,7 +83,7 @@ class Evaluation:
         self._log = await asyncio.to_thread(EvaluationLog, self._role.run_dir)
         fence = await self._ledger.fence(self._nonce, 0)
         await self._ledger.lift(self._nonce, self._log.watermark)
-        # Nothing of this ledger is in any checkpoint; the name only says which feeder retired last.
+        # No checkpoint covers this ledger; the name only says which feeder retired last.
         self._checkpoint = f"{fence.epoch}-0"
         await self._admitter.locate()
         self._round = self._log.read_round()
@@ -91,10 +91,7 @@ class Evaluation:
         self._show()
 
     async def run(self) -> None:
-        """Admit, collect and publish until the role stops.
-
-        `Fenced`: a newer feeder took over; `Refused`: `max_dead` held-out letters.
-        """
+        """Admit, collect and publish until the role stops. `Fenced`: a newer feeder took over."""
         try:
             await self._run_rounds()
         finally:
@@ -118,10 +115,10 @@ class Evaluation:
         await self._collect()
 
     async def _begin(self, version: int) -> bool:
-        """Begin a round when enough versions have passed since the last, the first one at the first version.
+        """Begin a round when enough versions have passed since the last; the first round begins at the first version.
 
-        When Redis came back from before the end of an earlier round, some of its groups come again. What the file holds
-        of them counts there, so the round is as much longer.
+        When Redis goes back to before the end of an earlier round, some of its groups come again. The file has them
+        already, so the round is extended by their number.
         """
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:
@@ -136,7 +133,6 @@ class Evaluation:
         return True
 
     async def _admit(self) -> bool:
-        """Admit prompts of the round; False when there is nothing to admit or no room for it."""
         current = self._current
         if self._admitter.cursor >= current.end or self._free_slots == 0:
             return False
@@ -146,7 +142,6 @@ class Evaluation:
         return outcome is not AdmitOutcome.FULL
 
     async def _collect(self) -> bool:
-        """Write and retire the groups that have closed; True when there were some and they could be written."""
         closed = await self._ledger.closed()
         if not closed:
             return False
@@ -154,7 +149,7 @@ class Evaluation:
             tasks = [readers.create_task(self._ledger.read_group(group_id)) for group_id in closed]
         groups = [group for task in tasks if (group := task.result()) is not None]
         for group in groups:
-            if group.group_id not in self._log.group_ids:  # one that is there has counted as it is in the archive
+            if group.group_id not in self._log.group_ids:  # a group in the file counts as it was written first
                 self._archive.add(group)
         await self._archive.sync()
         lines = [self._evaluate(group) for group in groups]
@@ -195,7 +190,7 @@ class Evaluation:
         oldest = await self._ledger.oldest_live(1)
         if oldest and oldest[0] < current.end:
             return False
-        await self._admitter.locate()  # Redis may have gone back and lost some of the round: they come again
+        await self._admitter.locate()  # Redis may have gone back and lost some groups of the round: admit them again
         return self._admitter.cursor >= current.end
 
     async def _publish(self) -> None:
@@ -212,7 +207,6 @@ class Evaluation:
         self._role.record({"kind": "evaluation", **fields})
 
     def _show(self) -> None:
-        """Publish how many groups are evaluated, and the accuracy of the last round that is complete."""
         status = self._role.status
         status["evaluated"] = len(self._log.group_ids)
         status.update(self._archive.counts)
@@ -260,14 +254,12 @@ class EvaluationRound(msgspec.Struct, frozen=True):
 
 @dataclass
 class Tally:
-    """Scored responses of one round, and how many of them are right."""
-
     scored: int = 0
     right: int = 0
 
 
 class EvaluationLog:
-    """Appends evaluated groups durably and remembers which are there, so that none is written twice.
+    """Appends evaluated groups durably, none twice.
 
     `group_ids` are the groups in the file, `rounds` the tally of each round by its version. A line that a crash cut off
     at the end of the file is removed.
@@ -282,19 +274,15 @@ class EvaluationLog:
 
     @property
     def watermark(self) -> int:
-        """The lowest group that is not in the file."""
         return next(group_id for group_id in count() if group_id not in self.group_ids)
 
     def end_of(self, first: int, prompts: int) -> int:
-        """The lowest end for which `first` to `end - 1` have so many groups that are not in the file."""
+        """Return the smallest end such that `first` to `end - 1` contain `prompts` groups that are not in the file."""
         new = (group_id for group_id in count(first) if group_id not in self.group_ids)
         return next(islice(new, prompts - 1, None)) + 1
 
     def append(self, groups: Sequence[EvaluatedGroup]) -> bool:
-        """Write the groups that are not there yet and return when they are on disk. A repeat writes nothing.
-
-        False when they cannot be written (full disk): then the file is as before, and the call may be repeated.
-        """
+        """Write groups durably, skipping those that are there; False when the disk is full: nothing was written."""
         new = [group for group in groups if group.group_id not in self.group_ids]
         if not new:
             return True
@@ -324,7 +312,6 @@ class EvaluationLog:
             return None
 
     def write_round(self, current: EvaluationRound) -> bool:
-        """Remember the round that begins, before its first prompt is admitted; False when it cannot be written."""
         try:
             write_durably(self._round_path, msgspec.json.encode(current))
         except OSError as error:
@@ -344,7 +331,7 @@ class EvaluationLog:
             try:
                 self._count(msgspec.json.decode(line, type=EvaluatedGroup))
             except msgspec.DecodeError as error:
-                logger.warning("line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
+                logger.warning("invalid line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:

@@ -1,6 +1,6 @@
-"""What an engine can do on this machine, found out by doing it: `streamrl engines check`.
+"""Tests what an engine can do on this machine: `streamrl engines check`.
 
-The engine is the one that runs use, on a tiny model with random weights; transformers is the judge of every number.
+The engine is the one that runs use, on a tiny model with random weights; every number is compared with transformers.
 """
 
 from __future__ import annotations
@@ -54,17 +54,14 @@ class Finding:
 
 
 class Unexpected(StreamrlError):
-    """The engine did something else than the contract says."""
+    """The engine broke its contract."""
 
 
 class Examination:
     """Examines one engine.
 
-    Args:
-        kind: of the engine.
-        folder: for the model, the versions and the log of the server; empty.
-        heard: called with every finding as it is made.
-        engine: further keys of the `engine` section.
+    `folder` is empty, for the model, the versions and the server's log. `heard` is called with every finding as it is
+    made. `engine` are further keys of the `engine` section.
     """
 
     def __init__(self, kind: Kind, folder: Path, heard: Callable[[Finding], None], **engine: Any) -> None:
@@ -160,11 +157,7 @@ class Examination:
         return await self._running.generate(Request(name, np.asarray(prompt, np.int32), limit), **more)
 
     def _judge(self, completion: Completion, prompt: list[int], *versions: int) -> str:
-        """Return the error in words, after a look at counts and versions.
-
-        Raises:
-            Unexpected: another number of tokens or versions, or an error over the tolerance.
-        """
+        """Check counts, versions and error (`Unexpected`), and return the error in words."""
         found = tuple(version for _, version in completion.runs)
         if found != versions:
             raise Unexpected(f"tokens carry the versions {found} instead of {versions}")
@@ -249,7 +242,7 @@ class Examination:
             finally:
                 await self._running.resume()
             done = await task
-        # What was on its way when the pause began may still arrive.
+        # Tokens in flight when the pause began may still arrive.
         if went_on > 2 * self.config.engine.stream_interval or len(done.tokens) != _LONG:
             raise Unexpected(f"{went_on} tokens came while it was paused, {len(done.tokens)} of {_LONG} in all")
         return self._judge(done, prompt, 3)

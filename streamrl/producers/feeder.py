@@ -1,4 +1,4 @@
-"""The feeder: admits prompts while the staleness budget has room, and looks after the held-out rounds.
+"""The feeder: admits prompts while the staleness budget has room, and runs the held-out rounds.
 
 ```
 queue -> dead groups that people want admitted again (`streamrl dead replay`) come before anything new
@@ -39,13 +39,13 @@ _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 async def run_feeder(role: Role) -> None:
     """Run the feeder until `role.stop` is set or a newer feeder takes over.
 
-    A restart, also after kill -9, goes on at the cursor in Redis. Groups in flight need no feeder.
+    A restart, also after kill -9, continues at the cursor in Redis. Groups in flight need no feeder.
 
     Raises:
-        ConfigError: the tokenizer is none, or another model's.
+        ConfigError: the tokenizer cannot be loaded, or is another model's.
         DataError: a prompt file is missing or has a line that cannot be used.
-        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` letters; or all
-            responses die alike.
+        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` dead letters; or
+            all responses die alike.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
@@ -75,8 +75,6 @@ async def run_feeder(role: Role) -> None:
 
 
 class Training:
-    """Admission to the training ledger; `bell` rings when a step has made room."""
-
     def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
         config = role.config
         self._role = role
@@ -99,7 +97,6 @@ class Training:
         self._all_alike = AllAlike(self._ledger)
 
     async def check(self) -> None:
-        """Find the cursor, and refuse a ledger that holds groups of other data."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused(
@@ -111,7 +108,6 @@ class Training:
         self._show("starting")
 
     async def run(self) -> None:
-        """Admit until the role stops; raises like `Admitter.admit` and `AllAlike.check`."""
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
@@ -131,7 +127,7 @@ class Training:
             if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 rung = await self._bell.wait(version, pause)
-                # Only a step makes room for many; between steps one prompt at a time is enough to ask with.
+                # Only a step makes room for many groups; between steps one prompt is enough to ask for room.
                 pause, limit = (_FIRST_PAUSE, BURST) if rung else (min(2 * pause, _LONGEST_PAUSE), 1)
             else:
                 self._show("admitting")
@@ -144,7 +140,7 @@ class Training:
         return outcome
 
     async def _replay(self) -> AdmitOutcome | None:
-        """Admit again the dead groups that people have queued, before anything new; None when there are none."""
+        """Admit dead groups that people have queued again; None when there are none."""
         queue = await self._ledger.queued_replays()
         if not queue:
             self._role.status.pop("replays", None)
@@ -162,7 +158,6 @@ class Training:
         return AdmitOutcome.ADMITTED
 
     async def _look_for_waste(self) -> None:
-        """Compare what is dropped with what is trained; stop or go on, and say so."""
         now = asyncio.get_running_loop().time()
         if now < self._look_at:
             return
@@ -193,7 +188,7 @@ class Training:
         )
 
     async def _behind(self, version: int) -> list[str]:
-        """Replicas that do not have the newest version, which explains stale groups; nothing is said of noise."""
+        """Replicas without the newest version, which explains stale groups; unreadable status fields are skipped."""
         replicas = await self._role.ledgers.roles.read("rollout.")
         held = [(name, read_number(fields.get("version", "0"))) for name, fields in replicas.items()]
         return [f"{name} has version {has:.0f} of {version}" for name, has in held if has is not None and has < version]
@@ -203,7 +198,7 @@ class Training:
         return self._data.prompts[self._data.index(group_id, config.seed, shuffle=config.data.shuffle)]
 
     async def _finish(self, epochs: int) -> None:
-        """Say that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
+        """Store that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
         pause = _LONGEST_PAUSE
         if await self._ledger.finish(self._admitter.cursor, epochs):
             self._show("end of data")
@@ -219,6 +214,6 @@ class Training:
 def train_fingerprint(config: RunConfig, data: PromptSet) -> str:
     """Return the fingerprint of a run's training data.
 
-    The number of epochs is not part of it: no prompt depends on it, so a run may be given another epoch.
+    It leaves out the number of epochs: no prompt depends on it, so a run may be given another epoch.
     """
     return fingerprint_of(data, seed=config.seed, shuffle=config.data.shuffle, group_size=config.sampling.responses)

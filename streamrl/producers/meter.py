@@ -1,4 +1,4 @@
-"""Figures of a rollout replica: what it samples, how long it idles, and a time line to lay beside the learner's."""
+"""Metrics of a rollout replica: what it samples, how long it idles, and a time line to compare with the learner's."""
 
 from __future__ import annotations
 

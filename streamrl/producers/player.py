@@ -1,8 +1,8 @@
-"""The player: what stands in the place of feeder, replicas and reward workers in a run that trains a recording.
+"""The player replaces feeder, replicas and reward workers in a run that trains a recording.
 
-It admits one recorded group after the other, closed from its first moment on (`Ledger.admit_closed`); all else is as
-with fresh groups: the id is the place in the recording, the cursor lives in Redis, both bounds of admission hold, and
-learner and audit see no difference. What is recorded is older than every version of this run, so its tokens count as
+It admits one recorded group after the other, already closed (`Ledger.admit_closed`). Everything else works as with
+fresh groups: the id is the place in the recording, the cursor lives in Redis, both bounds of admission hold, and
+learner and audit see no difference. A recording is older than every version of this run, so its tokens count as
 sampled by version 0: their age in steps is the step at which they are trained.
 """
 
@@ -37,11 +37,11 @@ _IDLE_PAUSE: Final = 0.5
 
 
 async def run_player(role: Role) -> None:
-    """Admit the groups of a recording until `role.stop` is set; a restart goes on at the cursor in Redis.
+    """Admit the groups of a recording until `role.stop` is set; a restart continues at the cursor in Redis.
 
     Raises:
         ConfigError: there is no recording, or it does not fit the run.
-        Refused: the run holds groups of other data, the recording has grown, or there are `max_dead` letters.
+        Refused: the run holds groups of other data, the recording has grown, or there are `max_dead` dead letters.
         WireError: the recording is damaged.
         CannotCreate: no room in the run's directory.
     """
@@ -59,12 +59,7 @@ async def run_player(role: Role) -> None:
 
 
 def check_recording(config: RunConfig) -> Header:
-    """The header of the recording of a run, when it can be trained.
-
-    Raises:
-        ConfigError: there is none, or its responses were sampled at another temperature, or are without
-            log-probabilities.
-    """
+    """Return the header of the recording of a run; `ConfigError` when it cannot be trained."""
     path = config.recording.path
     header = read_header(path) if path is not None else None
     if header is None:
@@ -77,21 +72,18 @@ def check_recording(config: RunConfig) -> Header:
         )
     if not header.logprobs:
         raise ConfigError(
-            f"{path} was archived without log-probabilities: nobody can train it",
+            f"{path} was archived without log-probabilities, so it cannot be trained",
             "archive.logprobs: true keeps them from then on",
         )
     return header
 
 
 def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
-    """Hold a run with several passes to the length of its recording: a group is found by its id modulo that length.
+    """Check that the recording of a run with several passes keeps its length: a group is found by its id modulo it.
 
-    A run with one pass may go on with a recording that has grown, until it is given more passes. The file at `path`
-    remembers the length; it is written when there is none and passes follow each other.
-
-    Raises:
-        Refused: the recording has another length than the one that is remembered.
-        CannotCreate: the file cannot be written, or is damaged.
+    A run with one pass may continue with a recording that has grown, until it is given more passes. The file at `path`
+    stores the length; it is written when a second pass is planned. `Refused`: the length has changed. `CannotCreate`:
+    the file cannot be written, or is damaged.
     """
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Length) if path.exists() else None
@@ -108,8 +100,6 @@ def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> N
 
 
 class _Length(msgspec.Struct, frozen=True):
-    """Recording and number of its groups."""
-
     id: str
     groups: int
 
@@ -125,10 +115,7 @@ class Recorded:
         self._held: tuple[int, RecordedGroup] | None = None
 
     def group(self, place: int) -> RecordedGroup:
-        """Return the group at a place, from 0; going back means reading from the first one again.
-
-        `WireError`: the recording is damaged, or has become shorter.
-        """
+        """Return the group at a place, from 0; going back means reading from the first one again."""
         index = place % self.count
         if self._held is not None and self._held[0] == index:
             return self._held[1]
@@ -142,8 +129,6 @@ class Recorded:
 
 
 class Player:
-    """Admission of recorded groups."""
-
     def __init__(self, role: Role, header: Header, recorded: Recorded) -> None:
         self._role, self._config, self._ledger = role, role.config, role.ledgers.train
         self._recorded = recorded
@@ -154,7 +139,6 @@ class Player:
         self._cursor = 0
 
     async def run(self) -> None:
-        """Admit until the role stops; raises like `run_player`."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused("this run was started with other data than this recording", "--fresh, or another name")
@@ -202,20 +186,20 @@ class Player:
         return answer.outcome
 
     async def _finish(self, epochs: int) -> None:
-        """Say that the data ends at the cursor; a Redis that went back is given the lost groups again."""
+        """Store that the data ends at the cursor; after Redis went back, admit the lost groups again."""
         done = await self._ledger.finish(self._cursor, epochs)
         await self._bell.wait(self._bell.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
         self._cursor = (await self._ledger.state()).cursor
 
 
 def as_sampled_before(payload: bytes) -> bytes:
-    """A response whose tokens were all sampled by version 0; bytes that are no response stay as they are.
+    """Mark all tokens of a response as sampled by version 0; bytes that are not a response stay as they are.
 
     The learner makes a dead letter of a group with such bytes.
     """
     try:
         sample = wire.decode(payload, wire.Sample)
     except WireError as error:
-        logger.warning("recorded response is none", extra={"error": str(error)})
+        logger.warning("a recorded response cannot be decoded", extra={"error": str(error)})
         return payload
     return wire.encode(msgspec.structs.replace(sample, runs=[(0, 0)] if sample.tokens else []))

@@ -1,13 +1,13 @@
-"""The rollout replica: leases prompts, keeps an engine full, emits every response the moment it ends.
+"""The rollout replica: leases prompts, keeps an engine full, emits every response as soon as it ends.
 
 ```
 weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
 prompts        -> lease -> the samples that are missing -> Engine.generate -> emit     (one task a sample)
 engines        -> Membership -> EngineGroup.add, remove
 ```
-The engine's death is the replica's death: it exits with an error, others take over its leases, and the supervisor
-starts it again. A response that was emitted is never generated again. An engine whose weights are more
-than `max_staleness` steps old takes no more prompts until it has newer ones.
+When its engine dies, the replica exits with an error, others take over its leases, and the supervisor starts it again.
+A response that was emitted is never generated again. An engine whose weights are more than `max_staleness` steps old
+takes no more prompts until it has newer ones.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ _LOOK_SECONDS: Final = 1.0
 _LOOKAHEAD: Final = 4
 """One more sample is leased for each so many slots: the next ones are there before a slot is free."""
 _DRAIN_SHARE: Final = 0.25
-"""Part of the run's drain in which a replica finishes what is in flight; the rest is for those after it."""
+"""Share of the run's drain time for the requests in flight; the rest is for the roles behind the replica."""
 
 
 async def run_rollout(role: Role) -> None:
-    """Run a rollout replica until `role.stop` is set; then what is in flight is finished or handed back.
+    """Run a rollout replica until `role.stop` is set; then requests in flight are finished or handed back.
 
-    Raises:
-        ConfigError: no model, no tokenizer, or an engine option that this machine cannot serve.
-        Unreachable: the engine died; the supervisor starts the replica again.
+    `ConfigError`: no model or tokenizer, or an engine option that this machine cannot serve. `Unreachable`: the engine
+    died.
     """
     config = role.config
     seed = life_seed(config.seed, role.name, _earlier_output(role))
@@ -67,7 +66,6 @@ async def run_rollout(role: Role) -> None:
 
 @asynccontextmanager
 async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
-    """Start an engine for the length of the block, on devices of its own or on shared ones."""
     if role.config.rollout.placement == "colocated":
         async with under_device_lock(role, engine) as shared:
             yield shared
@@ -80,7 +78,7 @@ async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
 
 
 def _earlier_output(role: Role) -> int:
-    """Bytes of figures that earlier lives of this replica wrote; each life writes some before it samples."""
+    """Bytes of metrics of earlier lives. It grows with every life, because each writes some before it samples."""
     path = role.run_dir / "metrics" / f"{role.name}.jsonl"
     return path.stat().st_size if path.exists() else 0
 
@@ -93,9 +91,9 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
 
     Args:
         held: prompts held now.
-        unopened: those among them of which it is not known yet what is missing; each counts as a whole group.
+        unopened: prompts whose missing samples are not known yet; each counts as a whole group.
         samples: samples that the others still miss.
-        slots: responses that the engine can make use of at the same time; 0: it takes none now.
+        slots: responses that the engine can decode at the same time; 0: it takes none now.
         group_size: samples of a whole group.
     """
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
@@ -103,7 +101,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
 
 
 class Replica:
-    """One engine, started, at work for two ledgers, training and held-out; `membership` keeps its servers."""
+    """One started engine that serves two ledgers, training and held-out; `membership` keeps its servers."""
 
     def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer, membership: Membership | None = None) -> None:
         config = role.config
@@ -136,11 +134,10 @@ class Replica:
             width=self._width,
             handle=self.answer,
             drain=_DRAIN_SHARE * config.supervisor.drain_deadline,
-            first=role.ledgers.evaluation,  # a round is to be over before there are many newer versions
+            first=role.ledgers.evaluation,  # a round should end before many newer versions exist
         )
 
     async def run(self) -> None:
-        """Follow the weights; from the first version on, take work until the role stops."""
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._follower.run(ended))
@@ -163,7 +160,7 @@ class Replica:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
         Cancelling gives up what is in flight; a repeat, in any replica, generates only what is missing then. `NotNow`:
-        the weights stay too old, or are so when the role stops.
+        the weights stay too old.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -205,7 +202,6 @@ class Replica:
         }
 
     def _is_stale(self) -> bool:
-        """Whether the weights are too old for more prompts; says so when that changes."""
         behind = self._follower.newest_step - self._follower.applied_step
         stale = behind > self._config.max_staleness
         if stale != self._stale:
@@ -221,8 +217,8 @@ class Replica:
     async def _wait_for_weights(self) -> None:
         """Wait while the weights are too old: a read may return prompts that were admitted after a newer version.
 
-        `NotNow`: no newer version was applied within `weights.deadline`, when another replica may have it, or before
-        the role stopped.
+        `NotNow`: no newer version was applied within `weights.deadline` (another replica may have it) or before the
+        stop.
         """
         if not self._is_stale():
             return
@@ -236,7 +232,7 @@ class Replica:
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""
-        # The greedy response is the one behind the group; held-out prompts have none.
+        # The greedy response has the index after the group's samples; held-out prompts have none.
         greedy = not lease.ledger.evaluation and sample >= self._config.sampling.group_size
         for attempt in range(_ATTEMPTS):
             try:
@@ -299,12 +295,10 @@ class Replica:
         )
 
     async def _first_version(self) -> bool:
-        """Wait for the first version; False when the role stops before."""
         await self._wait_or_stop(self._follower.first.wait())
         return self._follower.first.is_set()
 
     async def _wait_or_stop(self, event: Coroutine[None, None, object], seconds: float | None = None) -> None:
-        """Wait for the event, until the role stops or `seconds` have passed, whichever is first."""
         waits = [asyncio.ensure_future(event), asyncio.ensure_future(self._role.stop.wait())]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -314,10 +308,7 @@ class Replica:
 
 
 class Membership:
-    """Keeps the servers of a replica to the list of the run, and reports how they are.
-
-    A replica does within a second what `streamrl engines add|remove` say.
-    """
+    """Keeps a replica's servers equal to the list of the run (`streamrl engines add|remove`), and reports them."""
 
     def __init__(self, role: Role, group: EngineGroup, fleet: Fleet) -> None:
         self._servers = role.ledgers.servers
@@ -326,20 +317,18 @@ class Membership:
         self._fleet = fleet
 
     def follow(self, source: Source) -> None:
-        """Say where the servers get the newest weights; see `EngineGroup.follow`."""
         self._group.follow(source)
 
     async def run(self) -> None:
-        """Look and report once a second until cancelled."""
         while True:
             await self.look()
             await self._servers.report(self._name, self._group.rows())
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Add and remove what the list says now.
+        """Add and remove servers as the list says now.
 
-        A server that was given up stays in the group, and so it is not tried again before it is removed and added.
+        A server that was given up stays in the group, so it is not tried again before it is removed and added.
         """
         wanted, present = set(self._fleet.wanted(await self._servers.enlisted())), set(self._group.rows())
         for name in sorted(wanted - present):

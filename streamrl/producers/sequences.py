@@ -126,11 +126,7 @@ async def generate_sequences(engine: Engine, batch: PromptBatch, *, on_abort: On
 
 
 def pad(batch: PromptBatch, completions: Sequence[Completion]) -> SequenceBatch:
-    """Put completions into arrays, `samples` for each prompt in turn.
-
-    Raises:
-        ConfigError: not as many as the batch asks for, or one that is longer than it allows.
-    """
+    """Put completions into arrays, `samples` for each prompt in turn; `ConfigError` when they do not fit the batch."""
     count, length = len(batch.prompts) * batch.samples, batch.max_new_tokens
     if len(completions) != count or any(len(completion.tokens) > length for completion in completions):
         raise ConfigError(f"{len(completions)} completions do not fit a batch of {count} with {length} tokens each")
@@ -164,10 +160,9 @@ def pad(batch: PromptBatch, completions: Sequence[Completion]) -> SequenceBatch:
 
 
 def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
-    """The prompts without padding."""
     prompts, mask = batch.prompts, batch.attention_mask
     if prompts.ndim != 2 or prompts.shape != mask.shape or not prompts.size:
-        raise ConfigError(f"prompts {prompts.shape} and attention_mask {mask.shape} are no batch")
+        raise ConfigError(f"prompts {prompts.shape} and attention_mask {mask.shape} do not form a batch")
     if batch.temperature <= 0:
         raise ConfigError(
             "greedy decoding is not offered: its tokens are not drawn from the policy",
@@ -183,7 +178,7 @@ def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
 
 
 async def _to_the_end(engine: Engine, request: Request) -> Completion:
-    """Go on with a response after each abort, unless the engine gives nothing any more."""
+    """Continue a response after each abort, unless the engine returns no more tokens."""
     from streamrl.producers.group.request import PartialResponse
 
     pieces = iter(range(_CONTINUATIONS))

@@ -1,7 +1,7 @@
-"""A tiny model with random weights that any engine loads, and the forward pass of transformers as its judge.
+"""A tiny model with random weights that any engine loads, and the forward pass of transformers to compare with.
 
-It writes for ever, whatever its weights: only after the token `STOP` does it end, and then at once. So what is checked
-with it never depends on when a response happened to end.
+It samples for ever, whatever its weights, and ends at once after the token `STOP`. So no check depends on when a
+response happened to end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def make_model(folder: Path, seed: int = 0) -> None:
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
     """Fresh weights in bfloat16 by their Hugging Face names; the head is tied to the embeddings and has no name.
 
-    The first position of the hidden state is planted: it is positive after every token, which makes `EOS` and `STOP` as
-    good as impossible, and negative after `STOP`, which makes `EOS` as good as certain.
+    The first position of the hidden state is set: positive after every token, which makes `EOS` and `STOP` as good as
+    impossible, and negative after `STOP`, which makes `EOS` as good as certain.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -73,7 +73,6 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def build(weights: dict[str, torch.Tensor]) -> Any:
-    """Return the model with these weights, in float32."""
     model = _skeleton().float()
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
@@ -81,7 +80,6 @@ def build(weights: dict[str, torch.Tensor]) -> Any:
 
 
 def make_version(folder: Path, number: int, weights: dict[str, torch.Tensor], epoch: int = 1) -> Version:
-    """Write the weights as one file below `folder` and return them as a version; `number` is its step as well."""
     place = folder / f"v-{epoch}-{number}"
     place.mkdir(parents=True, exist_ok=True)
     save_file(weights, place / _FILE)
@@ -93,8 +91,8 @@ def make_version(folder: Path, number: int, weights: dict[str, torch.Tensor], ep
 def judged_logprobs(models: Mapping[int, Any], prompt: Sequence[int], completion: Completion) -> torch.Tensor:
     """Log-probabilities of a completion's tokens by transformers alone, shape (tokens,), float32, temperature 1.
 
-    Each token by the model of its version, on keys and values as they grew: those of earlier tokens stay as the
-    version of their time computed them. A completion of one version is one plain forward pass.
+    Each token is computed by the model of its version, on keys and values as they grew: those of earlier tokens stay as
+    the version of their time computed them.
     """
     from transformers import DynamicCache
 
@@ -112,7 +110,6 @@ def judged_logprobs(models: Mapping[int, Any], prompt: Sequence[int], completion
 
 
 def worst_error(models: Mapping[int, Any], prompt: Sequence[int], completion: Completion) -> float:
-    """Largest difference between the log-probabilities of a completion and those of its judge."""
     found = judged_logprobs(models, prompt, completion)
     return float((found - torch.from_numpy(completion.logprobs.copy())).abs().max())
 

@@ -1,7 +1,7 @@
 """Text to token ids at the two ends of a trajectory, and nowhere between.
 
-Contract: a prompt is turned into token ids once, by the feeder; from there on engines get ids and return ids, and the
-learner trains on exactly these. Sampled ids are decoded for people and rewards only: text is never encoded again, as
+The feeder turns a prompt into token ids once. From there on engines get ids and return ids, and the learner trains on
+exactly these. Sampled ids are decoded for people and rewards only: text is never encoded again, because
 `encode(decode(ids))` need not be `ids`, and the log-probabilities would then belong to other tokens.
 """
 
@@ -21,12 +21,7 @@ from streamrl.wire import Int32Array
 
 
 class Tokenizer:
-    """The tokenizer of a model: prompts to ids, sampled ids to text.
-
-    Args:
-        backend: a Hugging Face tokenizer.
-        name: directory or hub name, for messages.
-    """
+    """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages."""
 
     def __init__(self, backend: Any, name: str) -> None:
         self._backend = backend
@@ -34,11 +29,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, config: ModelConfig) -> Tokenizer:
-        """Load the tokenizer that the configuration names (by default the model's own). Slow: call in a thread.
-
-        Raises:
-            ConfigError: nothing is there, or it holds no tokenizer.
-        """
+        """Load the tokenizer that the configuration names (by default the model's own). Slow: call in a thread."""
         from transformers import AutoTokenizer
 
         name = config.tokenizer or config.path
@@ -57,14 +48,13 @@ class Tokenizer:
         return self._encode(texts, special=True)
 
     def plain_ids(self, text: str) -> list[int]:
-        """Return the ids of a text alone, without special tokens: what two tokenizers are compared by."""
+        """Return the ids of a text without special tokens, to compare two tokenizers."""
         return [int(token) for token in self._encode([text], special=False)[0]]
 
     def encode_chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Int32Array]]:
         """Return, for each chat, its text after the model's chat template, and its ids; the answer's turn is open.
 
-        Raises:
-            DataError: the model has no chat template, or the template refuses the messages.
+        `DataError`: the model has no chat template, or the template refuses the messages.
         """
         texts = [self._render(messages) for messages in chats]
         return list(zip(texts, self._encode(texts, special=False), strict=True))
@@ -100,12 +90,9 @@ class Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Compare the tokenizer that the configuration names with the model's own, if there are two. Slow.
+    """Check that the configured tokenizer gives the ids of the model's own; `ConfigError` when not. Slow.
 
-    Ids within the vocabulary tell nothing: a model reads those of another tokenizer as other words.
-
-    Raises:
-        ConfigError: they give a text different ids.
+    That ids lie within the vocabulary proves nothing: a model reads those of another tokenizer as other words.
     """
     if config.tokenizer is None or config.tokenizer == config.path:
         return
@@ -123,10 +110,7 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def vocabulary_of(config: ModelConfig) -> int | None:
-    """Return how many token ids the model knows, from its configuration alone; None when that does not say.
-
-    A missing model is reported where it is loaded.
-    """
+    """Return how many token ids the model knows, from its configuration alone; None when that does not say."""
     from transformers import AutoConfig
 
     try:

@@ -36,27 +36,19 @@ TOKENIZE_PROBE: Final = Call(
 )
 """Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
-_LOWEST: Final = -9000.0
+_LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
 _OTHER_KINDS: Final = "use engine.kind vllm or sglang"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one message of a response's stream brought.
+    """What one message of a response's stream brought."""
 
-    Attributes:
-        tokens: sampled since the message before, and `logprobs` with them, one each.
-        finish: set on the last message.
-        runs: version runs of the whole response, set on the last message by servers that tell; the others leave None,
-            and so does an abort without them.
-        prompt_tokens: as the server counted them, when it said.
-    """
-
-    tokens: Sequence[int] = ()
+    tokens: Sequence[int] = ()  # sampled since the message before, with one log-probability each
     logprobs: Sequence[float] = ()
-    finish: Finish | None = None
-    runs: Runs | None = None
-    prompt_tokens: int | None = None
+    finish: Finish | None = None  # set on the last message
+    runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
+    prompt_tokens: int | None = None  # as the server counted them, when it said
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +64,23 @@ class ServerMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself at connect.
+    """What a server says of itself at connect; None: it does not say."""
 
-    Attributes:
-        version: of the server's software, as it prints it.
-        model: path or name of the model that it loaded.
-        context: longest prompt plus response in tokens; None when it does not say.
-        vocabulary: tokens of the model; None when it does not say.
-        can_update: whether weights can be replaced (development routes and our plug-in are there).
-        missing: what is missing for that, in words, with the flag or variable that mends it; empty when nothing, or
-            when nothing could mend it (a kind of server whose weights stay as they are).
-        probe: ids of `PROBE` by the server's own tokenizer, without special tokens; None when it cannot be asked.
-    """
-
-    version: str
-    model: str
-    context: int | None = None
+    version: str  # of the server's software, as it prints it
+    model: str  # path or name
+    context: int | None = None  # longest prompt plus response in tokens
     vocabulary: int | None = None
-    can_update: bool = True
-    missing: str = ""
-    probe: tuple[int, ...] | None = None
+    can_update: bool = True  # weights can be replaced: development routes and our plug-in are there
+    missing: str = ""  # what replacing weights needs, with the flag or variable to set; empty when nothing would help
+    probe: tuple[int, ...] | None = None  # ids of `PROBE` by its own tokenizer, without special tokens
 
 
 class Dialect(Startable):
     """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
 
-    Methods that return calls return them in the order in which they are sent, each after the success of the one before.
-    Methods that read an answer raise `WireError` when it is not what the server should say. What is not abstract is, as
-    it stands here, what a server does that cannot do it.
-
-    Args:
-        config: the run.
+    Calls are sent in the order in which they are returned, each after the success of the one before. Methods that read
+    an answer raise `WireError` when it is not what the server should say. The defaults here are those of a server that
+    cannot do what is asked.
     """
 
     guarded: ClassVar[str]
@@ -122,15 +100,15 @@ class Dialect(Startable):
 
     @abstractmethod
     def about(self) -> Sequence[Call]:
-        """Calls whose answers `read_about` needs."""
+        """Return the calls whose answers `read_about` needs."""
 
     @abstractmethod
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        """Understand the answers to `about`, in their order (parsed JSON, text where it is none, None for 404)."""
+        """Understand the answers to `about`, in their order: parsed JSON, text where it is none, None for 404."""
 
     @abstractmethod
     def generation(self, request: Request, *, version: int) -> Call:
-        """Ask for one response, streamed as server-sent events; `version` isolates the prefix cache."""
+        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart."""
 
     @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:
@@ -142,10 +120,7 @@ class Dialect(Startable):
         """
 
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """End one request, or all; `paused`: the server stands still, and some need another way then.
-
-        Empty: to hang up does it.
-        """
+        """End one request, or all; empty when closing the connection is enough. Some need another way when `paused`."""
         del request_id, paused
         return ()
 
@@ -155,22 +130,18 @@ class Dialect(Startable):
         return ()
 
     def resume(self) -> Sequence[Call]:
-        """Go on; harmless when nothing was paused."""
         return ()
 
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """Bring the files near and check names and shapes while the server generates; empty when nothing is to be done.
-
-        An error answer means `WeightsError`, and nothing was changed.
-        """
+        """Fetch the files and check names and shapes while the server generates; a failure changes nothing."""
         del version
         return ()
 
     def update(self, version: Version) -> Sequence[Call]:
         """Replace the weights and name the version, while the server is paused.
 
-        A refusal (4xx) of the first call means that nothing was changed. After any other failure nobody knows, and
-        `prefetch` and `update` are sent once more while the server is still paused; if that fails it counts as dead.
+        A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown:
+        `prefetch` and `update` are sent once more, still paused; if that fails the server counts as dead.
 
         Raises:
             WeightsError: the version cannot reach such a server.
@@ -180,46 +151,28 @@ class Dialect(Startable):
         raise Refused(f"the weights of this {self.kind} server stay as they are")
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """Give memory back.
-
-        Raises:
-            Refused: the server has no such level.
-        """
+        """Free memory; `Refused` when the server has no such level."""
         del level
         raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
 
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """Undo `sleep`."""
         del tags
         return ()
 
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """Load a LoRA adapter.
-
-        Raises:
-            Refused: the server cannot.
-        """
         raise Refused(f"adapter {name!r} in {folder}: an {self.kind} server loads none", _OTHER_KINDS)
 
     def unload_adapter(self, name: str) -> Call:
-        """Forget a LoRA adapter."""
         raise Refused(f"adapter {name!r}: an {self.kind} server has none")
 
     @abstractmethod
-    def metrics(self) -> Call:
-        """Ask for the server's metrics."""
-
+    def metrics(self) -> Call: ...
     @abstractmethod
-    def read_metrics(self, answer: Any) -> ServerMetrics:
-        """Understand the answer to `metrics`."""
+    def read_metrics(self, answer: Any) -> ServerMetrics: ...
 
 
 def read_finish(reason: Any) -> Finish | None:
-    """Why a response ended, as most servers say it; None while it goes on.
-
-    Raises:
-        WireError: for another reason.
-    """
+    """Translate the usual names of finish reasons; None while the response goes on. `WireError` for an unknown one."""
     if reason is None:
         return None
     for known in _FINISHES:
@@ -229,12 +182,9 @@ def read_finish(reason: Any) -> Finish | None:
 
 
 def read_spans(spans: Any, total: int) -> Runs:
-    """Runs of versions from spans `{version, start, end}`.
+    """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap.
 
-    They cover the tokens without a gap. A label that is no decimal number is the model that the server started with.
-
-    Raises:
-        WireError: they do not, or are no spans.
+    A label that is no decimal number stands for the model that the server started with.
     """
     runs: Runs = []
     end = 0
@@ -255,20 +205,15 @@ def read_spans(spans: Any, total: int) -> Runs:
 
 
 def read_logprobs(values: Sequence[Any]) -> list[float]:
-    """Log-probabilities of sampled tokens. vLLM writes -9999 for one that is missing or not finite.
-
-    Raises:
-        WireError: one is not finite, or no number.
-    """
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise WireError("a log-probability is no number")
+        raise WireError("a log-probability is not a number")
     if any(not math.isfinite(value) or value <= _LOWEST for value in values):
         raise WireError("a sampled token has no finite log-probability")
     return [float(value) for value in values]
 
 
 def stream_error(error: Any) -> WireError | DataError:
-    """What an error in the midst of a stream means: with a code from 400 to 499 the request is at fault."""
+    """Classify an error within a stream: with a code from 400 to 499 the request is at fault."""
     code = error.get("code") if isinstance(error, Mapping) else None
     said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
     if isinstance(code, int) and 400 <= code < 500:
@@ -277,10 +222,7 @@ def stream_error(error: Any) -> WireError | DataError:
 
 
 def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
-    """Sum the finite samples of Prometheus' text format over the engines of a server; of `cache_use` it is the mean.
-
-    `fields` are those of `ServerMetrics` by the name of the metric.
-    """
+    """Sum the finite samples over a server's engines; `cache_use` is their mean. `fields`: metric name to field."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         name = line.split("{", 1)[0].split(" ", 1)[0]
@@ -299,11 +241,7 @@ def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
 
 
 def describe_version(version: Version) -> dict[str, Any]:
-    """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source.parse` reads it.
-
-    Raises:
-        WeightsError: the version has no files.
-    """
+    """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source.parse` reads it."""
     from streamrl.weight_sync.manifest import folder_name
 
     if version.folder is None or not version.parts:

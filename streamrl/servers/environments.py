@@ -29,16 +29,13 @@ MARKER: Final = "streamrl-engine.json"
 UNFINISHED: Final = "streamrl-engine.unfinished.json"
 
 _REQUIREMENTS: Final = Path(__file__).parent / "requirements"
-_OURS: Final = ("xxhash>=3.5", "zstandard>=0.23")  # what our plug-in needs inside the server
+_OURS: Final = ("xxhash>=3.5", "zstandard>=0.23")  # our plug-in needs these inside the server
 _TORCH: Final = ("torch==2.13.0",)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRecipe:
-    """How an environment is made: arguments of `pip install`, one call for each of `steps`.
-
-    The version of `distribution` is the engine's.
-    """
+    """How an environment is made: arguments of `pip install`, one call for each of `steps`."""
 
     kind: Kind
     cpu: bool
@@ -47,7 +44,7 @@ class EnvironmentRecipe:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the steps and with what is in the lists of requirements that they name."""
+        """Changes with the steps and with the contents of the lists of requirements that they name."""
         digest = hashlib.sha256(self.kind.encode())
         for word in (word for step in self.steps for word in (*step, ";")):
             digest.update(Path(word).read_bytes() if word.endswith(".txt") else word.encode())
@@ -73,7 +70,7 @@ def recipe(kind: Kind, *, cpu: bool) -> EnvironmentRecipe:
 
 
 def install_command(kind: str) -> str:
-    """The command that makes the environment of `kind`: the hint of every error about a missing one."""
+    """The command that makes the environment of `kind`, for the hint of every error about a missing one."""
     return f"streamrl engines install {kind}"
 
 
@@ -83,23 +80,22 @@ def has_gpu() -> bool:
 
 
 def computes_on_cpu(device: str) -> bool:
-    """Whether what a run file calls `device` is the CPU of this machine; the one place that decides it."""
+    """Whether `device` of a run file is the CPU of this machine; decided only here."""
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def on_cpu(engine: EngineConfig) -> bool:
     """Whether the engine servers of a run compute on a CPU; every kind asks here.
 
-    Raises:
-        ConfigError: `engine.device` asks for a GPU and this machine has none, or it is no device. What servers at
-            `engine.url` have is not known here.
+    `ConfigError`: `engine.device` is no device, or a GPU that this machine lacks. The devices of servers at
+    `engine.url` are not known here.
     """
     device = engine.device
     if device in {"auto", "cpu"}:
         return computes_on_cpu(device)
     if re.fullmatch(r"cuda(:\d+)?", device) is None:
         raise ConfigError(
-            f"engine.device {device!r} is no device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
+            f"engine.device {device!r} is not a device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
         )
     if not engine.url and not has_gpu():
         raise ConfigError(
@@ -113,11 +109,8 @@ def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.envir
     """Return the folder of the virtual environment that servers of `kind` run in.
 
     Looks at `given` alone when the configuration gives one (as `key`); else at $STREAMRL_ENGINES/KIND, at
-    `.engines/KIND` in the working directory and upwards, and next to the project of an editable install. An environment
-    made by hand will do: all that is asked for is `bin/python`.
-
-    Raises:
-        ConfigError: none is there, or the one that is there was never finished; the hint is the install command.
+    `.engines/KIND` in the working directory and upwards, and next to the project of an editable install. One made by
+    hand will do: only `bin/python` is required. `ConfigError`: none is there, or it was never finished.
     """
     command = install_command(kind)
     looked = [given.expanduser()] if given is not None else list(_places(kind))
@@ -136,7 +129,6 @@ def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.envir
 
 
 def default_folder(kind: Kind) -> Path:
-    """Where an environment is made when nobody says where: a place that `find_environment` looks at."""
     root = os.environ.get(VARIABLE)
     if root:
         return Path(root).expanduser() / kind

@@ -1,4 +1,4 @@
-"""Making the virtual environment of an engine: resumable, one at a time per folder, never half an environment."""
+"""Making the virtual environment of an engine: resumable, one installation at a time per folder."""
 
 from __future__ import annotations
 
@@ -45,19 +45,17 @@ print(json.dumps({"packages": packages, "python": platform.python_version(), "cu
 
 
 def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
-    """Make the environment of `kind` in `folder` and return what its marker says.
+    """Make the environment of `kind` in `folder` and return what its marker says; `say` gets one line per step.
 
-    A repeat on a finished environment of the same recipe does nothing; half an environment is finished; one of another
-    recipe is made anew. Two calls for one folder wait for each other. pip runs with the settings of this machine
-    (pip.conf, PIP_*); what it writes goes to `FOLDER.log`. Ctrl-C ends pip and leaves half an environment.
-
-    The folder is made when missing, with its parents; a link to one on a larger disk stays a link. `say` hears of every
-    step, one line each.
+    A finished environment of the same recipe stays as it is, half an environment is finished, one of another recipe is
+    made anew. Two calls for one folder wait for each other. pip uses the settings of this machine (pip.conf, PIP_*) and
+    writes to `FOLDER.log`. Ctrl-C ends pip and leaves half an environment. A missing folder is made; a link to a folder
+    on a larger disk stays a link.
 
     Raises:
-        ConfigError: pip failed (the message has the end of its log), or there is no Python that engines run on.
+        ConfigError: pip failed (the message has the end of its log), or no Python is here that engines run on.
         CannotCreate: the folder holds something else, or cannot be written.
-        DeadlineExceeded: pip took over an hour for one step, or somebody else two for this folder.
+        DeadlineExceeded: pip took over an hour for one step, or another installation two for this folder.
     """
     folder = folder.expanduser().resolve()  # venv refuses a link
     python = _python()
@@ -72,8 +70,6 @@ def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
 
 
 class _Installation:
-    """One call of `install`, which holds the folder's lock."""
-
     def __init__(self, wanted: EnvironmentRecipe, folder: Path, python: str, lock: int, say: Say) -> None:
         self._recipe = wanted
         self._folder = folder
@@ -94,7 +90,7 @@ class _Installation:
         return self._finish()
 
     def _begin(self) -> int:
-        """Make the folder ready for pip and return how many steps are done."""
+        """Prepare the folder for pip and return how many steps are done."""
         empty = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
         ours = ("pyvenv.cfg", UNFINISHED, draft_of(Path(UNFINISHED)).name)  # a kill may leave no more than the draft
         if not empty and not any((self._folder / name).exists() for name in ours):
@@ -109,7 +105,7 @@ class _Installation:
             return done
         self._tell(f"virtual environment in {self._folder}")
         self._folder.mkdir(exist_ok=True)
-        # The mark comes first: whatever happens from here on, nobody takes this folder for a whole environment.
+        # The mark comes first: from here on this folder is never taken for a whole environment.
         self._record(0)
         for path in self._folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -121,7 +117,7 @@ class _Installation:
         return 0
 
     def _done(self) -> int | None:
-        """Steps of this recipe that are done in a folder with something in it; None: it has to be made anew."""
+        """Steps of this recipe that are done in a folder that is not empty; None: it has to be made anew."""
         if not self._works() or installed(self._folder) is not None:
             return None
         with suppress(FileNotFoundError, orjson.JSONDecodeError):
@@ -130,7 +126,6 @@ class _Installation:
         return 0  # made by hand: pip finds most of it there
 
     def _works(self) -> bool:
-        """Whether the interpreter and pip of the environment start."""
         command = [str(self._folder / "bin" / "python"), "-m", "pip", "--version"]
         try:
             return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0  # noqa: S603
@@ -144,17 +139,12 @@ class _Installation:
         self._run([*argv, *step], f"pip install {shown}")
 
     def _run(self, argv: list[str], what: str) -> None:
-        """Run one command with its output in the log, and say now and then where it is.
-
-        Raises:
-            ConfigError: it failed.
-            DeadlineExceeded: it did not end.
-        """
+        """Run one command with its output in the log, and report progress now and then."""
         environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
         with self._log.open("ab") as log:
             log.write(f"\n$ {' '.join(argv)}\n".encode())
             log.flush()
-            # The child holds the lock too: when this process is killed, nobody else writes beside an orphaned pip.
+            # The child holds the lock too: when this process is killed, no other call writes beside an orphaned pip.
             process = subprocess.Popen(  # noqa: S603
                 argv, stdout=log, stderr=log, env=environ, start_new_session=True, pass_fds=(self._lock,)
             )
@@ -180,11 +170,10 @@ class _Installation:
                 self._tell(f"... {_at_work(self._log)}")
 
     def _record(self, done: int) -> None:
-        """Say in the folder itself how far it is, and that it is not whole."""
         _write(self._folder / UNFINISHED, {"recipe": self._recipe.fingerprint, "done": done})
 
     def _finish(self) -> dict[str, Any]:
-        """Ask the environment what it holds, and only then call it whole."""
+        """Ask the environment for its versions, and only then mark it as whole."""
         names = (self._recipe.distribution, "torch", "transformers", "xxhash", "zstandard")
         argv = [str(self._folder / "bin" / "python"), "-c", _ASK, *names]
         done = subprocess.run(argv, capture_output=True, check=False, timeout=300)  # noqa: S603
@@ -216,7 +205,7 @@ class _Installation:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started; nothing when it has ended."""
+    """End a command and all processes that it has started."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
@@ -232,7 +221,7 @@ def _tail(path: Path, count: int) -> list[str]:
 
 
 def _at_work(log: Path) -> str:
-    """What pip does, in at most 100 characters: the last line of its log that is no warning, lists of names counted."""
+    """Return what pip does now: the last line of its log that is no warning, at most 100 characters."""
     for line in reversed(_tail(log, 200)):
         text = line.strip()
         if text.startswith(("WARNING:", "DEPRECATION:", "[notice]")):
@@ -244,16 +233,11 @@ def _at_work(log: Path) -> str:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Replace a file of JSON whole."""
     write_whole(path, orjson.dumps(value, option=orjson.OPT_INDENT_2))
 
 
 def _python() -> str:
-    """The interpreter to make environments with: that of this process, when engines run on it.
-
-    Raises:
-        ConfigError: neither this nor any interpreter in PATH is of a version that the engines run on.
-    """
+    """Return the interpreter for environments: that of this process when engines run on it, else one from PATH."""
     if sys.version_info[:2] in _PYTHONS:
         return sys.executable
     for major, minor in _PYTHONS:
@@ -266,11 +250,7 @@ def _python() -> str:
 
 @contextmanager
 def _lock(folder: Path, say: Say) -> Iterator[int]:
-    """Hold the folder's lock file, so that nobody else writes into the folder; yields its descriptor.
-
-    Raises:
-        DeadlineExceeded: somebody else holds it for two hours.
-    """
+    """Hold the folder's lock file, so that no other call writes into the folder; yields its descriptor."""
     path = folder.with_name(f"{folder.name}.lock")
     end = time.monotonic() + _LOCK_DEADLINE
     with path.open("w") as file:

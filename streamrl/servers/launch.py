@@ -29,17 +29,14 @@ _NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started: its command line, and what is added to the environment."""
+    """A command line, and the variables that are added to the environment."""
 
     argv: Sequence[str]
     environ: Mapping[str, str]
 
 
 class Startable(ABC):
-    """What has to be known of a kind of server to start one.
-
-    `kind` is its name, as `streamrl engines install` knows it.
-    """
+    """A kind of server that can be started; `kind` is its name in `streamrl engines install`."""
 
     kind: ClassVar[str]
 
@@ -47,25 +44,18 @@ class Startable(ABC):
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         """Return how a server is started on the loopback interface with all that streamrl needs of it.
 
-        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. Devices, the
-        log and the variables of the configuration are added by who starts it.
-
-        Raises:
-            ConfigError: the environment is missing (with the command that installs it), or streamrl starts no such
-                servers.
+        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. The caller
+        adds devices, the log and the variables of the configuration. `ConfigError`: the environment is missing, or
+        streamrl starts no servers of this kind.
         """
 
     @abstractmethod
     def ready(self) -> Call:
-        """Cheap and true: 200 when the server can take requests; no call of it may disturb a pause."""
+        """A cheap call that answers 200 when the server can take requests; it must not disturb a pause."""
 
 
 def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:
-    """Return flags of ours with those of the user (underscores are dashes), who has the last word.
-
-    Raises:
-        ConfigError: one that is not the user's to give.
-    """
+    """Return our flags, overridden by the user's (underscores are dashes); `ConfigError` for reserved flags."""
     named = {_dashed(name): value for name, value in given.items()}
     if name := next((name for name in named if name in _NOT_GIVEN), None):
         raise ConfigError(
@@ -90,12 +80,11 @@ def words(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def python_path(*first: Path) -> str:
-    """A PYTHONPATH: ours, then that of this process."""
     return os.pathsep.join(path for path in (*map(str, first), os.environ.get("PYTHONPATH", "")) if path)
 
 
 def adapters_in_flight(max_staleness: int) -> int:
-    """Adapters that requests of one moment may use: the newest version, and those that older requests began with."""
+    """Adapters that requests may use at one moment: the newest version, and those that older requests began with."""
     return min(max_staleness + 2, _MOST_ADAPTERS)
 
 

@@ -1,4 +1,4 @@
-"""The language of `streamrl engines serve`: the engine contract itself, over HTTP (messages.py lists the routes)."""
+"""The protocol of `streamrl engines serve`: the engine contract itself, over HTTP (messages.py lists the routes)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PASSED_ON: Final = ("decode", "slots", "attention", "dtype", "device", "threads
 class NativeDialect(Dialect):
     """Speaks to `streamrl engines serve`.
 
-    A pause of this dialect belongs to it and carries a lease of `lease.seconds`. Asking for the figures renews it,
-    which a live client does all the time; without that the server resumes by itself.
+    A pause belongs to this dialect and carries a lease of `lease.seconds`. Asking for the metrics renews it, which a
+    live client does all the time; otherwise the server resumes by itself.
     """
 
     kind: ClassVar[str] = "hf"
@@ -43,7 +43,7 @@ class NativeDialect(Dialect):
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """This very environment; it never is missing."""
+        # Runs in the environment of this process.
         config = self._config
         values: dict[str, Any] = {f"engine.{name}": getattr(config.engine, name) for name in _PASSED_ON}
         values |= {
@@ -72,7 +72,7 @@ class NativeDialect(Dialect):
         (answer,) = answers
         try:
             if answer["software"] != SOFTWARE:
-                raise WireError(f"this is no server of streamrl's, but {answer['software']!r}")
+                raise WireError(f"this is not a `streamrl engines serve`, but {answer['software']!r}")
             probe = answer["probe"]
             return ServerInfo(
                 version=str(answer["version"]),
@@ -84,11 +84,13 @@ class NativeDialect(Dialect):
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, WireError):
                 raise
-            raise WireError(f"this is no server of streamrl's: {error!r} in its description of itself") from error
+            raise WireError(
+                f"this is not a `streamrl engines serve`: {error!r} in its description of itself"
+            ) from error
 
     @override
     def generation(self, request: Request, *, version: int) -> Call:
-        """The server itself sees to it that newer weights find nothing of older ones."""
+        # The server itself keeps newer weights from cached keys and values of older ones.
         del version
         body: dict[str, Any] = {
             "id": request.id,
@@ -123,7 +125,6 @@ class NativeDialect(Dialect):
 
     @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """Works while paused as well."""
         del paused
         return (Call("POST", "/abort", {"id": request_id}, repeatable=True),)
 
@@ -134,7 +135,7 @@ class NativeDialect(Dialect):
 
     @override
     def resume(self) -> Sequence[Call]:
-        """A pause of somebody else stays, until its own lease ends."""
+        # The pause of another owner stays, until its own lease ends.
         return (Call("POST", "/resume", {"owner": self._owner}, repeatable=True),)
 
     @override
@@ -143,7 +144,7 @@ class NativeDialect(Dialect):
 
     @override
     def update(self, version: Version) -> Sequence[Call]:
-        """A server on another host pulls the version from where the learner's host serves it."""
+        # A server on another host pulls the version from where the learner's host serves it.
         return (Call("POST", "/weights/update", self._named(version), repeatable=True),)
 
     def _named(self, version: Version) -> dict[str, Any]:
@@ -179,7 +180,6 @@ class NativeDialect(Dialect):
 
     @override
     def metrics(self) -> Call:
-        """Renews this dialect's pause."""
         return Call("GET", "/figures", query={"owner": self._owner}, repeatable=True)
 
     @override
@@ -193,12 +193,12 @@ class NativeDialect(Dialect):
                 preemptions=_whole(answer["preemptions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"these are no figures: {error!r}") from error
+            raise WireError(f"invalid metrics: {error!r}") from error
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 

@@ -1,6 +1,6 @@
 """Any server with an OpenAI-style completions API that returns token ids and log-probabilities, as a `Dialect`.
 
-Such a server is always one that runs already. `engine.flags` says what it can do:
+Such a server runs already; streamrl starts none. `engine.flags` says what it can do:
 
 ```
 model: NAME                 the model asked for; left out when not given
@@ -9,7 +9,7 @@ reload: /ROUTE              takes new weights from a directory
 reload-body: {...}          what is posted there; {folder} and {version} are filled in
 ```
 
-Without `reload` its weights stay as they are, and that is said at the start.
+Without `reload` its weights stay as they are; a warning at the start says so.
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ _FIGURES: Final[Mapping[str, str]] = {
 class OpenaiDialect(Dialect):
     """Speaks to a server with completions of OpenAI's form, and to no other route of it but a reload.
 
-    Args:
-        config: the run.
-
-    Raises:
-        ConfigError: an unknown flag, or a temperature at which the server's log-probabilities would be others.
+    `ConfigError`: an unknown flag, or a temperature at which the server's log-probabilities would be others.
     """
 
     kind: ClassVar[str] = "openai"
@@ -87,7 +83,7 @@ class OpenaiDialect(Dialect):
 
     @override
     def ready(self) -> Call:
-        """The one route that all have and that samples nothing."""
+        # All such servers have this route, and it samples nothing.
         return Call("GET", "/v1/models", repeatable=True)
 
     @override
@@ -125,7 +121,7 @@ class OpenaiDialect(Dialect):
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,
             "temperature": request.temperature,
-            # Said in full: servers fill in what is left out from the model's generation_config.json.
+            # All parameters are given: servers take omitted ones from the model's generation_config.json.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -173,7 +169,7 @@ class OpenaiDialect(Dialect):
         if version.folder is None:
             raise WeightsError(f"version {version.number} has no files that a server could read")
         if cut := next((name for name, files in version.parts.items() if len(files) > 1), None):
-            raise WeightsError(f"version {version.number}: {cut} lies in several files, which no reload understands")
+            raise WeightsError(f"version {version.number}: {cut} lies in several files, which a reload cannot load")
         filled = {"{folder}": str(version.folder), "{version}": str(version.number)}
         return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
 
@@ -183,7 +179,7 @@ class OpenaiDialect(Dialect):
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
-        """Those of vLLM, SGLang and TGI are understood, others count as silent."""
+        # The metrics of vLLM, SGLang and TGI are understood; other servers report none.
         return read_prometheus(answer, _FIGURES) if isinstance(answer, str) else ServerMetrics()
 
 

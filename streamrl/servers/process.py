@@ -37,12 +37,11 @@ _READY_SECONDS: Final = 5.0
 _KEEPER_SECONDS: Final = 15.0
 _TAIL_BYTES: Final = 1 << 14
 _TAIL_LINES: Final = 15
-_USAGE: Final = 2  # the exit code of a command line that is not understood
+_USAGE: Final = 2  # the exit code of argparse for a bad command line
 _TAKEN: Final = re.compile(r"address already in use|errno 98|port \d+ is (already|not)", re.IGNORECASE)
 
 
-class _PortTakenError(Exception):
-    """Somebody else has bound the port in the meantime."""
+class _PortTakenError(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class ServerSettings:
 
     @classmethod
     def of_engine(cls, config: RunConfig) -> Self:
-        """Those of the engine servers of a run."""
         engine = config.engine
         return cls(
             "engine", config.model.path, engine.start_deadline, config.supervisor, engine.variables, engine.api_key_file
@@ -71,12 +69,7 @@ class ServerSettings:
 class ManagedServer:
     """One server process, with all it starts, that lives no longer than this process.
 
-    It is called `<role>.server<i>` and sees the `devices` (CUDA_VISIBLE_DEVICES; empty: all).
-
-    Attributes:
-        url: where it listens; empty before `start`.
-        log: path of its output, RUN_DIR/logs/NAME.log.
-        pid: of the server, and of its process group; None before `start`.
+    It sees the `devices` (CUDA_VISIBLE_DEVICES; empty: all).
     """
 
     def __init__(
@@ -91,23 +84,19 @@ class ManagedServer:
         self._begun_at = 0
         self._rotated_before: tuple[int, int] | None = None
         self.name = name
-        self.url = ""
+        self.url = ""  # empty before `start`
         self.log = run_dir / "logs" / f"{name}.log"
-        self.pid: int | None = None
+        self.pid: int | None = None  # also that of the process group; None before `start`
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self._attending is not None and not self._attending.done()
 
     async def start(self) -> str:
         """Start it and return its URL when it answers; works again after `stop` or its death.
 
-        Cancelling it kills what was started.
-
-        Raises:
-            ConfigError: the environment is missing, or the command cannot be executed.
-            Unreachable: it ended, or was not ready within its start deadline; the message quotes its log.
+        Cancelling it kills what was started. `ConfigError`: the environment is missing, or the command cannot be
+        executed. `Unreachable`: it ended, or was not ready within its start deadline; the message quotes its log.
         """
         if self.alive:
             raise RuntimeError(f"{self.name} runs already")
@@ -118,7 +107,7 @@ class ManagedServer:
                 await self._spawn(launch)
                 await self._await_ready(port)
             except _PortTakenError as error:
-                logger.warning("port taken by somebody else", extra={"port": port, "server": self.name})
+                logger.warning("port taken by another process", extra={"port": port, "server": self.name})
                 await self.stop()
                 if attempt == _PORT_ATTEMPTS:
                     raise Unreachable(
@@ -132,7 +121,7 @@ class ManagedServer:
         raise AssertionError("unreachable")
 
     async def wait_death(self) -> str:
-        """Return when the process has ended by whatever cause, with the cause in words; at once when it has."""
+        """Return the cause in words as soon as the process has ended."""
         if self._attending is not None:
             await asyncio.wait([self._attending])
         return self._cause()
@@ -149,7 +138,7 @@ class ManagedServer:
                 process.stdin.flush()
             await asyncio.wait([attending], timeout=grace + _KEEPER_SECONDS)
         with suppress(OSError):
-            process.stdin.close()  # its end kills whatever there still is
+            process.stdin.close()  # the keeper kills what is left when this pipe closes
         if attending is not None:
             await asyncio.wait([attending], timeout=_KEEPER_SECONDS)
             attending.cancel()
@@ -193,7 +182,7 @@ class ManagedServer:
                 said = orjson.loads(await reader.readline() or b'{"error": "its keeper ended"}')
         except TimeoutError as error:
             transport.close()
-            raise Unreachable(f"{self.name} cannot be started: its keeper is silent") from error
+            raise Unreachable(f"{self.name} cannot be started: its keeper process does not answer") from error
         if "error" in said:
             transport.close()
             raise ConfigError(
@@ -211,14 +200,13 @@ class ManagedServer:
     async def _attend(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, transport: asyncio.BaseTransport
     ) -> None:
-        """Return when the keeper has ended, and with it the server."""
         try:
             while await reader.read(1 << 12):
                 pass
             await asyncio.to_thread(process.wait, _KEEPER_SECONDS)
         finally:
             transport.close()
-        if process.returncode < 0 and self.pid is not None:  # the keeper itself was killed, so nobody has cleaned up
+        if process.returncode < 0 and self.pid is not None:  # the keeper itself was killed before it could clean up
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -246,7 +234,7 @@ class ManagedServer:
                 )
             asking.result()
             if not await asyncio.to_thread(listens, self.pid or 0, port):
-                raise _PortTakenError(f"a stranger answers on port {port}")
+                raise _PortTakenError(f"another process answers on port {port}")
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -275,7 +263,7 @@ class ManagedServer:
         return f"{ended}; its log ends with:\n{tail}" if tail else f"{ended}, and it has logged nothing"
 
     def _refusal(self) -> str:
-        """What a parser of command lines has said last; empty when that is not how the log ends."""
+        """Return the last error of the server's command line parser; empty when the log ends otherwise."""
         last = self._tail().rpartition("\n")[2].strip()
         return last.partition("error: ")[2]
 
@@ -319,11 +307,7 @@ def _signal_name(number: int) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on.
-
-    Raises:
-        Unreachable: there is none.
-    """
+    """Return a port of the loopback interface without a listener; `Unreachable` when all are taken."""
     for port in random.sample(PORTS, _CANDIDATES):
         with socket.socket() as probe:
             try:
@@ -356,7 +340,7 @@ def _processes_of(group: int) -> list[Path]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # the name in parentheses may hold anything; after it come state, parent and group
+            # the name in parentheses may contain any character; state, parent and group follow it
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has ended

@@ -25,9 +25,7 @@ _MEMORY: Final = ["kv_cache", "weights"]
 class ModelServer(Startable):
     """A kind of server of one reward model, which `ManagedServer` can start.
 
-    Attributes:
-        environment: folder of the virtual environment that its servers run in.
-        cpu: they compute on a CPU: the environment is made for that.
+    `environment` is the folder of the virtual environment, `cpu` whether it is one for a CPU.
     """
 
     kind: ClassVar[Kind]
@@ -47,24 +45,20 @@ class ModelServer(Startable):
 
     @abstractmethod
     def sleep(self) -> Sequence[Call]:
-        """Give its memory back; requests that come wait until it wakes."""
+        """Free its memory; requests that come wait until it wakes."""
 
     @abstractmethod
-    def wake(self) -> Sequence[Call]:
-        """Undo `sleep`."""
-
+    def wake(self) -> Sequence[Call]: ...
     def _argv(self, module: str, flags: dict[str, Any]) -> list[str]:
         given = merged(flags, self._config.flags, section=self._section)
         return [str(self.environment / "bin" / "python"), "-m", module, *words(given)]
 
     def _threads(self) -> dict[str, str]:
-        """Servers on one CPU share its cores."""
+        # Servers on one CPU share its cores.
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
 
 
 class VllmModel(ModelServer):
-    """vLLM 0.32 and 0.33."""
-
     kind: ClassVar[Kind] = "vllm"
 
     @override
@@ -92,8 +86,8 @@ class VllmModel(ModelServer):
 
     @override
     def sleep(self) -> Sequence[Call]:
-        # Weights go into the host's memory, keys and values are forgotten. It waits for what it computes: a request
-        # that is kept half done would go on with keys and values that are gone, and answer with another number.
+        # Weights go into the host's memory, keys and values are freed. The server finishes running requests first: one
+        # that was kept half done would continue without its keys and values, and return another number.
         return (Call("POST", "/sleep", query={"level": "1", "mode": "wait"}, repeatable=True),)
 
     @override
@@ -102,8 +96,6 @@ class VllmModel(ModelServer):
 
 
 class SglangModel(ModelServer):
-    """SGLang 0.5.20 to 0.5.23."""
-
     kind: ClassVar[Kind] = "sglang"
 
     @override
@@ -137,7 +129,7 @@ class SglangModel(ModelServer):
 
     @override
     def sleep(self) -> Sequence[Call]:
-        """It dies of giving memory back while it computes, so it is paused before."""
+        # SGLang dies of freeing memory while it computes, so it is paused before.
         pause = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
         return (pause, Call("POST", "/release_memory_occupation", {"tags": _MEMORY}, repeatable=True))
 
@@ -148,10 +140,5 @@ class SglangModel(ModelServer):
 
 
 def model_server(name: str, config: RewardModelConfig) -> ModelServer:
-    """Return the kind of the servers of `reward_models.NAME`.
-
-    Raises:
-        ConfigError: no environment for them, flags that are not the user's to give, or servers that cannot sleep and
-            should; the message names the key.
-    """
+    """Return the kind of the servers of `reward_models.NAME`; `ConfigError` names the key that does not fit."""
     return SglangModel(name, config) if config.kind == "sglang" else VllmModel(name, config)

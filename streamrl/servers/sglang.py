@@ -1,8 +1,8 @@
 """SGLang 0.5.20 to 0.5.23 as a `Dialect`: `/generate` streamed, weights through our plug-in inside the server.
 
-Weights need one call, which the scheduler carries out whole: our hook there (plugin/streamrl_engine/sglang.py) opens
-the server's update session, checks, copies, names the version and closes the session again. So the death of whoever
-called leaves nothing half done, and a version that is refused leaves the old weights.
+New weights are one call, which the scheduler carries out whole: our hook there (plugin/streamrl_engine/sglang.py) opens
+the server's update session, checks, copies, names the version and closes the session again. So the death of the caller
+leaves nothing half done, and a refused version leaves the old weights.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2}
 class SglangDialect(Dialect):
     """Speaks to SGLang.
 
-    Request ids are hashed to 32 digits on the way out: SGLang aborts every request whose id begins with the one named.
-    Callers must use no id twice: two seconds after a response has ended SGLang aborts its id once more.
+    Request ids are hashed to 32 digits on the way out, because SGLang aborts every request whose id begins with the
+    given one. No id may be used twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -78,7 +78,7 @@ class SglangDialect(Dialect):
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        """It never tells its vocabulary, and its tokenizer only when it has one."""
+        # SGLang never tells its vocabulary, and its tokenizer only when it has one.
         if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
             raise WireError(
                 "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"
@@ -108,7 +108,7 @@ class SglangDialect(Dialect):
         sampling = {
             "max_new_tokens": max(1, min(request.max_new_tokens, room)),
             "temperature": request.temperature,
-            # Said in full: what is left out comes from the model's generation_config.json, and any cut of the
+            # All parameters are given: omitted ones come from the model's generation_config.json, and any cut of the
             # distribution would falsify the log-probabilities.
             "top_p": 1.0,
             "top_k": -1,
@@ -194,12 +194,12 @@ class SglangDialect(Dialect):
 
     @override
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """The server dies of giving memory back while it decodes, so what runs is put back into the queue before."""
+        # The server dies of freeing memory while it decodes, so running requests are put back into the queue before.
         if level == 0:
             return self.pause("keep")
         if on_cpu(self._config.engine):
             raise Refused(
-                f"SGLang on a CPU cannot sleep at level {level}: it answers that it did and frees nothing",
+                f"SGLang on a CPU cannot sleep at level {level}: it reports success and frees nothing",
                 "use level 0, or stop the server",
             )
         if not _wants_memory_saver(self._config):
@@ -212,7 +212,7 @@ class SglangDialect(Dialect):
 
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """Decoding goes on when the keys and values are back."""
+        # Decoding goes on when the keys and values are back.
         calls = []
         if not on_cpu(self._config.engine) and _wants_memory_saver(self._config):
             calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
@@ -220,7 +220,6 @@ class SglangDialect(Dialect):
 
     @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """SGLang refuses a name or a folder that it has loaded already."""
         engine, alone = self._config.engine, self._config.learner.lora.alone
         if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
             raise Refused(
@@ -231,7 +230,6 @@ class SglangDialect(Dialect):
 
     @override
     def unload_adapter(self, name: str) -> Call:
-        """The answer comes when no request uses the adapter any more."""
         return Call("POST", "/unload_lora_adapter", {"lora_name": name})
 
     @override
@@ -296,7 +294,7 @@ def _finish(reason: Any) -> Finish | None:
 
 
 def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
-    """What is new in a list that holds either all `total` items (or more, not counted yet) or the last of them."""
+    """Return the new items of a list that holds either all `total` items (or more, not counted yet) or the last."""
     new = total - received
     if new < 0 or len(items) < new:
         raise WireError(f"SGLang counts {total} tokens, {received} came before, and sent {len(items)}")
@@ -313,28 +311,23 @@ def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
 def _frame(manifest: bytes) -> str:
     """Return a manifest as SGLang's server wants to be sent tensors: `[(name, tensor)]`, with the manifest as the name.
 
-    The server unpickles what it gets through a list of allowed globals. That is its own business: here nothing is
-    pickled and nothing unpickled. These are constant bytes around JSON, the opcodes of a list with one pair: a string
-    and `torch.ByteTensor()`, which is empty. No tensor, shared memory or file descriptor travels.
+    The server unpickles it through a list of allowed globals; nothing is pickled here. These are constant bytes around
+    JSON, the opcodes of a list with one pair: a string and `torch.ByteTensor()`, which is empty. No tensor, shared
+    memory or file descriptor travels.
     """
     frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
     return base64.b64encode(frame).decode()
 
 
 def _wants_memory_saver(config: RunConfig) -> bool:
-    """Whether the servers of this run can give memory back: started so by us, or by others, who know it best."""
+    """Whether the servers can free memory: we start them so when asked; of servers at `engine.url` it is assumed."""
     engine = config.engine
     asked = "enable-memory-saver" in merged({}, engine.flags)
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
 
 
 def _launch(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
-    """Return command line and environment of a server on the loopback interface; the user's flags have the last word.
-
-    Raises:
-        ConfigError: there is no environment for SGLang, the GPU is missing, or `model` is a folder without a readable
-            `config.json`.
-    """
+    """Return command line and environment of a server on the loopback interface; the user's flags come last."""
     engine = config.engine
     python = find_environment(engine.environment, "sglang") / "bin" / "python"
     flags: dict[str, Any] = {

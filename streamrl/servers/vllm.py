@@ -1,4 +1,4 @@
-"""The language of vLLM 0.32 and 0.33: token ids in and out, weights in place through our plug-in inside the server."""
+"""The protocol of vLLM 0.32 and 0.33: token ids in and out, weights in place through our plug-in inside the server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class VllmDialect(Dialect):
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """Raises `ConfigError` when the environment or the GPU is missing."""
         engine = self._config.engine
         python = find_environment(engine.environment, "vllm") / "bin" / "python"
         cpu = on_cpu(engine)
@@ -106,7 +105,7 @@ class VllmDialect(Dialect):
         }
         if cpu:
             threads = self._config.engine.threads
-            # Bound threads of several servers and of the learner would all sit on the same first cores.
+            # Bound threads of several servers and of the learner would all run on the same first cores.
             environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             if threads:
                 environ["OMP_NUM_THREADS"] = str(threads)
@@ -130,7 +129,7 @@ class VllmDialect(Dialect):
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        """A server without a list of its routes (0.33 may hide it) is believed."""
+        # A server that hides the list of its routes (0.33 can) is assumed to have them.
         version, models, schema, info, probe = answers
         try:
             release = str(version["version"])
@@ -140,7 +139,7 @@ class VllmDialect(Dialect):
             settings = info["vllm_config"] if info else None
             tokens = tuple(int(token) for token in probe["tokens"]) if probe else None
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise WireError(f"this is no vLLM server: {error!r} in its description of itself") from error
+            raise WireError(f"this is not a vLLM server: {error!r} in its description of itself") from error
         if (numbers := tuple(int(number) for number in re.findall(r"\d+", release)[:2])) and numbers < OLDEST:
             raise Refused(
                 f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
@@ -211,7 +210,6 @@ class VllmDialect(Dialect):
 
     @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """Works while paused as well."""
         del paused
         body = {} if request_id is None else {"request_ids": [_PREFIX + request_id]}
         return (Call("POST", "/abort_requests", body, repeatable=True),)
@@ -230,7 +228,7 @@ class VllmDialect(Dialect):
 
     @override
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """Names, shapes, whole fused groups and finite values are checked by our plug-in."""
+        # Our plug-in checks names, shapes, whole fused groups and finite values.
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     @override
@@ -246,7 +244,7 @@ class VllmDialect(Dialect):
 
     @override
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """A server on a CPU keeps its memory."""
+        # A server on a CPU keeps its memory.
         engine = self._config.engine
         asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
         if level > 0 and not asleep and not on_cpu(engine):
@@ -255,7 +253,7 @@ class VllmDialect(Dialect):
 
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        """Decoding goes on when nothing sleeps any more."""
+        # Decoding goes on when nothing sleeps any more.
         only = {"tags": tags[0]} if len(set(tags)) == 1 else {}
         return (Call("POST", "/wake_up", query=only, repeatable=True),)
 

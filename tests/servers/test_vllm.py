@@ -345,7 +345,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused() -> None:
         if wrong == {"probe": {}}:
             assert dialect().read_about(answers(**wrong)).probe is None
             continue
-        with pytest.raises(WireError, match="no vLLM server"):
+        with pytest.raises(WireError, match="not a vLLM server"):
             dialect().read_about(answers(**wrong))
 
 

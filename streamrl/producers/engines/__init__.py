@@ -22,10 +22,10 @@ def make_engine(
     replica: str = "rollout.0",
     enlisted: Mapping[str, Enlisted] | None = None,
 ) -> Engine:
-    """The engine that `config.engine` describes, not yet started: in this process, or a group of servers.
+    """Make the engine that `config.engine` describes, not yet started: in this process, or a group of servers.
 
-    Every start of every replica needs another seed. The name of the replica's role says which servers and devices are
-    its own; `enlisted` are servers that were added or removed since the run began.
+    Every start of every replica needs another seed. The name of the replica's role decides its servers and devices;
+    `enlisted` are servers that were added or removed since the run began.
     """
     if config.engine.kind == "hf" and not config.engine.url:
         from streamrl.producers.engines.hf import HfEngine

@@ -1,7 +1,7 @@
 """Transformers' continuous batching as a decode loop: paged keys and values, for models of any size.
 
-The manager has a public interface for requests and pauses, and none for what a weight swap needs: where each request
-stands, and that no new request reads blocks that older weights wrote. Those few private members are named in
+The manager has a public interface for requests and pauses, but none for a weight swap, which needs to know where each
+request stands and to keep new requests from blocks that older weights wrote. The private members used for that are in
 `PRIVATE_MEMBERS`; `tests/producers/test_engine_private_api.py` says which one has changed when transformers is updated.
 """
 
@@ -37,7 +37,7 @@ from streamrl.producers.engines.model import cache_bytes_per_token
 
 PAGE_TOKENS: Final = 32
 _GREEDY: Final = 1e-4
-"""Temperature of a greedy request: transformers divides by it, and knows no other greed for a single request."""
+"""Temperature of a greedy request: transformers divides by it, and has no greedy mode for a single request."""
 STOP_SECONDS: Final = 30.0
 LOOP_SECONDS: Final = 30.0
 _HARD_STOP: Final = BackgroundThreadStatus.HARD_STOP
@@ -60,8 +60,6 @@ PRIVATE_MEMBERS: Final = (
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A job in the manager's hands."""
-
     job: Job
     spans: Spans
     told: int = 0
@@ -122,7 +120,7 @@ class ContinuousDecoder(Decoder):
 
     @override
     def abandon(self) -> None:
-        """End the loop without waiting for its step: the manager's thread would keep the process alive."""
+        # Does not wait for the step to end. The manager's thread would keep the process alive.
         self._stopped = True
         if self._manager is not None:
             self._manager.output_router.result_handlers.clear()
@@ -159,7 +157,7 @@ class ContinuousDecoder(Decoder):
 
     @override
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
-        """End jobs as they are: the manager says nothing about what it cancels."""
+        # The manager reports nothing about requests that it cancels.
         with self._lock:
             ended = [JobOutcome(job.ticket, [], [], [], "abort") for job in self._held if _named(job, tickets)]
             self._held = [job for job in self._held if not _named(job, tickets)]
@@ -177,7 +175,7 @@ class ContinuousDecoder(Decoder):
 
     @override
     def swapped(self, version: int) -> None:
-        """The weights have changed: note where every request stands, forget the blocks that old weights wrote."""
+        # Record where every request stands, and forget the blocks that old weights wrote.
         with self._lock:
             self._version = version
             for name, flight in self._flights.items():
@@ -193,10 +191,8 @@ class ContinuousDecoder(Decoder):
 
     @override
     def recompute(self) -> None:
-        """Put the requests in flight back, ahead of those that wait, as prompts that end with what they have sampled.
-
-        It is what the manager itself does with a request that it throws out for want of memory.
-        """
+        # Requests in flight are put back, before the waiting ones, as prompts that end with what they have sampled.
+        # The manager does the same with a request that it evicts for want of memory.
         with self._lock:
             if self._manager is None:
                 return
@@ -212,7 +208,6 @@ class ContinuousDecoder(Decoder):
 
     @override
     def release(self) -> None:
-        """Free the cache: only a stopped manager does."""
         with self._lock:
             if self._flights:
                 raise Refused(
@@ -225,7 +220,6 @@ class ContinuousDecoder(Decoder):
 
     @override
     def restore(self) -> None:
-        """Start a new manager and give it what has come meanwhile."""
         manager = self._make_manager()
         with self._lock:
             self._manager = manager
@@ -235,7 +229,7 @@ class ContinuousDecoder(Decoder):
 
     @override
     def counts(self) -> Counts:
-        """How busy the loop is: tokens of ended requests, seconds with a request in flight."""
+        # Tokens are those of ended requests; busy seconds those with a request in flight.
         since = self._busy_since
         busy = self._busy + (time.perf_counter() - since if since is not None else 0.0)
         running = min(len(self._flights), self._engine.slots)
@@ -243,7 +237,7 @@ class ContinuousDecoder(Decoder):
         return Counts(running, waiting, self._tokens, busy, self._cache_use(), self._preemptions)
 
     def _cache_use(self) -> float:
-        """Share of the pages that requests hold; one that is only kept for later prompts can be had at any time."""
+        """Share of the pages that requests hold; a page kept only for later prompts counts as free."""
         processor = getattr(self._manager, "batch_processor", None)
         if processor is None:
             return 0.0
@@ -277,7 +271,7 @@ class ContinuousDecoder(Decoder):
                 do_sample=True,
                 top_k=0,
                 top_p=1.0,
-                # any value but 1 makes transformers keep the warper; each request brings its own temperature
+                # any value but 1 makes transformers keep the warper, which then applies each request's own temperature
                 temperature=0.5,
                 eos_token_id=sorted(self._stop_tokens) or -1,
                 pad_token_id=0,
@@ -288,7 +282,7 @@ class ContinuousDecoder(Decoder):
                 num_blocks=self._pages,
                 max_batch_tokens=max(256, self._engine.slots),
                 max_requests_per_batch=self._engine.slots,
-                # a step in flight while the weights change would be sampled by the old ones and counted to the new
+                # a step in flight during a swap would be sampled by the old weights and counted as the new version
                 use_async_batching=False,
                 return_logprobs=True,
                 per_request_processors=True,
@@ -312,7 +306,7 @@ class ContinuousDecoder(Decoder):
         cache.mark_complete_blocks = mark_complete_blocks
 
     def _count_preemptions(self, scheduler: Any) -> None:
-        """Count the requests that the manager puts back with what they have; `recompute` does it while it stands."""
+        """Count requests that the manager evicts, but not those that `recompute` puts back while the loop is held."""
         add = scheduler.add_waiting_request
 
         def add_waiting_request(state: Any) -> None:
@@ -341,7 +335,7 @@ class ContinuousDecoder(Decoder):
             self._deliver([JobOutcome(job.ticket, [], [], [], "abort", error)])
 
     def _finished(self, output: Any) -> None:
-        """Called in the event loop with the output of a request that ended, or of each step of one with a listener."""
+        """Called in the event loop: once when a request ends, and for each step of a request with a listener."""
         if not output.is_finished():
             self._went_on(output)
             return
@@ -366,7 +360,6 @@ class ContinuousDecoder(Decoder):
             self._tell([JobProgress(flight.job.ticket, output.generated_tokens[start:], output.logprobs[start:])])
 
     def _land(self, name: str) -> _Flight | None:
-        """Forget a request; None when it ended before."""
         flight = self._flights.pop(name, None)
         self._stale.discard(name)
         if flight is not None:
@@ -377,7 +370,6 @@ class ContinuousDecoder(Decoder):
         return flight
 
     def _state(self, name: str) -> Any:
-        """The manager's state of a request, None before it was scheduled."""
         if self._manager is None:
             return None
         scheduler = self._manager.batch_processor.scheduler
@@ -392,7 +384,7 @@ class ContinuousDecoder(Decoder):
         except RuntimeError as error:
             self._pause = None
             raise Unreachable(f"the decode loop died: {self.failure()!r}") from error
-        # results sent before the pause may still be on their way; without them an ended request looks unscheduled
+        # results sent before the pause may still be queued; without them an ended request looks unscheduled
         arrived = threading.Event()
         self._loop.call_soon_threadsafe(arrived.set)
         if not arrived.wait(LOOP_SECONDS):
@@ -410,7 +402,6 @@ def _named(job: Job, tickets: Collection[int] | None) -> bool:
 
 
 def _partial(state: Any) -> tuple[list[int], list[float]]:
-    """What a request has so far."""
     if state is None:
         return [], []
     output = state.to_generation_output()

@@ -1,4 +1,4 @@
-"""What is done to model and cache between two decode steps: holding still, swapping weights, giving memory back."""
+"""Controls of model and cache between two decode steps: pausing, swapping weights, freeing memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 
 
 class Control:
-    """The controls of one decode loop. Every method runs on one control thread and may wait for the running step.
-
-    `fail` is told of an error that leaves the engine unusable, before it is raised.
-    """
+    """The controls of one decode loop; `fail` hears of an error that makes the engine unusable before it is raised."""
 
     def __init__(self, model: Any, decoder: Decoder, fail: Callable[[BaseException], None]) -> None:
         self._model = model
@@ -38,12 +35,10 @@ class Control:
         self.pair: Pair = (0, 0)
 
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
-        """End jobs (all when None) and return what they have."""
         with self._decoder.exclusive():
             return self._decoder.take(tickets)
 
     def close(self) -> list[JobOutcome]:
-        """End all jobs and let go of the loop."""
         try:
             return self.take(None)
         finally:
@@ -52,13 +47,11 @@ class Control:
             self._holds.clear()
 
     def pause(self, mode: PauseMode) -> list[JobOutcome]:
-        """Stop the loop; return the jobs that ended by that."""
         self._hold("pause")
         self._recompute = self._recompute or mode == "recompute"
         return self._decoder.take(None) if mode == "abort" else []
 
     def resume(self) -> None:
-        """Let the loop go on."""
         if "pause" in self._holds and self._recompute:
             try:
                 self._decoder.recompute()
@@ -69,7 +62,6 @@ class Control:
         self._unhold("pause")
 
     def apply(self, version: Version) -> None:
-        """Check a version and copy it in."""
         pair = version.pair
         if pair == self.pair:
             return
@@ -79,7 +71,7 @@ class Control:
             pairs = match_weights(self._model, version.tensors)
         elif self._residence.forgotten:
             raise WeightsError(
-                f"version {version.number} is an adapter, and this engine has given up the weights it belongs to",
+                f"version {version.number} is an adapter, and this engine has freed the weights it belongs to",
                 "sleep at level 1, or learner.lora.publish merged",
             )
         else:
@@ -98,7 +90,6 @@ class Control:
         self._go_on_if_awake()
 
     def sleep(self, level: int) -> None:
-        """Stop decoding and give memory back."""
         if level not in (0, 1, 2):
             raise Refused(f"there is no sleep level {level!r}", "levels are 0, 1 and 2")
         new = "sleep" not in self._holds
@@ -118,9 +109,8 @@ class Control:
             self._asleep = set(_ALL)
 
     def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Undo `sleep` or a part of it."""
         if unknown := sorted(set(tags) - _ALL):
-            raise Refused(f"there is no memory {', '.join(unknown)}", f"tags are {', '.join(sorted(_ALL))}")
+            raise Refused(f"no such memory: {', '.join(unknown)}", f"tags are {', '.join(sorted(_ALL))}")
         if "weights" in tags and "weights" in self._asleep:
             self._residence.come_home()
         self._asleep -= set(tags)
@@ -132,7 +122,6 @@ class Control:
             self._freed = True
 
     def _go_on_if_awake(self) -> None:
-        """Decode again when nothing is asleep any more and there are weights to decode with."""
         if "sleep" not in self._holds or self._asleep or self._residence.forgotten:
             return
         if self._freed:
@@ -158,10 +147,9 @@ class Control:
 def match_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair each parameter or buffer of the model, each storage once, with its new values; nothing is written.
 
-    Parameters must all be there; a tied parameter needs one of its names, and several names need equal values. Buffers
-    that the model saves may be there.
-
-    `WeightsError`: unknown or missing names, other shapes, no floating point, not finite, or tied names that differ.
+    All parameters must be given; a tied parameter needs one of its names, and several names need equal values. Buffers
+    that the model saves are optional. `WeightsError` for unknown or missing names, other shapes or values that are no
+    finite floating point numbers.
     """
     names: dict[int, list[str]] = {}
     targets: dict[int, torch.Tensor] = {}
@@ -193,7 +181,6 @@ def match_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple
 
 
 def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write what `match_weights` has paired, converting type and device."""
     with torch.no_grad():
         for target, values in pairs:
             target.copy_(values)
@@ -224,10 +211,10 @@ def _few(names: list[str]) -> str:
 
 
 class BaseWeights:
-    """The weights of `model` that adapters are merged into, as they were before the first one came.
+    """The weights of `model` that adapters are merged into, as they were before the first adapter.
 
-    They are kept on the host, as many as the adapter changes, so that nothing adds up from version to version: the
-    weights under version N do not depend on the versions before it.
+    They are kept on the host, as many as the adapter changes, so that rounding errors do not add up: the weights under
+    version N do not depend on the versions before it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -236,10 +223,10 @@ class BaseWeights:
         self._replaced = False
 
     def match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each weight that the adapter of a version changes with its new values, of the same type and device.
+        """Pair each weight that an adapter version changes with its new values; no weight is written.
 
-        No weight is written. `WeightsError`: modules that this model does not have, other shapes, values that are not
-        finite, or the engine holds weights of a version that was no adapter.
+        `WeightsError`: modules that this model lacks, other shapes, values that are not finite, or the model holds
+        weights of a version that was no adapter.
         """
         adapter = version.adapter
         assert adapter is not None
@@ -265,7 +252,7 @@ class BaseWeights:
         return pairs
 
     def replaced(self) -> None:
-        """Whole weights were written over all of the model: no adapter can be merged any more."""
+        """Whole weights were written over the model, so adapters cannot be merged any more."""
         self._replaced = True
         self._kept.clear()
 
@@ -289,7 +276,7 @@ def _check_adapter(
     weight = parameters.get(f"{module}.weight")
     if weight is None or weight.ndim != 2:
         raise WeightsError(
-            f"the adapter changes {module}, which is no linear layer of this model",
+            f"the adapter changes {module}, which is not a linear layer of this model",
             _HINT,
         )
     rows, columns = weight.shape
@@ -309,10 +296,9 @@ def _check_adapter(
 
 
 class Residence:
-    """Moves a model between its device and the host, and can give its parameters up. Not thread-safe.
+    """Moves a model between its device and the host, and can free its parameters. Not thread-safe.
 
-    A model that has given its parameters up keeps their names, shapes, types and ties, so that a version of the weights
-    can be checked against it.
+    A model without its parameters keeps their names, shapes, types and ties, so a version can be checked against it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -326,24 +312,22 @@ class Residence:
         return self._home.type != "cpu"
 
     def leave(self) -> None:
-        """Move everything to the host."""
         self._model.to("cpu")
 
     def forget(self) -> None:
         """Free the parameters; buffers, which no version brings, move to the host."""
         for parameter in self._model.parameters():
-            # one number stands for all of them, so the shape stays and the memory goes
+            # one stored number with stride 0 keeps the shape and frees the memory
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         self._model.to("cpu")
         self.forgotten = True
 
     def remember(self) -> None:
-        """Make room for the parameters that were given up; their values mean nothing until they are written."""
+        """Allocate the parameters again; their values mean nothing until they are written."""
         if self.forgotten:
             for parameter in self._model.parameters():
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             self.forgotten = False
 
     def come_home(self) -> None:
-        """Move everything back to the device."""
         self._model.to(self._home)

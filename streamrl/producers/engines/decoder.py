@@ -16,7 +16,7 @@ from streamrl.engine import Finish, Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; with `streams` it has a listener."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener."""
 
     ticket: int
     prompt: tuple[int, ...]
@@ -39,8 +39,6 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobProgress:
-    """What a job with `streams` has sampled since the last one of these."""
-
     ticket: int
     tokens: list[int]
     logprobs: list[float]
@@ -48,8 +46,6 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How busy a decode loop is; the fields are those of `EngineLoad`."""
-
     running: int
     waiting: int
     tokens_sampled: int
@@ -59,11 +55,7 @@ class Counts:
 
 
 class Spans:
-    """The version runs of one request, kept up to date at every change of the weights.
-
-    Args:
-        version: version in force when the request began.
-    """
+    """The version runs of one request, `[(first token, version), ...]`; swaps without a token between are one."""
 
     __slots__ = ("_runs",)
 
@@ -71,13 +63,11 @@ class Spans:
         self._runs: Runs = [(0, version)]
 
     def swap(self, sampled: int, version: int) -> None:
-        """Note that tokens from index `sampled` on are sampled by `version`; two swaps without a token are one."""
         if self._runs[-1][0] == sampled:
             self._runs.pop()
         self._runs.append((sampled, version))
 
     def runs(self, sampled: int) -> Runs:
-        """The runs of the first `sampled` tokens: `[(first token, version), ...]`, empty without a token."""
         return [run for run in self._runs if run[0] < sampled]
 
 
@@ -93,9 +83,7 @@ class Decoder(Protocol):
     tokens may come with the outcome alone.
     """
 
-    def start(self) -> None:
-        """Begin to decode."""
-
+    def start(self) -> None: ...
     def stop(self) -> None:
         """End the loop and free its memory; jobs in flight get no outcome. Works on a loop that died; repeatable."""
 
@@ -111,9 +99,7 @@ class Decoder(Protocol):
     def exclusive(self) -> AbstractContextManager[None]:
         """Hold the loop between two steps: inside, model and cache belong to the caller. May be nested.
 
-        Raises:
-            Unreachable: the loop is dead.
-            DeadlineExceeded: the running step does not end.
+        `Unreachable`: the loop is dead. `DeadlineExceeded`: the running step does not end.
         """
         ...
 
@@ -130,12 +116,8 @@ class Decoder(Protocol):
     def release(self) -> None:
         """Inside `exclusive`: free the cache; `Refused` when a job is being decoded, and then nothing has changed."""
 
-    def restore(self) -> None:
-        """Inside `exclusive`: undo `release`."""
-
-    def counts(self) -> Counts:
-        """How busy the loop is; cheap, from any thread."""
-        ...
+    def restore(self) -> None: ...
+    def counts(self) -> Counts: ...
 
     def progress(self) -> tuple[bool, int]:
         """(whether there is a step to make and the loop is not held, steps so far), from any thread."""

@@ -50,23 +50,18 @@ LOAD_SECONDS = 1800.0
 
 @dataclass(slots=True, eq=False)
 class _Ear:
-    """Who listens to a request, and how many tokens it has heard of."""
-
     listener: Listener
     told: int = 0
 
 
 class HfEngine(StreamingEngine):
-    """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds.
-
-    `limits` says what can be asked of it; known after `start`.
-    """
+    """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds."""
 
     def __init__(self, config: RunConfig, seed: int) -> None:
         self._config = config
         self._seed = seed
         self._patience = config.weights.deadline
-        # A step that takes half of what a whole response may take is no slow step, and ends before it costs a response.
+        # A step hangs when it takes half the time of a whole response; it is then found before it costs a response.
         self._longest_step = min(config.weights.deadline, config.lease.max_hold / 2)
         self._steps = 0
         self._still = 0.0
@@ -88,7 +83,6 @@ class HfEngine(StreamingEngine):
 
     @property
     def decode(self) -> Literal["slots", "continuous"]:
-        """Which decode loop runs."""
         return "slots" if isinstance(self._decoder, SlotDecoder) else "continuous"
 
     @override
@@ -109,7 +103,7 @@ class HfEngine(StreamingEngine):
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if isinstance(self._failure, DeadlineExceeded):
-            # what hangs cannot be torn down: it is left to the end of the process
+            # a hanging thread cannot be stopped; it ends with the process
             if self._decoder is not None:
                 self._decoder.abandon()
         elif self._started:
@@ -181,7 +175,7 @@ class HfEngine(StreamingEngine):
     @override
     async def apply(self, version: Version) -> None:
         work = self._begin(self._patience, self._controlling().apply, version)
-        # also when the caller leaves and forgets the version
+        # keeps the files also when the caller leaves
         version.readers.__enter__()
         work.add_done_callback(lambda _: version.readers.__exit__())
         await self._finish(self._patience, work)
@@ -232,7 +226,6 @@ class HfEngine(StreamingEngine):
     # --- event loop's thread ---------------------------------------------------------------------------------------
 
     def _serving(self) -> Decoder:
-        """The decoder, when it can serve."""
         if self._decoder is None or self._closed:
             raise Unreachable("the engine is closed" if self._closed else "the engine has not been started")
         failure = self._failure or self._decoder.failure()
@@ -241,13 +234,11 @@ class HfEngine(StreamingEngine):
         return self._decoder
 
     def _controlling(self) -> Control:
-        """The controls, when the engine can serve."""
         self._serving()
         assert self._control is not None
         return self._control
 
     def _flush(self) -> None:
-        """Hand the requests of this turn of the event loop to the decoder."""
         if self._arrived and self._decoder is not None:
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
@@ -262,7 +253,7 @@ class HfEngine(StreamingEngine):
             count += 1
             if outcome.error is not None:
                 if isinstance(outcome.error, Unreachable):
-                    self._fail(outcome.error)  # before anybody can ask for the health and hear of none
+                    self._fail(outcome.error)  # first, so that `health` fails as soon as the request does
                 future.set_exception(outcome.error)
                 continue
             ear = self._ears.get(outcome.ticket)
@@ -273,7 +264,6 @@ class HfEngine(StreamingEngine):
         return count
 
     def _hear(self, news: list[JobProgress]) -> None:
-        """Pass on what requests with a listener have sampled."""
         for progress in news:
             ear = self._ears.get(progress.ticket)
             if ear is not None:
@@ -295,7 +285,7 @@ class HfEngine(StreamingEngine):
                 future.set_exception(error)
 
     async def _watch(self) -> None:
-        """Fail all requests as soon as the decode loop is dead or hangs; it cannot say so itself."""
+        """Fail all requests as soon as the decode loop is dead or hangs; the loop cannot report that itself."""
         while True:
             self._look()
             if self._failure is not None:
@@ -305,18 +295,17 @@ class HfEngine(StreamingEngine):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:
-        """Without its watcher the engine must not serve."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._fail(error)
             self._fail_open(_death(error))
 
     def _look(self) -> None:
-        """Note a decode loop that is dead, or that has a step to make and makes none for too long."""
+        """Record a decode loop that is dead, or that has a step to make and makes none for too long."""
         if self._decoder is None or self._failure is not None:
             return
         busy, steps = self._decoder.progress()
         now = self._loop.time()
-        # A process that was stopped for a while (SIGSTOP) has not waited all that time for a step.
+        # A process that was stopped (SIGSTOP) did not really wait for the step all that time.
         passed, self._looked_at = min(now - self._looked_at, 4 * WATCH_SECONDS), now
         self._still = self._still + passed if busy and steps == self._steps else 0.0
         self._steps = steps
@@ -329,7 +318,7 @@ class HfEngine(StreamingEngine):
     async def _run(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run work on the control thread, in order of the calls; work that does not end makes the engine dead.
 
-        A cancelled caller does not stop the work: it would leave a model half changed. Nor does it stop the clock.
+        A cancelled caller stops neither the work, which would leave a model half changed, nor its deadline.
         """
         return await self._finish(seconds, self._begin(seconds, work, *args, **kwargs))
 
@@ -341,7 +330,7 @@ class HfEngine(StreamingEngine):
         def settled(_: asyncio.Future[_T]) -> None:
             deadline.cancel()
             if not future.cancelled() and isinstance(error := future.exception(), DeadlineExceeded):
-                self._fail(error)  # the decode step that the work has waited for does not end
+                self._fail(error)  # the decode step that the work waits for does not end
 
         future.add_done_callback(settled)
         return future
@@ -363,7 +352,7 @@ class HfEngine(StreamingEngine):
                 work.add_done_callback(_log_failure)
 
     def _fail(self, cause: BaseException) -> None:
-        """The engine is dead from now on; the first cause counts."""
+        """Mark the engine as dead; the first cause counts."""
         self._failure = self._failure or cause
 
     # --- control thread --------------------------------------------------------------------------------------------
@@ -404,7 +393,6 @@ class HfEngine(StreamingEngine):
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
 
     def _tell(self, news: list[JobProgress]) -> None:
-        """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._hear, news)
 
     def _tear_down(self) -> list[JobOutcome]:
@@ -425,6 +413,5 @@ def _death(failure: BaseException) -> Unreachable:
 
 
 def _log_failure(future: asyncio.Future[Any]) -> None:
-    """Log the failure of work whose caller has left."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("control of the engine failed after its caller left", exc_info=error)
+        logger.error("an engine control failed after its caller left", exc_info=error)

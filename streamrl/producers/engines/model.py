@@ -20,11 +20,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 def load_model(config: RunConfig) -> Any:
-    """Load the policy as the run says: type, device, attention, threads; evaluation mode, no gradients.
-
-    Raises:
-        ConfigError: no such model or device, or a checkpoint that lacks some of its weights.
-    """
+    """Load the policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
     import transformers
     from safetensors import SafetensorError
 
@@ -53,7 +49,6 @@ def load_model(config: RunConfig) -> Any:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `engine.device` names; `auto` takes a CUDA device when there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -66,7 +61,6 @@ def pick_device(name: str) -> torch.device:
 
 
 def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
-    """Ids that end a response: those of the generation configuration, if there is one, else of the model's."""
     ids = None if generation is None else generation.eos_token_id
     if ids is None:
         ids = config.get_text_config().eos_token_id
@@ -94,10 +88,9 @@ def choose_decode(config: RunConfig, model: Any) -> Literal["slots", "continuous
     """The decode loop for this model.
 
     `auto` takes slots when the forward pass is cheap (below 100 million parameters), every layer has plain full
-    attention, all slots at full context fit into `engine.kv_cache`, and a trial agrees with a plain forward pass.
-
-    Raises:
-        ConfigError: `slots` was asked for and this model cannot have it.
+    attention,
+    all slots at full context fit into `engine.kv_cache`, and a trial agrees with a plain forward pass. `ConfigError`:
+    `slots` was asked for and this model cannot have it.
     """
     if config.engine.decode == "continuous":
         return "continuous"
@@ -114,7 +107,7 @@ def choose_decode(config: RunConfig, model: Any) -> Literal["slots", "continuous
 def _too_large(config: RunConfig, model: Any) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters >= CHEAP_PARAMETERS:
-        return f"{parameters:,} parameters are no cheap forward pass"
+        return f"{parameters:,} parameters are too many for a cheap forward pass"
     memory = config.engine.slots * context_length(config, model) * cache_bytes_per_token(model)
     if memory > config.engine.kv_cache:
         return f"{memory:,} bytes of keys and values are more than engine.kv_cache"

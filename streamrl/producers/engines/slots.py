@@ -54,16 +54,9 @@ def sample(
     """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
 
     Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn,
-    and a row costs one random number whatever the vocabulary.
-
-    Args:
-        logits: shape (rows, vocabulary), any floating type.
-        temperature: shape (rows,), at least 0; None for 1 everywhere.
-        generator: source of randomness, on the device of the logits.
-
-    Returns:
-        tokens (int64) and their log-probabilities (fp32; those of temperature 1 where it is 0), both of shape (rows,).
-        NaN logits give a NaN log-probability and a token that means nothing.
+    and a row costs one random number whatever the vocabulary. `temperature` has shape (rows,), None means 1 everywhere.
+    Returns tokens (int64) and log-probabilities (fp32; those of temperature 1 where it is 0). NaN logits give a NaN
+    log-probability and a token that means nothing.
     """
     scores = logits.float()
     if temperature is not None:
@@ -83,7 +76,7 @@ def sample(
 
 
 def round_up(length: int) -> int:
-    """Round a length up to the granule of attention: few distinct shapes, little wasted work."""
+    """Round up to the granule of attention: few distinct shapes, little wasted work."""
     return -(-length // GRANULE) * GRANULE
 
 
@@ -100,7 +93,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.capacity = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate, or grow to `capacity` and keep what is there."""
         self.keys = self._grown(self.keys, key_states)
         self.values = self._grown(self.values, value_states)
         self.is_initialized = True
@@ -126,7 +118,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0
 
     def get_max_length(self) -> int:
-        """Rows of a slot."""
         return int(self.capacity)
 
 
@@ -134,9 +125,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of `slots` sequences in `layers` layers, at most `context` tokens each.
 
     Each layer holds two tensors of shape (slots, key-value heads, capacity, head size). A sequence lives in one slot,
-    its token at position p in row p. The forward pass of the model writes and reads them through `Cache.update`;
-    `prefill` and `decode` say beforehand which slots it is about. Capacity grows by doubling, so memory follows the
-    longest sequence that was really seen.
+    its token at position p in row p. The forward pass writes and reads them through `Cache.update`; `prefill` and
+    `decode` announce which slots the next pass is about. Capacity grows by doubling with the longest sequence.
     """
 
     def __init__(self, layers: int, slots: int, context: int) -> None:
@@ -150,7 +140,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._span = 0
 
     def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` tokens."""
         if length <= self._capacity:
             return
         self._capacity = min(self._limit, max(round_up(length), 2 * self._capacity, 4 * GRANULE))
@@ -172,7 +161,6 @@ class SlotCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values; return all that the attention of this pass may see."""
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
@@ -204,7 +192,6 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]
 
     def free(self) -> None:
-        """Give the memory back; the next `reserve` starts again."""
         self._capacity = 0
         for layer in self.layers:
             layer.keys = layer.values = None
@@ -216,8 +203,6 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence in a slot."""
-
     job: Job
     spans: Spans
     tokens: list[int] = field(default_factory=list)
@@ -226,11 +211,9 @@ class _Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values exist after the next step."""
         return len(self.job.prompt) + len(self.tokens)
 
     def news(self) -> JobProgress:
-        """Return what has come since the call before."""
         start, self.told = self.told, len(self.tokens)
         return JobProgress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
 
@@ -239,11 +222,7 @@ class _Sequence:
 
 
 class SlotBatch:
-    """The sequences being decoded, and the step that moves all of them on by one token. Not thread-safe.
-
-    `model` is in evaluation mode and has full attention in every layer (`model.slots_obstacle`). `context` is the
-    longest prompt plus response, `stop_tokens` end a response, `version` is that of the weights at the start.
-    """
+    """The sequences being decoded, and the step that samples one token for each. Not thread-safe."""
 
     def __init__(
         self,
@@ -278,12 +257,11 @@ class SlotBatch:
 
     @property
     def active(self) -> int:
-        """Sequences being decoded."""
         return self.slots - self._rows.count(None)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[JobOutcome]:
-        """Compute the prompts of at most `slots - active` jobs, sample their first tokens; return those that ended."""
+        """Compute the prompts of at most `slots - active` jobs, sample their first tokens; return jobs that ended."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
@@ -318,7 +296,7 @@ class SlotBatch:
     def _fill(
         self, prompts: list[tuple[int, ...]], sources: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
     ) -> Any:
-        """Compute keys and values of prompts, the longest last, into slots; logits at `ends` where the model can."""
+        """Write keys and values of prompts, the longest last, into slots; logits at `ends` only where supported."""
         longest = len(prompts[-1])
         inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=slots.device)
         self._cache.reserve(longest)
@@ -346,19 +324,16 @@ class SlotBatch:
             self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
 
     def news(self) -> list[JobProgress]:
-        """Return what sequences with a listener have sampled since the last call."""
         return [row.news() for row in self._heard.values()]
 
     @property
     def cache_use(self) -> float:
-        """Share of the keys and values that all slots may have."""
         # from any thread: a row that has just gone is None, and one that just moved counts twice for a moment
         used = sum(row.length for row in tuple(self._rows) if row is not None)
         return min(1.0, used / (self.slots * self.context))
 
     @torch.inference_mode()
     def step(self) -> list[JobOutcome]:
-        """Sample the next token of every sequence; return those that ended."""
         self._compact()
         count = self._high
         position = self._position[:count]
@@ -382,13 +357,11 @@ class SlotBatch:
         return self._record(range(count), tokens.tolist(), logprobs.tolist())
 
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
-        """End sequences (all when None) as they are."""
         ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
         self._free([slot for slot, _ in ending])
         return [row.outcome("abort") for _, row in ending]
 
     def swapped(self, version: int) -> None:
-        """The weights have changed: tokens from now on belong to `version`."""
         self.version = version
         for _, row in self._active():
             row.spans.swap(len(row.tokens), version)
@@ -407,7 +380,6 @@ class SlotBatch:
         return self._temperature[slots]
 
     def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
-        """Append what was sampled and end what is complete."""
         ended: list[JobOutcome] = []
         freed: list[int] = []
         total = 0.0
@@ -441,7 +413,7 @@ class SlotBatch:
             self._high -= 1
 
     def _compact(self) -> None:
-        """Move the last sequences into gaps when an eighth of the range would be computed for nothing."""
+        """Move the last sequences into gaps when an eighth of the range would be computed in vain."""
         active = self.active
         if 8 * (self._high - active) < self._high:
             return
@@ -496,7 +468,7 @@ class SlotDecoder(Decoder):
         self._failure: BaseException | None = None
         self._busy = 0.0
         self._steps = 0
-        # a daemon: a step that hangs must not keep a process alive that wants to end
+        # a daemon: a step that hangs must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
 
     @override
@@ -572,11 +544,11 @@ class SlotDecoder(Decoder):
 
     @override
     def restore(self) -> None:
-        """Nothing to do: the next prompt allocates."""
+        # The next prompt allocates.
+        ...
 
     @override
     def counts(self) -> Counts:
-        """How busy the loop is; a slot is never taken away from a request."""
         batch = self._batch
         return Counts(batch.active, len(self._waiting), batch.tokens_sampled, self._busy, batch.cache_use, 0)
 
@@ -599,7 +571,6 @@ class SlotDecoder(Decoder):
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """Wait for work, then refill and step; False to end."""
         with self._changed:
             self._parked = True
             self._changed.notify_all()
@@ -631,7 +602,6 @@ class SlotDecoder(Decoder):
             self._discarded = set()
 
     def _next_jobs(self) -> list[Job]:
-        """Take jobs off the queue when filling slots is worth a forward pass."""
         active = self._batch.active
         free = self._batch.slots - active
         if not self._waiting or not (8 * free >= self._batch.slots or active == 0):

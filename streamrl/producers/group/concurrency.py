@@ -1,9 +1,9 @@
 """How many requests one server gets at the same time: more until it queues or preempts, then fewer. A pure machine.
 
 Additive increase, multiplicative decrease, as TCP does it with packets: the limit doubles with every quiet period until
-the first congestion, and grows by a small step after it. A queue is no waste yet, so after it the limit goes back to
+the first congestion, and grows by a small step after it. A queue wastes nothing, so after it the limit goes back to
 what the server runs; a preemption throws work away, so it costs a share of the limit. Long responses end slowly: until
-what is in flight has come down to the limit, further congestion is the old one, and changes nothing.
+the requests in flight have come down to the limit, further congestion is still the old one, and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ _STEPS: Final = 16
 
 
 class Concurrency:
-    """The limit of requests in flight on one server. All times are seconds of one monotonic clock.
+    """The limit of requests in flight on one server, at most `most`. All times are seconds of one monotonic clock.
 
-    Sightings while the server stands still (paused, taking new weights) tell nothing of its capacity: leave them out
-    and call `interrupted` instead.
-
-    Args:
-        most: upper bound, at least 1.
-        first: limit at the beginning, cut to `most`.
+    While the server stands still (paused, taking new weights), call `interrupted` instead of `see`: its load says
+    nothing about its capacity then.
     """
 
     def __init__(self, most: int, first: int = _FIRST) -> None:
@@ -46,17 +42,14 @@ class Concurrency:
         self._used = False
 
     def see(self, now: float, load: EngineLoad, *, in_flight: int, peak: int) -> int:
-        """Take in what is seen of the server and return the limit from now on.
+        """Take in the load of the server and return the limit from now on.
 
-        Args:
-            now: of the clock.
-            load: its own figures. The first preemptions tell where they stood, a smaller number is that of a new start.
-            in_flight: requests that it was given and that have not ended, now.
-            peak: the most of them at the same time since the last look.
+        `in_flight` counts its requests now, `peak` the most of them since the last look. A smaller number of
+        preemptions than before means that the server was started anew.
         """
         preempted = self._preemptions is not None and load.preemptions > self._preemptions
         self._preemptions = load.preemptions
-        # New requests stand in the queue for one step of the server; a real queue is still there at the next look.
+        # New requests are queued for one step of the server; a real queue is still there at the next look.
         queued = self._queued and load.waiting > 0
         self._queued = load.waiting > 0
         self._draining = self._draining and in_flight > self.limit
@@ -76,7 +69,7 @@ class Concurrency:
         return self.limit
 
     def interrupted(self) -> None:
-        """The server stood still: what was seen before says nothing about what comes."""
+        """The server stood still: observations from before no longer count."""
         self._quiet_since = None
         self._queued = False
         self._used = False

@@ -1,4 +1,4 @@
-"""What is asked of a server before it gets its first request: is it the right one, and can it do what a run needs."""
+"""Checks of a server before its first request: is it the right one, and can it do what a run needs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,9 @@ _ABOUT_SECONDS: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine needs to know of its server.
-
-    Attributes:
-        context: longest prompt plus response.
-        vocabulary: tokens of the model, None when unknown.
-        fixed: its weights stay as they are.
-    """
-
-    context: int
+    context: int  # longest prompt plus response in tokens
     vocabulary: int | None
-    fixed: bool
+    fixed: bool  # its weights cannot be replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +40,9 @@ class _Expected:
 
 
 async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> Facts:
-    """Prove that the server is the right one.
+    """Check that the server fits the run; `ConfigError` says what to change, `Unreachable`: no answer.
 
-    Args:
-        client: of the server.
-        dialect: of the server.
-        config: the run.
-        external: it runs already; then it may have been left paused or asleep by a process that died, and goes on.
-
-    Raises:
-        Unreachable: nobody answers.
-        ConfigError: another kind of server, another model or tokenizer, too small a context, or something that it was
-            not started with; the message says what to change.
+    An `external` server may have been left paused or asleep by a process that died; it is resumed.
     """
     if external:
         await _reach(client, dialect)
@@ -81,7 +64,7 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
 
 
 async def _reach(client: HttpClient, dialect: Dialect) -> None:
-    """Wait until somebody answers; a server that is not ready for now (503) may be paused, and is there."""
+    """Wait for any answer; a server that is not ready now (503) may be paused, and counts."""
     loop = asyncio.get_running_loop()
     end = loop.time() + PATIENCE
     while True:
@@ -124,7 +107,7 @@ def _refusal(client: HttpClient, dialect: Dialect, error: BadAnswer | DataError 
 
 
 def _expectations(model: ModelConfig, probe: bool) -> _Expected:
-    """What the run's own model and tokenizer say. A missing one is only logged: whatever loads it later reports it."""
+    """Read the run's own model and tokenizer. A missing one is only logged: it is reported where it is loaded."""
     from transformers import AutoConfig
 
     from streamrl.producers.tokenizer import Tokenizer
@@ -176,7 +159,7 @@ def _context(url: str, about: ServerInfo, config: RunConfig, expected: _Expected
 
 
 async def _let_go(client: HttpClient, dialect: Dialect) -> None:
-    """Wake and resume a server: who put it to sleep or paused it may have died."""
+    """Wake and resume a server: the process that put it to sleep or paused it may have died."""
     for call in (*dialect.wake(("weights", "kv_cache")), *dialect.resume()):
         try:
             await client.call(call, _ABOUT_SECONDS)
@@ -185,7 +168,7 @@ async def _let_go(client: HttpClient, dialect: Dialect) -> None:
 
 
 async def _try_out(client: HttpClient, dialect: Dialect, config: RunConfig, probe: Sequence[int] | None) -> None:
-    """Sample one token: the route is open, token ids and log-probabilities come with it."""
+    """Sample one token, to check that the route is open and returns token ids and log-probabilities."""
     request = Request(
         id=uuid.uuid4().hex,
         tokens=np.asarray(list(probe or (1,))[:4], dtype=np.int32),

@@ -1,4 +1,4 @@
-"""What is done to a server, one thing at a time: pause, new weights, sleep, adapters; and who may pass meanwhile."""
+"""Controls of one server, one at a time: pause, new weights, sleep, adapters; requests wait where they must."""
 
 from __future__ import annotations
 
@@ -35,42 +35,23 @@ Tell: TypeAlias = Callable[[list[str]], Coroutine[Any, Any, None]]
 
 
 class ControlledEngine(Protocol):
-    """What controls need of their engine."""
-
     @property
     def flights(self) -> Sequence[InFlightRequest]:
-        """All that have not landed."""
+        """All requests without an outcome."""
         ...
 
     @property
-    def dead(self) -> bool:
-        """Whether the server is."""
-        ...
+    def dead(self) -> bool: ...
 
-    def die(self, cause: Unreachable) -> None:
-        """Declare the server dead."""
-
-    async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int:
-        """Let flights end with what they have."""
-        ...
+    def die(self, cause: Unreachable) -> None: ...
+    async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int: ...
 
 
 class Controls:
-    """The controls of one server; one that does not end within `seconds` is its death.
+    """The controls of one server; a control that does not end within `seconds` counts as the server's death.
 
-    Args:
-        client: of the server.
-        dialect: of the server.
-        seconds: see above.
-        engine: that controls the server.
-        watchdog: resumes the server when this process dies; None for a server that dies with it.
-        folder: for versions that are an adapter, which the server reads there; it belongs to these controls. None:
-            such versions are refused.
-
-    Attributes:
-        adapters: loaded and not unloaded.
-        serving: the adapter that is the version in force; None: the weights are.
-        pause_seconds: how long decoding stood still for the last version.
+    `watchdog` resumes the server when this process dies; None for a server that dies with it. `folder` is this object's
+    own, where the server reads versions that are an adapter; None: such versions are refused.
     """
 
     def __init__(
@@ -101,21 +82,20 @@ class Controls:
         self._torn = False
         self._kept_before = False
         self.adapters: set[str] = set()
-        self.serving: str | None = None
-        self.pause_seconds = 0.0
+        self.serving: str | None = None  # the adapter that is the version in force; None: the weights are
+        self.pause_seconds = 0.0  # how long decoding stood still for the last version
         self._folder = folder
         self._own: dict[str, Path] = {}
-        # A server of others may hold what an earlier engine loaded.
+        # A server that we did not start may hold adapters that an earlier engine loaded.
         self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
 
     @property
     def version(self) -> int:
-        """Number of the weights in force; 0 before the first."""
         return self._pair[1]
 
     @property
     def held(self) -> bool:
-        """Whether the server was told to stand still, or has nothing to serve with."""
+        """Whether the server was told to stand still, or has no weights or cache to serve with."""
         return bool(self._paused or self._level is not None or self._forgotten or self._swapping)
 
     async def passing(self) -> None:
@@ -124,9 +104,9 @@ class Controls:
             await self._open.wait()
 
     async def close(self) -> None:
-        """Resume a server that stands still because of us; one that does not answer is left to the watchdog.
+        """Resume a server that we paused; one that does not answer is left to the watchdog.
 
-        One whose weights are torn stays as it is: the next engine gives it whole ones.
+        A server with torn weights stays paused: the next engine gives it whole ones.
         """
         if self._watchdog is not None and not self._engine.dead:
             for name in self._own:
@@ -147,7 +127,6 @@ class Controls:
         await self._watchdog.close(farewell=farewell)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`."""
         async with self._lock:
             if mode in self._paused:
                 return
@@ -163,7 +142,6 @@ class Controls:
                 await self._engine.end(self._engine.flights, _say_nothing)
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         async with self._lock:
             if not self._paused:
                 return
@@ -174,8 +152,8 @@ class Controls:
             self._gate()
 
     async def apply(self, version: Version) -> None:
-        """See `Engine.apply`: bring it near while the server generates, then stand still for the change alone."""
-        with version.readers:  # its caller may leave before the end
+        """The prefetch runs while the server generates; it stands still only for the change itself."""
+        with version.readers:  # keeps the files: the caller may leave before the end
             async with self._lock:
                 await self._apply(version)
 
@@ -199,7 +177,7 @@ class Controls:
         logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
 
     async def _swap(self, version: Version) -> None:
-        """Load a version that is an adapter; requests that come now use it, those in flight end as they began."""
+        """Load a version that is an adapter. New requests use it; those in flight end with the one they began with."""
         assert version.adapter is not None
         if self._folder is None or self._forgotten or (self.version and self.serving is None):
             raise WeightsError(
@@ -223,7 +201,7 @@ class Controls:
             await asyncio.to_thread(shutil.rmtree, self._own.pop(old), ignore_errors=True)
 
     def keep(self, version: Version) -> None:
-        """Note a version that a server with weights of its own cannot take: only the first one counts."""
+        """Record the version for a server that keeps its own weights: only the first one counts."""
         if self._pair == (0, 0):
             self._pair = version.pair
         elif version.pair > self._pair and not self._kept_before:
@@ -231,7 +209,6 @@ class Controls:
             logger.warning("a server keeps its own weights", extra={"in force": self.version, "new": version.number})
 
     async def sleep(self, level: Literal[0, 1, 2]) -> None:
-        """See `Engine.sleep`."""
         async with self._lock:
             if self._level is not None and level <= self._level:
                 return
@@ -252,7 +229,6 @@ class Controls:
             self._forgotten = self._forgotten or level == 2
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """See `Engine.wake`."""
         async with self._lock:
             wanted = [tag for tag in tags if tag in self._asleep]
             if not wanted:
@@ -266,7 +242,6 @@ class Controls:
             self._gate()
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Engine.load_adapter`."""
         async with self._lock:
             if name in self.adapters:
                 raise Refused(f"an adapter {name!r} is loaded already", "give each version a name of its own")
@@ -283,7 +258,7 @@ class Controls:
         self.adapters.add(name)
 
     async def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`. Takes no turn: some servers answer when the adapter's last request has ended."""
+        """Takes no lock: some servers answer only when the adapter's last request has ended."""
         if name not in self.adapters:
             return
         self.adapters.discard(name)
@@ -293,10 +268,10 @@ class Controls:
             logger.warning("an adapter may still be loaded", extra={"adapter": name, "why": error.message})
 
     async def tell_abort(self, ids: Sequence[str]) -> None:
-        """Tell the server to end requests; an error is only logged, since nobody waits for them any more.
+        """Tell the server to end requests; an error is only logged, because no caller waits for them any more.
 
-        While the server is paused this takes its turn: what a paused server needs for it may pause it, and must not
-        come after a resume.
+        While the server is paused this takes the lock: an abort may pause the server again, and must not come after a
+        resume.
         """
         try:
             if self._paused:
@@ -325,9 +300,9 @@ class Controls:
 
     @asynccontextmanager
     async def _still(self) -> AsyncGenerator[None, None]:
-        """The server stands still; it goes on afterwards, whatever happened, unless it was paused or asleep before.
+        """Pause the server, and resume it afterwards whatever happened, unless it was paused or asleep before.
 
-        A server with torn weights does not go on: it would sample from neither version.
+        A server with torn weights stays paused: it would sample from a mixture of two versions.
         """
         if self._paused:
             yield
@@ -351,7 +326,7 @@ class Controls:
         await self._go_on(begun)
 
     async def _run_dry(self) -> None:
-        """Wait until nothing is at a server that cannot pause; what takes too long ends with what it has."""
+        """Wait until a server that cannot pause has no requests; those that take too long end with what they have."""
         if sent := [flight for flight in self._engine.flights if flight.sent]:
             await asyncio.wait([flight.outcome for flight in sent], timeout=self._seconds / 2)
             await self._engine.end([flight for flight in sent if not flight.outcome.done()], self.tell_abort)
@@ -366,7 +341,7 @@ class Controls:
 
     @asynccontextmanager
     async def _weights_awake(self) -> AsyncGenerator[None, None]:
-        """The weights are in their place; those that slept sleep again, unless the server had forgotten them."""
+        """Wake the weights; put them to sleep again afterwards, unless the server had forgotten them."""
         if "weights" not in self._asleep:
             yield
             return
@@ -380,7 +355,7 @@ class Controls:
                 await self._must(self._dialect.sleep(1))
 
     async def _update(self, version: Version, calls: Sequence[Call], end: float) -> None:
-        """Send the update; after a failure that leaves the state unknown once more, whole; then the server is dead."""
+        """Send the update. After a failure with unknown state send all of it once more; then the server is dead."""
         self._torn = True
         first = True
         try:
@@ -391,11 +366,13 @@ class Controls:
             if first and isinstance(error, DataError):
                 self._torn = False
                 raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-            logger.warning("an update failed, sent once more", extra={"version": version.number, "why": error.message})
+            logger.warning(
+                "an update failed and is sent once more", extra={"version": version.number, "why": error.message}
+            )
             try:
                 await self._try([*self._dialect.prefetch(version), *calls], end - self._loop.time())
             except StreamrlError as again:
-                cause = Unreachable(f"the server has no whole weights any more: {again.message}", "see its log")
+                cause = Unreachable(f"the server may hold a mixture of two versions: {again.message}", "see its log")
                 self._engine.die(cause)
                 raise cause from again
         self._torn = False
@@ -415,7 +392,7 @@ class Controls:
             self._watchdog.disarm()
 
     async def _must(self, calls: Sequence[Call]) -> None:
-        """Send calls that a server cannot fail and live."""
+        """Send calls whose failure means that the server is dead."""
         try:
             await self._try(calls, self._seconds)
         except StreamrlError as error:
@@ -424,7 +401,7 @@ class Controls:
             raise cause from error
 
     async def _send(self, calls: Sequence[Call], seconds: float) -> None:
-        """Send calls that a server may refuse, but not leave without an answer."""
+        """Send calls that a server may refuse; no answer means that it is dead."""
         try:
             await self._try(calls, seconds)
         except Unreachable as error:
@@ -439,4 +416,4 @@ class Controls:
 
 
 async def _say_nothing(_: Sequence[str]) -> None:
-    """Nothing: the server has been told already."""
+    """The server has been told already."""

@@ -20,22 +20,20 @@ _NO_NAME: Final = re.compile("[^A-Za-z0-9._-]+")
 
 
 def is_url(name: str) -> bool:
-    """Whether a server's name is the URL of one that streamrl does not start."""
     return name.startswith(("http://", "https://"))
 
 
 def life_seed(seed: int, name: str, life: int) -> int:
     """A sampling seed below 2**63 for one life of a replica or of a server; `life` is any number that grows.
 
-    No two of a run draw the same numbers, and neither do two lives of one: a group whose samples come from both must
-    not hold one response twice.
+    No two lives draw the same numbers: a group whose samples come from both must not hold one response twice.
     """
     digest = hashlib.blake2b(f"{seed}/{name}/{life}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Fleet:
-    """Says which servers belong to a replica (the role `rollout.N`), and makes what is needed of each.
+    """Assigns servers to a replica (the role `rollout.N`), and makes their engines.
 
     Each life of each server gets a seed made from `seed`; logs of servers that are started go to `run_dir`.
     """
@@ -67,12 +65,10 @@ class Fleet:
         return own + added
 
     def group(self, enlisted: Mapping[str, Enlisted]) -> EngineGroup:
-        """The servers of this replica as one engine, not yet started."""
         servers = [self.spec(name) for name in self.wanted(enlisted)]
         return EngineGroup(self._config, servers, stop_tokens_of(self._config.model.path))
 
     def spec(self, name: str) -> ServerSpec:
-        """How a server of the group is made."""
         lives = itertools.count()
 
         def make() -> StreamingEngine:
@@ -100,11 +96,7 @@ class Fleet:
 
 
 def stop_tokens_of(model: str) -> frozenset[int]:
-    """Tokens that end a response of a model: those of its generation configuration, else of its configuration.
-
-    Raises:
-        ConfigError: no such model.
-    """
+    """Tokens that end a response of a model: those of its generation configuration, else of its configuration."""
     import transformers
 
     try:

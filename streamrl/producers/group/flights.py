@@ -16,16 +16,11 @@ from streamrl.servers.dialect import Chunk
 
 
 class ServerDied(Unreachable):
-    """The server died while it answered a request; what had been heard until then is not lost.
+    """The server died while it answered a request; carries what had been heard until then.
 
-    The boundaries in `runs` are those observed when the server was told to resume after an update: a server that
+    The boundaries in `runs` are those observed when the server was told to resume after an update. A server that
     collects tokens before it sends them (`engine.stream_interval`) may have sampled the first few of a run before.
-
-    Attributes:
-        tokens: sampled and heard before the death, one log-probability each; empty when it had not begun.
-        logprobs: as sampled.
-        runs: `[(first token, version), ...]`, empty when no token.
-        proved: leading tokens whose version is sure: all that were heard before the first change of the weights.
+    `proved` counts the leading tokens whose version is sure: those heard before the first change of the weights.
     """
 
     def __init__(  # noqa: PLR0917 - errors take positional arguments only, so that they can be copied
@@ -48,25 +43,15 @@ class ServerDied(Unreachable):
 
 
 class InFlightRequest:
-    """One request from `generate` to its completion.
-
-    Attributes:
-        request: as the caller gave it.
-        wire_id: its name at the server: unique for ever and of one length, since SGLang aborts by prefix.
-        outcome: the completion, or what ended it.
-        sent: it is at the server.
-        aborting: its end was asked for.
-        adapter: the version that it was sent with, when that is an adapter: it samples all of its tokens.
-        conversation: the task that speaks with the server about it.
-    """
+    """One request at one server, from `generate` to its completion."""
 
     def __init__(self, request: Request, wire_id: str, listener: Listener | None, now: float) -> None:
         self.request = request
-        self.wire_id = wire_id
+        self.wire_id = wire_id  # never used twice, and of one length because SGLang aborts by prefix
         self.outcome: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.sent = False
         self.aborting = False
-        self.adapter: str | None = None
+        self.adapter: str | None = None  # sent with this version, an adapter, which samples all of its tokens
         self.conversation: asyncio.Task[None] | None = None
         self._listener = listener
         self._began = now
@@ -77,30 +62,24 @@ class InFlightRequest:
 
     @property
     def heard(self) -> int:
-        """Tokens so far."""
         return len(self._tokens)
 
     def send(self, version: int, adapter: str | None = None) -> None:
-        """Note that it goes to the server, which is at this version; `adapter` is its name when it is one."""
         self.sent, self.adapter = True, adapter
         self._runs = [(0, version)]
 
     def turn(self, version: int) -> None:
-        """Note that what is heard from now on comes from another version."""
+        """Tokens heard from now on come from another version."""
         if not self.sent:
             return
-        # What the server has sampled and not sent yet is still of the version before.
+        # Tokens that the server has sampled and not sent yet still belong to the version before.
         self._proved = self.heard if self._proved is None else self._proved
         if self._runs[-1][0] == self.heard:
             self._runs.pop()
         self._runs.append((self.heard, version))
 
     def hear(self, chunk: Chunk) -> None:
-        """Take what a message brought, and tell the listener.
-
-        Raises:
-            WireError: tokens and log-probabilities that do not fit each other or are not finite.
-        """
+        """Take the tokens of a message and pass them on; `WireError` for unequal counts, infinite log-probabilities."""
         if len(chunk.tokens) != len(chunk.logprobs):
             raise WireError(
                 f"request {self.request.id!r}: {len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities"
@@ -116,17 +95,9 @@ class InFlightRequest:
     def land(self, finish: Finish, now: float, runs: Runs | None = None, vocabulary: int | None = None) -> bool:
         """Complete it with what was heard; return whether it still waited.
 
-        An abort that comes without runs keeps the tokens whose version is sure: those heard before the first change of
-        the weights. What came after it may have been sampled before.
-
-        Args:
-            finish: why it ends.
-            now: of the event loop.
-            runs: as the server tells them; None: as observed.
-            vocabulary: tokens must be below it.
-
-        Raises:
-            WireError: runs that are none, tokens outside the vocabulary, or none at all without an abort.
+        An abort without runs keeps only the tokens whose version is sure: those heard before the first change of the
+        weights. `runs`: as the server tells them; None: as observed. `WireError`: bad runs, tokens at or above
+        `vocabulary`, or no tokens without an abort.
         """
         if self.outcome.done():
             return False
@@ -135,7 +106,7 @@ class InFlightRequest:
         count = self.heard
         known = self._observed() if runs is None else runs
         if runs is not None and not _are_runs(runs, count):
-            raise WireError(f"request {self.request.id!r}: {runs} are no runs of {count} tokens")
+            raise WireError(f"request {self.request.id!r}: {runs} are not the runs of {count} tokens")
         if not count and finish != "abort":
             raise WireError(f"request {self.request.id!r} ended ({finish}) without a token")
         tokens = np.asarray(self._tokens, dtype=np.int64)
@@ -154,17 +125,15 @@ class InFlightRequest:
         return True
 
     def hang_up(self) -> None:
-        """End the conversation; most servers take that as an abort too."""
+        """Close the connection; most servers take that as an abort too."""
         if self.conversation is not None:
             self.conversation.cancel()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error; a repeat does nothing."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
     def died(self, cause: Unreachable) -> ServerDied:
-        """What its `generate` raises when the server dies."""
         return ServerDied(cause.message, cause.hint, self._tokens, self._logprobs, self._observed(), self._proved)
 
     def _observed(self) -> Runs:

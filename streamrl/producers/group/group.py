@@ -1,4 +1,4 @@
-"""`Engine` over several servers: balanced, each with the newest weights, the death of one costs only time.
+"""`Engine` over several servers: balanced, each with the newest weights; the death of a server costs only time.
 
 ```
 generate -> RoutedRequest -> Placement (waits for room) -> Member -> its engine -> Completion
@@ -42,7 +42,7 @@ _LOOK_SECONDS: Final = 0.02
 
 
 class EngineGroup(Engine):
-    """`Engine` over the servers of a replica, of which no two may have the same name; `stops` end a response.
+    """`Engine` over the servers of a replica; their names differ. `stops` are the tokens that end a response.
 
     The group is dead when no server can come back by itself, or when none has served for `engine.start_deadline`. A
     group without servers waits for some.
@@ -61,9 +61,9 @@ class EngineGroup(Engine):
         self._tokens = 0
 
     def follow(self, source: Source) -> None:
-        """Say where a server gets the newest version when it was started, added or left behind.
+        """Set where a server gets the newest version when it was started, added or left behind.
 
-        `source(apply)` hands the newest version to `apply`. Without one the group holds on to the version that `apply`
+        `source(apply)` hands the newest version to `apply`. Without a source the group keeps the version that `apply`
         got last, which is right for versions in memory only.
         """
         self._pool.follow(source)
@@ -72,11 +72,10 @@ class EngineGroup(Engine):
 
     @override
     async def start(self) -> None:
-        """Returns when the first server can serve; the others come when they come.
+        """Return when the first server can serve; the others join later.
 
-        Raises:
-            ConfigError: a server cannot be used as it is, and was found so before any other could serve.
-            Unreachable: none came up.
+        `ConfigError`: a server cannot be used as it is, and this was found before any other could serve. `Unreachable`:
+        no server came up.
         """
         if self._keeper is not None or self._closed:
             raise Unreachable("the group was started before, or is closed")
@@ -94,7 +93,7 @@ class EngineGroup(Engine):
 
     @override
     async def close(self) -> None:
-        """Servers that the group started end; servers of others go on."""
+        # Servers that the group did not start stay up.
         if self._closed:
             return
         self._closed = True
@@ -105,14 +104,13 @@ class EngineGroup(Engine):
 
     @override
     async def health(self) -> None:
-        """Also `Unreachable` while there are servers and none of them can serve."""
         self._check()
         if self._pool.members and not self._pool.serving:
             raise Unreachable(f"no server can serve now: {self._pool.reasons}")
 
     @override
     def load(self) -> EngineLoad:
-        """`waiting` counts requests without a server as well."""
+        # `waiting` includes requests without a server.
         serving = self._pool.serving
         usable = [member for member in serving if self._pool.allows(member)]
         queued = sum(min(member.load.waiting, len(member.requests)) for member in serving)
@@ -129,7 +127,6 @@ class EngineGroup(Engine):
         )
 
     def rows(self) -> dict[str, dict[str, int | float | str]]:
-        """What is to be said of each server, by its name."""
         return {
             member.name: {
                 "state": "behind" if member.serving and not self._pool.allows(member) else str(member.state),
@@ -149,10 +146,7 @@ class EngineGroup(Engine):
         self._pool.add(spec)
 
     def remove(self, name: str) -> None:
-        """Take a server out: it ends what it has, for `supervisor.drain_deadline`, then the rest moves.
-
-        An unknown name does nothing.
-        """
+        """Let a server finish its requests for `supervisor.drain_deadline`, then move them; ignores unknown names."""
         self._check()
         self._pool.remove(name)
         self._placement.place()
@@ -161,10 +155,9 @@ class EngineGroup(Engine):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        """Outlives the death of servers.
+        """Sample one response; the death of servers does not fail it.
 
-        Raises:
-            DataError: also when three servers in a row died of the request, the last one with nothing else to do.
+        `DataError`: also when three servers in a row died of the request, the last one while running nothing else.
         """
         self._check()
         if request.id in self._requests:
@@ -180,7 +173,7 @@ class EngineGroup(Engine):
         return response
 
     async def _ask(self, request: RoutedRequest, rest: Request) -> Completion | None:
-        """Have one server go on with a request; None when it is to end with what it has."""
+        """Have one server continue a request; None when the request should end with what it has."""
         while not request.over and (member := await self._placement.wait(request)) is not None:
             try:
                 piece = await member.generate(request, rest)
@@ -212,7 +205,6 @@ class EngineGroup(Engine):
         return ended + sum(answers)
 
     async def _abort(self, request: RoutedRequest) -> int:
-        """End a request on the server that it is on; 0 when there is none, or it has died."""
         member = self._placement.server_of(request)
         if member is None or member.engine is None:
             return 0
@@ -222,7 +214,7 @@ class EngineGroup(Engine):
             return 0
 
     def _abort_all(self) -> None:
-        """End what waits for a server, and go on with nothing that a server ends."""
+        """End the requests that wait for a server; do not continue those that a server ends."""
         for request in self._requests.values():
             request.aborting = True
         self._placement.abort(lambda _: True)
@@ -231,7 +223,7 @@ class EngineGroup(Engine):
 
     @override
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Servers that come later are paused as well."""
+        # Servers that join later are paused as well.
         self._check()
         self._pool.paused = mode
         if mode == "abort":
@@ -246,7 +238,7 @@ class EngineGroup(Engine):
 
     @override
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Servers are not started meanwhile."""
+        # No server is started while asleep.
         self._check()
         self._pool.awake.clear()
         try:
@@ -264,7 +256,7 @@ class EngineGroup(Engine):
 
     @override
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """The folder has to stay: servers that come later load it as well."""
+        # The folder has to stay: servers that join later load it as well.
         self._check()
         if name in self._pool.adapters:
             raise Refused(f"an adapter {name!r} is loaded", "every version of an adapter needs a name of its own")
@@ -279,20 +271,17 @@ class EngineGroup(Engine):
 
     @override
     async def apply(self, version: Version) -> None:
-        """Each server takes the version by itself, all at the same time.
+        """Have all servers take the version at the same time, each by itself.
 
         Returns when all that can serve have it, or when those that take much longer than the first are left behind:
-        they take it, or a newer one, before their next prompt. With none that can serve it returns at once.
-
-        Raises:
-            WeightsError: every server refused it.
+        they take it, or a newer one, before their next request. With none that can serve it returns at once.
+        `WeightsError`: every server refused it.
         """
         self._check()
         await self._pool.apply(version)
         self._placement.place()
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call all servers that are up, at the same time. A server that dies of it does not fail the call."""
         up = [(member, member.engine) for member in self._pool.members if member.engine is not None]
         answers = await asyncio.gather(*(call(engine) for _, engine in up), return_exceptions=True)
         for (member, _), answer in zip(up, answers, strict=True):
@@ -308,7 +297,6 @@ class EngineGroup(Engine):
             raise Unreachable(self._failure.message, self._failure.hint) from self._failure
 
     def _ended(self, keeper: asyncio.Task[None]) -> None:
-        """The task that keeps the servers has ended, so the group is dead."""
         if keeper.cancelled():
             self._failure = Unreachable("the group was closed")
         else:

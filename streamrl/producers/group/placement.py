@@ -23,21 +23,14 @@ _BLOCK: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A server with room for one more request.
+    """A server with room for one more request."""
 
-    Attributes:
-        tokens: of its requests in flight: prompts, and of each response what is expected or, when more, what there is.
-        limit: requests that it can make use of at the same time; servers of unequal size get unequal shares.
-        cache_use: 0 to 1.
-    """
-
-    tokens: int
-    limit: int
-    cache_use: float = 0.0
+    tokens: int  # in flight: prompts, and of each response the expected length, or the present one when longer
+    limit: int  # requests at the same time; servers of unequal size get unequal shares
+    cache_use: float = 0.0  # 0 to 1
 
     @property
     def burden(self) -> float:
-        """Tokens for each request that it can make use of."""
         return self.tokens / self.limit
 
 
@@ -50,8 +43,8 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
     Args:
         places: at least one.
         cost: tokens of the request, prompt and expected response.
-        shared: tokens that it has in common with those that went to `before`.
-        together: requests that share a prefix, usually.
+        shared: tokens that it has in common with the requests that went to `before`.
+        together: requests that usually share a prefix.
         before: where requests with the same prefix went; None when that place has no room, or there was none.
     """
     best = min(range(len(places)), key=lambda at: (places[at].cache_use >= FULL, places[at].burden))
@@ -79,25 +72,18 @@ class Placement:
         self._busy_since: float | None = None
 
     def __len__(self) -> int:
-        """Requests that wait."""
         return len(self._queue)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which some server had a request; only grows."""
         since = self._busy_since
         return self._busy if since is None else self._busy + asyncio.get_running_loop().time() - since
 
     def server_of(self, request: RoutedRequest) -> Member | None:
-        """The server that a request is on."""
         return self._placed.get(request)
 
     async def wait(self, request: RoutedRequest) -> Member | None:
-        """Return the server that a request has been given; None when it was aborted before.
-
-        Raises:
-            Unreachable: the group died.
-        """
+        """Return the server given to a request; None when it was aborted before, `Unreachable` when the group died."""
         if self._failure is not None:
             raise self._failure
         place: asyncio.Future[Member | None] = asyncio.get_running_loop().create_future()
@@ -112,7 +98,6 @@ class Placement:
             del self._queue[request]
 
     def release(self, request: RoutedRequest) -> None:
-        """A request has left its server, or wants none any more."""
         if (server := self._placed.pop(request, None)) is not None:
             server.release(request)
         for member in self._pool.members:
@@ -122,7 +107,6 @@ class Placement:
         self.place()
 
     def place(self) -> None:
-        """Give servers with room what waits."""
         for request, place in self._queue.items():
             if not any(member.has_room or member.reserved is not None for member in self._pool.members):
                 return
@@ -136,21 +120,18 @@ class Placement:
                 self._clock()
 
     def abort(self, which: Callable[[RoutedRequest], bool]) -> int:
-        """End requests that wait; return how many."""
         chosen = [place for request, place in self._queue.items() if not place.done() and which(request)]
         for place in chosen:
             place.set_result(None)
         return len(chosen)
 
     def fail(self, error: Exception) -> None:
-        """End all that wait with an error, and all that want to wait from now on."""
         self._failure = error
         for place in self._queue.values():
             if not place.done():
                 place.set_exception(error)
 
     def learn(self, length: int) -> None:
-        """Take the length of a response into account."""
         self._expected += _MEMORY * (length - self._expected)
 
     def _choose(self, request: RoutedRequest) -> Member | None:
@@ -179,7 +160,7 @@ class Placement:
         return free[at]
 
     def _choose_alone(self, request: RoutedRequest) -> Member | None:
-        """Reserve the least busy server for a request under suspicion, and give it that once it is empty."""
+        """Reserve the least busy server for a suspect request, and return that server once it is empty."""
         mine = next((member for member in self._pool.serving if member.reserved is request), None)
         if mine is None:
             free = [member for member in self._pool.members if member.has_room and self._pool.allows(member)]

@@ -1,4 +1,4 @@
-"""The servers of a group, each through all its lives: start, newest weights, prompts, death, and the pause after it."""
+"""The servers of a group: start, newest weights, requests, death, and the pause before the next start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOK_SECONDS: Final = 0.25
 _HEALTH_LOOKS: Final = 4
 _CLOSE_SECONDS: Final = 60.0
 _GRACE_SECONDS: Final = 1.0
-"""A server that takes longer than the first one by this much, and by as much again as that took, is left behind."""
+"""A server is left behind when it takes longer than twice the time of the first server plus this."""
 _REFUSALS: Final = 3
 """Times that a server may refuse weights which others have taken, before it is started anew."""
 _REFUSED_PAUSE: Final = 1.0
@@ -40,8 +40,6 @@ _NO_VERSION: Final[Pair] = (0, 0)
 
 
 class MemberState(StrEnum):
-    """Where a server is in its life."""
-
     STARTING = "starting"
     """Is being started or connected to, or gets its first weights."""
     READY = "ready"
@@ -58,31 +56,15 @@ class MemberState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """A server of a group.
+    """A server of a group; `make` makes its engine, for one life."""
 
-    Attributes:
-        name: its URL, or `server.N`.
-        make: makes its engine, for one life.
-        ours: whether the engine starts the server; a server of others may come back at any time.
-    """
-
-    name: str
+    name: str  # its URL, or `server.N`
     make: Callable[[], StreamingEngine]
-    ours: bool
+    ours: bool  # started by streamrl; any other server may come back at any time
 
 
 class Member:
-    """One server of the pool.
-
-    Attributes:
-        engine: of the present life; None between lives.
-        pair: version that it holds.
-        updating: it is taking new weights.
-        requests: those that it has.
-        reserved: the one request that may be placed on it.
-        life: the task of `live`.
-        leaving_since: when it was removed, or requests were last sent away from it; None: it stays.
-    """
+    """One server of the pool, over all its lives (`engine` is None between them)."""
 
     life: asyncio.Task[None]
 
@@ -92,12 +74,12 @@ class Member:
         self.why = ""
         self.error: StreamrlError | None = None
         self.engine: StreamingEngine | None = None
-        self.pair: Pair = _NO_VERSION
+        self.pair: Pair = _NO_VERSION  # the version that it holds
         self.updating = False
         self.requests: set[RoutedRequest] = set()
-        self.reserved: RoutedRequest | None = None
+        self.reserved: RoutedRequest | None = None  # the only request that may be placed on it
         self.lives = 0
-        self.leaving_since: float | None = None
+        self.leaving_since: float | None = None  # when it was removed, or its requests were last sent away
         self._make = spec.make
         self._pool = pool
         self._most = most
@@ -116,17 +98,14 @@ class Member:
 
     @property
     def limit(self) -> int:
-        """Requests that it can make use of."""
         return self._concurrency.limit
 
     @property
     def serving(self) -> bool:
-        """Whether it is up and not suspected to be dead."""
         return self.state is MemberState.READY and self.engine is not None and not self._suspected
 
     @property
     def has_room(self) -> bool:
-        """Whether it could be given one more request now."""
         return self.serving and self.reserved is None and len(self.requests) < self.limit
 
     @property
@@ -142,16 +121,11 @@ class Member:
     # --- what the group does -----------------------------------------------------------------------------------------
 
     def take(self, request: RoutedRequest) -> None:
-        """Give it a request."""
         self.requests.add(request)
         self._peak = max(self._peak, len(self.requests))
 
     async def generate(self, request: RoutedRequest, rest: Request) -> Completion | None:
-        """Go on with a request that it was given; None when it has died before it could.
-
-        Raises:
-            Unreachable: it died of it, or meanwhile.
-        """
+        """Continue a request that it was given; None when it died before. `Unreachable` when it dies meanwhile."""
         if self.engine is None:
             return None
         request.begin()
@@ -160,29 +134,26 @@ class Member:
         return piece
 
     def release(self, request: RoutedRequest) -> None:
-        """A request has left it."""
         self.requests.discard(request)
         if self._leave.is_set() and not self.requests:
             self._look.set()
 
     def suspect(self) -> None:
-        """A request failed as if it were dead: give it nothing until its health is known, which is asked at once."""
+        """A request failed as if the server were dead: send no more requests until a health check, which starts now."""
         self._suspected = True
         self._look.set()
 
     def reach(self, pair: Pair) -> asyncio.Future[Exception | None]:
-        """Resolves when it holds a version or a newer one (None), refuses it or dies (the error)."""
+        """Resolves to None when it holds this or a newer version, to the error when it refuses this one or dies."""
         future: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._waiters.append((pair, future))
         self._behind.set()
         return future
 
     def catch_up(self) -> None:
-        """Look whether there is a newer version."""
         self._behind.set()
 
     def leave(self) -> None:
-        """Take no more, end what it has, and go."""
         self.leaving_since = asyncio.get_running_loop().time()
         self._leave.set()
         self._look.set()
@@ -201,8 +172,8 @@ class Member:
                 try:
                     await self._one_life()
                     break
-                except Exception as error:  # whatever ends a life is shown, and the next one is tried
-                    if _cancelling():  # a task group that ends with an error keeps that to itself
+                except Exception as error:  # any error ends this life only: it is recorded, and the next one is tried
+                    if _cancelling():  # a task group that fails hides the cancellation in its error
                         raise asyncio.CancelledError from error
                     cause = unwrap(error)
                 pause = self._died(cause, loop.time())
@@ -218,7 +189,6 @@ class Member:
             self._pool.changed()
 
     def _died(self, cause: BaseException, now: float) -> float | None:
-        """Note the end of a life; return the pause before the next, None when there is none."""
         self.why = cause.message if isinstance(cause, StreamrlError) else f"{type(cause).__name__}: {cause}"
         self.error = cause if isinstance(cause, StreamrlError) else Unreachable(f"server {self.name}: {self.why}")
         self._settle(Unreachable(f"server {self.name} died: {self.why}"))
@@ -236,7 +206,6 @@ class Member:
         return pause
 
     async def _one_life(self) -> None:
-        """Start, serve and close. Returns when it was removed and has nothing left to do."""
         self.lives += 1
         self.pair, self._suspected = _NO_VERSION, False
         self._concurrency = Concurrency(self._most)
@@ -259,7 +228,7 @@ class Member:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await engine.close()
-            except Exception:  # its end must not be the end of the group
+            except Exception:  # a failed close must not end the group
                 logger.exception("server does not close", extra={"server": self.name})
 
     async def _begin(self, engine: StreamingEngine) -> None:
@@ -270,7 +239,6 @@ class Member:
             await self._take_newest()
 
     async def _unless_leaving(self, work: Awaitable[object]) -> bool:
-        """Await something; False when it was given up because the server has to go."""
         task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._leave.wait())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -285,7 +253,6 @@ class Member:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self, engine: StreamingEngine) -> None:
-        """Look at its load, and now and then at its health, until it has left."""
         looks = 0
         while not (self._leave.is_set() and not self.requests):
             with contextlib.suppress(TimeoutError):
@@ -312,11 +279,7 @@ class Member:
     # --- its weights -------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Take every version that is newest, and try again what others could take.
-
-        Raises:
-            Unreachable: it refuses what others have taken, again and again.
-        """
+        """Apply every new version and retry those that other servers took; `Unreachable` when it keeps refusing."""
         refusals = 0
         while True:
             await self._behind.wait()
@@ -335,7 +298,7 @@ class Member:
                     continue
                 if refusals >= _REFUSALS:
                     raise Unreachable(
-                        f"server {self.name} refuses weights that others have: {error.message}"
+                        f"server {self.name} refuses weights that other servers have taken: {error.message}"
                     ) from error
                 await asyncio.sleep(_REFUSED_PAUSE * refusals)
                 self._behind.set()
@@ -350,7 +313,7 @@ class Member:
                 self._concurrency.interrupted()
             self._pool.changed()
             if self.pair < target:
-                raise WeightsError(f"version {target} is not here any more", "the next version is loaded instead")
+                raise WeightsError(f"version {target} is no longer available", "the next version is loaded instead")
         self._settle(None)
 
     async def _apply(self, version: Version) -> None:
@@ -359,7 +322,6 @@ class Member:
         self.pair, self.why = version.pair, ""
 
     def _settle(self, error: Exception | None) -> None:
-        """Resolve waiters: all of them with an error, otherwise those whose version is here."""
         waiting, self._waiters = self._waiters, []
         for pair, future in waiting:
             if error is None and self.pair < pair:
@@ -369,23 +331,13 @@ class Member:
 
 
 class ServerPool:
-    """All servers of a group, and what each has to be brought to.
-
-    Attributes:
-        changed: called when a server can take more than before, or one less is there.
-        awake: set while servers may use their devices.
-        paused: how the group was paused; None when it was not.
-        adapters: folders by name. They have to stay: servers that come later load them as well.
-        target: the newest version that there is; None before the first.
-    """
-
     def __init__(self, config: RunConfig) -> None:
-        self.changed: Callable[[], None] = lambda: None
-        self.awake = asyncio.Event()
+        self.changed: Callable[[], None] = lambda: None  # called when a server can take more, or has gone
+        self.awake = asyncio.Event()  # set while servers may use their devices
         self.awake.set()
         self.paused: PauseMode | None = None
-        self.adapters: dict[str, Path] = {}
-        self.target: Pair | None = None
+        self.adapters: dict[str, Path] = {}  # folders by name; servers that come later load them as well
+        self.target: Pair | None = None  # the newest version; None before the first
         self._config = config
         self._policy = RestartPolicy.of(config.supervisor)
         self._members: dict[str, Member] = {}
@@ -398,50 +350,43 @@ class ServerPool:
 
     @property
     def members(self) -> list[Member]:
-        """All of them, also those that are down."""
         return list(self._members.values())
 
     @property
     def serving(self) -> list[Member]:
-        """Those that can serve; whether they get prompts depends on their weights."""
         return [member for member in self._members.values() if member.serving]
 
     @property
     def preemptions(self) -> int:
-        """Of all servers that ever belonged to the group."""
         return self._forgotten_preemptions + sum(member.load.preemptions for member in self._members.values())
 
     @property
     def reasons(self) -> str:
-        """Why each server is as it is, for a message."""
         return "; ".join(f"{member.name}: {member.why or member.state}" for member in self._members.values())
 
     # --- weights, adapters, pause ------------------------------------------------------------------------------------
 
     @property
     def newest(self) -> Pair:
-        """The newest version that a server holds."""
         return max((member.pair for member in self.serving), default=_NO_VERSION)
 
     def allows(self, member: Member) -> bool:
-        """Whether the weights of a server allow a prompt.
+        """Whether the version that a server holds may answer a new request.
 
-        With the newest version that any server holds they do, and with the one before while it is taking the newest.
-        A server that missed one takes the newest first.
+        It may with the newest version that any server holds, and with the one before while it is loading the newest. A
+        server that missed a version loads the newest first.
         """
         return member.pair >= self.newest or (member.updating and member.pair >= self._before)
 
     def held_elsewhere(self, member: Member) -> bool:
-        """Whether a server other than `member` holds the newest version."""
         target = self.target
         return target is not None and any(other.pair >= target for other in self.serving if other is not member)
 
     def follow(self, source: Source) -> None:
-        """Take versions from `source`, instead of keeping the last one that came."""
         self._source = source
 
     async def deliver(self, apply: Apply) -> None:
-        """Hand the newest version to `apply`: the one that has just come, else what the source has."""
+        """Hand over the version that `apply` of this pool has got last, else what the source has."""
         kept = self._kept
         if kept is not None:
             with kept.readers:
@@ -450,14 +395,12 @@ class ServerPool:
             await self._source(apply)
 
     async def equip(self, engine: StreamingEngine) -> None:
-        """Load the adapters into a server that has just started, and pause it if the group is paused."""
         for name, folder in self.adapters.items():
             await engine.load_adapter(name, folder)
         if self.paused is not None:
             await engine.pause(self.paused)
 
     async def apply(self, version: Version) -> None:
-        """Have all servers take a version; see `EngineGroup.apply`."""
         if self.target is not None and version.pair < self.target:
             raise WeightsError(f"version {version.pair} is older than {self.target}, which is in force")
         self.target, self._kept = version.pair, version
@@ -466,7 +409,7 @@ class ServerPool:
             errors = await self._first_come({member.reach(version.pair) for member in self.serving}, version)
         finally:
             if self._source is not None and self._kept is version:
-                self._kept = None  # its caller takes it back
+                self._kept = None  # the caller may free the version now
         refusals = [error for error in errors if isinstance(error, WeightsError)]
         if refusals and len(refusals) == len(errors):
             raise refusals[0]
@@ -476,9 +419,9 @@ class ServerPool:
     async def _first_come(
         self, waiting: set[asyncio.Future[Exception | None]], version: Version
     ) -> list[Exception | None]:
-        """What became of the servers; those that are much slower than the first to have it are left out.
+        """Return the results of the servers, without those that are much slower than the first.
 
-        A version without a source is gone when the call that brought it returns, so then all are waited for.
+        A version without a source is gone when the call that brought it returns, so then all servers are awaited.
         """
         loop = asyncio.get_running_loop()
         start, ended, limit = loop.time(), set[asyncio.Future[Exception | None]](), None
@@ -492,13 +435,12 @@ class ServerPool:
                 limit = max(_GRACE_SECONDS, loop.time() - start)
         return [future.result() for future in ended]
 
-    # --- who belongs to it -------------------------------------------------------------------------------------------
+    # --- membership --------------------------------------------------------------------------------------------------
 
     async def run(self, first: Sequence[ServerSpec], running: asyncio.Event) -> None:
-        """Own the tasks of all servers until cancelled; sets `running` once those of the first are there.
+        """Own the tasks of all servers until cancelled; sets `running` once those of `first` exist.
 
-        Raises:
-            ExceptionGroup: with `Unreachable` when none is left that can serve or could be mended.
+        Raises an `ExceptionGroup` with `Unreachable` when no server is left that can serve or could come back.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -513,7 +455,6 @@ class ServerPool:
             running.set()
 
     def add(self, spec: ServerSpec) -> None:
-        """Add a server; one of this name that can still serve stays as it is."""
         present = self._members.get(spec.name)
         if present is not None:
             if not present.life.done():
@@ -524,18 +465,14 @@ class ServerPool:
         logger.info("server added", extra={"server": spec.name})
 
     def remove(self, name: str) -> None:
-        """Take a server out: it ends what it has, for a while, then the rest moves. An unknown name does nothing."""
+        """Let a server finish its requests until the drain deadline, then move the rest; no-op for unknown names."""
         member = self._members.get(name)
         if member is not None and member.leaving_since is None:
             member.leave()
             logger.info("server leaves", extra={"server": name, "in_flight": len(member.requests)})
 
     def _sweep(self, now: float) -> None:
-        """Forget servers that have left, move what stays too long on one that leaves, and look whether any is left.
-
-        Raises:
-            Unreachable: none is.
-        """
+        """Forget servers that have left, and move requests that stay too long. `Unreachable` when no server is left."""
         for member in self.members:
             if (since := member.leaving_since) is None:
                 continue
@@ -553,7 +490,7 @@ class ServerPool:
         elif now - self._served_at > limit:
             raise Unreachable(
                 f"no server could serve for {limit:g} s: {self.reasons}",
-                "do they run, and can this host reach them? engine.start_deadline is how long is waited",
+                "check that they run and that this host reaches them; engine.start_deadline limits the wait",
             )
 
     def _forget(self, member: Member) -> None:

@@ -1,4 +1,4 @@
-"""A request that goes from server to server: what was sampled of it so far, and what is still to be asked for."""
+"""A request that moves between servers: what was sampled of it so far, and what is still to be asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def join_runs(before: Runs, count: int, after: Runs) -> Runs:
 
 
 def first_tokens(piece: Completion, count: int) -> Completion:
-    """The first `count` tokens of a piece of a response."""
     if count >= len(piece.tokens):
         return piece
     runs = [run for run in piece.runs if run[0] < count]
@@ -48,11 +47,7 @@ class PartialResponse:
         return len(self._tokens)
 
     async def complete(self, ask: Callable[[Request], Awaitable[Completion | None]]) -> Completion:
-        """Ask for the rest after every abort until the response has ended.
-
-        Args:
-            ask: gets the next piece, as `Engine.generate` does; None: the response ends with what there is.
-        """
+        """Ask for the rest after every abort until the response has ended; `ask` returns None to end it as it is."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         while (piece := await ask(self.rest())) is not None:
@@ -65,30 +60,27 @@ class PartialResponse:
 
     @property
     def version(self) -> int:
-        """Version of the last token; -1 without one. Versions never go back, so older servers may not go on with it."""
+        """Version of the last token; -1 without one. Versions never go back, so an older server may not continue it."""
         return self._runs[-1][1] if self._runs else -1
 
     @property
     def finish(self) -> Finish | None:
-        """Why nothing is left to be sampled; None when something is."""
+        """Why the response is complete; None when tokens are left to sample."""
         if len(self) and int(self._tokens[-1]) in self._stops:
             return "stop"
         return "length" if len(self) and len(self) >= self._limit else None
 
     def add(self, piece: Completion) -> None:
-        """Add a piece, up to the first token that ends the response."""
         tokens = piece.tokens[: max(0, self._limit - len(self))].tolist()
         count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
         whole = self.joined(first_tokens(piece, count), 0.0)
         self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
 
     def rest(self) -> Request:
-        """What is to be asked for: prompt and response so far as the prompt, and the tokens that are left."""
         prompt = np.concatenate([self._request.tokens, self._tokens])
         return replace(self._request, tokens=prompt, max_new_tokens=self._request.max_new_tokens - len(self))
 
     def joined(self, last: Completion, seconds: float) -> Completion:
-        """The response so far with another piece behind it."""
         return replace(
             last,
             tokens=np.concatenate([self._tokens, last.tokens]),
@@ -99,63 +91,49 @@ class PartialResponse:
         )
 
     def ended(self, finish: Finish, seconds: float) -> Completion:
-        """The response so far as the completion."""
         return Completion(self._tokens, self._logprobs, list(self._runs), finish, len(self._request.tokens), seconds)
 
 
 class RoutedRequest:
-    """A request in a group, from `generate` to its completion, on however many servers.
-
-    Attributes:
-        partial: what its servers have sampled, as far as it is sure.
-        aborting: the caller wants its end.
-        sampled: tokens that were sampled for it, also those that were lost with a server.
-    """
+    """A request in a group, from `generate` to its completion, on however many servers."""
 
     def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
         self.request = request
-        self.partial = PartialResponse(request, stops, context)
-        self.aborting = False
-        self.sampled = 0
+        self.partial = PartialResponse(request, stops, context)  # only tokens whose version is sure
+        self.aborting = False  # the caller wants its end
+        self.sampled = 0  # includes tokens that were lost with a server
         self._deaths = 0
         self._breaks = 0
         self._here = 0
 
     @property
     def alone(self) -> bool:
-        """Whether servers died of it, so that it must not share one with others."""
+        """Whether servers died of it, so that it must not share a server with other requests."""
         return self._deaths >= ALONE
 
     @property
     def over(self) -> bool:
-        """Whether no server is to be asked any more."""
         return self.aborting or self._breaks >= BREAKS
 
     def tokens(self, expected: float) -> int:
-        """Tokens that it takes up on a server: the prompt, and of the response what is expected or is there."""
+        """Tokens that it occupies on a server: the prompt, and the expected response or the present one when longer."""
         ahead = min(self.request.max_new_tokens, round(expected))
         return len(self.request.tokens) + max(ahead, len(self.partial) + self._here)
 
     def begin(self) -> None:
-        """A server begins with the rest of it."""
         self._here = 0
 
     def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Count tokens of its server, as they are sampled."""
         del logprobs
         self._here += len(tokens)
         self.sampled += len(tokens)
 
     def came(self, piece: Completion) -> None:
-        """A server is done with it; some servers tell of the tokens only now."""
+        """A server is done with it; some servers report their tokens only now."""
         self.sampled += max(0, len(piece.tokens) - self._here)
 
     def died(self, error: Unreachable) -> Completion:
-        """Its server died: return what is sure of what that sampled.
-
-        Raises:
-            DataError: servers die of this request.
-        """
+        """Its server died: return the tokens whose version is sure. `DataError` when servers die of this request."""
         heard = error if isinstance(error, ServerDied) else ServerDied(error.message)
         piece = Completion(
             tokens=np.asarray(heard.tokens, dtype=np.int32),
@@ -170,15 +148,15 @@ class RoutedRequest:
         if alone and self._deaths:
             raise DataError(
                 f"{self._deaths} servers died of request {self.request.id!r} before its first token, the last one"
-                f" with nothing else to do: {error.message}"
+                f" while running nothing else: {error.message}"
             )
         return first_tokens(piece, heard.proved)
 
     def broke_off(self, piece: Completion) -> Completion:
-        """A server that is alive ended it without being asked to: return what is sure of the piece.
+        """A server that is alive ended it without being asked to: return the tokens whose version is sure.
 
-        It is gone on with until that has brought nothing for `BREAKS` times in a row. Where the server could not say
-        which version sampled what, only the tokens up to the first change of the weights are sure.
+        The request continues until that has brought no token for `BREAKS` times in a row. Where the server could not
+        say which version sampled what, only the tokens up to the first change of the weights are sure.
         """
         sure = first_tokens(piece, next((first for first, _ in piece.runs[1:]), len(piece.tokens)))
         self._breaks = 0 if len(sure.tokens) else self._breaks + 1

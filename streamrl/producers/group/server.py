@@ -1,8 +1,8 @@
-"""`Engine` over a server: one pooled HTTP session, any dialect, a server of our own or one that runs already.
+"""`Engine` over one server: one pooled HTTP session, any dialect, a server of our own or one that runs already.
 
-Requests are conversations: each has a task that reads its stream, and lands with what it heard. Controls (`apply`,
-`pause`, ...) take turns, run in tasks of their own and end also when their caller has left. Each of their calls has a
-deadline; one that is missed is the death of the server, and so is a lack of any sign of life.
+Each request has a task that reads its stream and completes it. Controls (`apply`, `pause`, ...) run one at a time, in
+tasks of their own, so they end also when their caller has left. Each of their calls has a deadline; a missed deadline
+counts as the death of the server, and so does a lack of any sign of life.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["ServerDied", "ServerEngine"]
 
 logger = logging.getLogger(__name__)
 ABORT_SECONDS: Final = 0.6
-"""What a server has to hand out the rest of an aborted response; then what was heard is all there is."""
+"""Seconds for a server to send the rest of an aborted response; later tokens are lost."""
 _TAIL_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.25
 _POLL_SECONDS: Final = 1.0
@@ -52,11 +52,11 @@ _PROBE_SECONDS: Final = 20.0
 _LAST_SECONDS: Final = 10.0
 _ANY_TOKEN: Final = 1 << 31
 _LONGEST_GAP: Final = 1.0
-"""Seconds between two looks that count at most: a process that was stopped (SIGSTOP) has not waited all that time."""
+"""Upper bound of the time counted between two looks: a process that was stopped (SIGSTOP) did not really wait."""
 
 
 class Liveness:
-    """Whether a server lives, judged by what it does, not by what it answers: no sign for `patience` seconds is death.
+    """Judges whether a server lives by its progress: no sign of it for `patience` seconds means death.
 
     Pure, with the clock as an argument. `busy_seconds` is the time in which requests were being decoded.
     """
@@ -69,15 +69,15 @@ class Liveness:
         self.busy_seconds = 0.0
 
     def progress(self) -> None:
-        """It has sampled tokens, or its own figures have changed."""
+        """It has sampled tokens, or its metrics have changed."""
         self._still = self._silent = 0.0
 
     def answered(self) -> None:
-        """It has answered something; that alone does not prove that it decodes."""
+        """It has answered something, which does not prove that it decodes."""
         self._silent = 0.0
 
     def look(self, now: float, *, busy: bool, held: bool) -> str:
-        """Return why it counts as dead now; empty when it does not. From one that is `held` nothing is expected."""
+        """Return why it counts as dead now, or an empty string. No progress is expected while it is `held`."""
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP), now
         if held:
             self._still = self._silent = 0.0
@@ -101,12 +101,8 @@ class ServerEngine(StreamingEngine):
     Its death (the process ends, connections are refused, no sign of life for a deadline, a control that does not end)
     fails every waiting `generate` with `ServerDied`, which carries what that request had heard.
 
-    Args:
-        dialect: of the server.
-        config: the run.
-        url: a server that runs already; exactly one of `url` and `server` is given.
-        server: one to be started by `start` and stopped by `close`.
-        adapters: folder of this engine alone for versions that are an adapter; the server has to see it.
+    `url` is a server that runs already; `server` is one that `start` starts and `close` stops; exactly one is given.
+    `adapters` is a folder of this engine alone, visible to the server, for versions that are an adapter.
     """
 
     def __init__(
@@ -140,7 +136,6 @@ class ServerEngine(StreamingEngine):
 
     @property
     def pause_seconds(self) -> float:
-        """How long decoding stood still for the last `apply`; 0 before."""
         return self._controls.pause_seconds if self._controls else 0.0
 
     @override
@@ -149,7 +144,7 @@ class ServerEngine(StreamingEngine):
         try:
             key = await asyncio.to_thread(read_key, "engine.api_key_file", self._config.engine.api_key_file)
             url = self._url or (await self._server.start() if self._server is not None else "")
-            hint = "see its log" if self._server else "is it running, and is engine.url right?"
+            hint = "see its log" if self._server else "check that it runs and that engine.url is right"
             client = self._client = HttpClient(url, key, hint)
             if self._server is not None:
                 self._own(self._mourn(self._server), "engine-mourn")
@@ -167,7 +162,7 @@ class ServerEngine(StreamingEngine):
             raise
         if self._facts.fixed:
             logger.warning(
-                "the weights of this server stay as they are: what is trained never reaches it",
+                "the weights of this server stay as they are: it never gets the trained weights",
                 extra={"url": url, "server": self._dialect.kind},
             )
         longest = min(self._config.weights.deadline, self._config.lease.max_hold / 2)
@@ -177,14 +172,14 @@ class ServerEngine(StreamingEngine):
 
     @override
     async def close(self) -> None:
-        """A server of our own is stopped; one that we paused goes on."""
+        # A server that we did not start is resumed if we paused it.
         if self._closed:
             return
         self._closed = True
         for flight in list(self._flights.values()):
             flight.land("abort", self._loop.time())
         if self._server is None and (controls := [task for task in self._tasks if task.get_name() == "engine-control"]):
-            await asyncio.wait(controls, timeout=_LAST_SECONDS)  # half an update would be worse than a moment's wait
+            await asyncio.wait(controls, timeout=_LAST_SECONDS)  # half an update would be worse than a short wait
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,7 +192,7 @@ class ServerEngine(StreamingEngine):
 
     @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """Raises `ServerDied` when the server dies meanwhile."""
+        # Fails with `ServerDied` when the server dies meanwhile.
         controls = self._serving()
         limit = RequestLimits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
@@ -219,7 +214,7 @@ class ServerEngine(StreamingEngine):
 
     @override
     async def abort(self, request_id: str | None = None) -> int:
-        """At most `ABORT_SECONDS`, whatever the server does."""
+        # Takes at most `ABORT_SECONDS`, whatever the server does.
         controls = self._serving()
         chosen = [
             flight for name, flight in self._flights.items() if request_id in {None, name} and not flight.outcome.done()
@@ -236,7 +231,7 @@ class ServerEngine(StreamingEngine):
 
     @override
     async def apply(self, version: Version) -> None:
-        """A server with weights of its own keeps them, and the version of the first call."""
+        # A server with weights of its own keeps them, and the version of the first call.
         if self._facts.fixed:
             self._serving().keep(version)
         else:
@@ -260,7 +255,6 @@ class ServerEngine(StreamingEngine):
 
     @override
     def load(self) -> EngineLoad:
-        """What we sent and heard, and what the server itself said about a second ago."""
         sent = sum(flight.sent for flight in self._flights.values())
         waiting = min(sent, self._figures.waiting)
         return EngineLoad(
@@ -287,16 +281,13 @@ class ServerEngine(StreamingEngine):
 
     @property
     def flights(self) -> Sequence[InFlightRequest]:
-        """All that have not landed."""
         return [flight for flight in self._flights.values() if not flight.outcome.done()]
 
     @property
     def dead(self) -> bool:
-        """Whether the server is."""
         return self._failure is not None
 
     def die(self, cause: Unreachable) -> None:
-        """The server is dead from now on; the first cause counts."""
         if self._failure is not None or self._closed:
             return
         self._failure = cause
@@ -309,7 +300,6 @@ class ServerEngine(StreamingEngine):
                 task.cancel()
 
     async def end(self, flights: Sequence[InFlightRequest], tell: Tell) -> int:
-        """Let flights end with what they have; return how many did so because of this."""
         for flight in flights:
             flight.aborting = True
             if not flight.sent:
@@ -334,12 +324,12 @@ class ServerEngine(StreamingEngine):
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        """A task has ended. Without its own tasks the engine cannot be trusted to serve, so an error is its death."""
+        """An error in one of the engine's own tasks counts as the server's death: without them it cannot serve."""
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, StreamrlError) and task.get_name() == "engine-control":
-            return  # its caller hears of it, or has left
+            return  # its caller gets the error, or has left
         logger.error("a task of the engine failed", extra={"task": task.get_name()}, exc_info=error)
         self.die(Unreachable(f"{task.get_name()} failed: {error!r}"))
 
@@ -351,7 +341,7 @@ class ServerEngine(StreamingEngine):
         return self._controls
 
     async def _control(self, work: Callable[[Controls], Coroutine[Any, Any, None]]) -> None:
-        """Run a control to its end, whatever becomes of the caller; the death of the server ends it."""
+        """Run a control to its end even when the caller leaves; the death of the server ends it."""
         await self._unless_dead(work(self._serving()))
 
     async def _unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -378,7 +368,7 @@ class ServerEngine(StreamingEngine):
             self.die(Unreachable(f"the engine server hangs: {why}", "see its log"))
 
     async def _poll(self, client: HttpClient) -> None:
-        """Ask the server for its figures, once a second; a change of them is a sign of life."""
+        """Read the server's metrics once a second; a change is a sign of life."""
         told = False
         while True:
             await asyncio.sleep(_POLL_SECONDS)
@@ -400,7 +390,6 @@ class ServerEngine(StreamingEngine):
                 self._figures = figures
 
     async def _there(self) -> bool:
-        """Whether the server answers, after something made that doubtful; without an answer it is dead."""
         async with self._suspicion:
             if self._failure is not None or self._client is None:
                 return False
@@ -412,7 +401,7 @@ class ServerEngine(StreamingEngine):
             except Unreachable as error:
                 self.die(error)
             except (DataError, WireError) as error:
-                logger.warning("the server answers strangely", extra={"why": error.message})
+                logger.warning("the server gave an invalid answer", extra={"why": error.message})
             return self._failure is None
 
     # --- conversations ---------------------------------------------------------------------------------------------
@@ -434,7 +423,7 @@ class ServerEngine(StreamingEngine):
 
     async def _converse(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
         assert self._client is not None
-        # A version that is an adapter stays with the request to its end; the server names no version for its tokens.
+        # The request keeps its adapter version to its end; the server names no version for its tokens.
         own = controls.serving if flight.request.adapter is None else None
         flight.send(controls.version, own)
         call = self._dialect.generation(
@@ -453,14 +442,14 @@ class ServerEngine(StreamingEngine):
                     flight.land(chunk.finish, self._loop.time(), runs, self._facts.vocabulary)
                     break
             else:
-                raise Lost(f"{self._client.url} ended a response without saying why")
+                raise Lost(f"{self._client.url} ended a response without a finish reason")
             await _read_out(messages)
 
     async def _broke_off(self, flight: InFlightRequest, error: Unreachable) -> None:
-        """A stream ended early: the server is dead, or this one connection is.
+        """Handle a stream that ended early: the server is dead, or only this connection broke.
 
-        With the server alive the response ends as aborted, with what was heard, and its caller may go on from there.
-        An error of the server's own is the request's.
+        If the server lives, the response ends as aborted with what was heard, and its caller may continue from there.
+        An error that the server reported belongs to the request.
         """
         if isinstance(error, BadAnswer) and error.status in {401, 403, 503}:
             self.die(error)
@@ -473,7 +462,7 @@ class ServerEngine(StreamingEngine):
 
 
 async def _read_out(messages: Any) -> None:
-    """Read what follows the end of a response, so that the connection can be used again."""
+    """Read to the end of the stream, so that the connection can be used again."""
     try:
         async with asyncio.timeout(_TAIL_SECONDS):
             async for _ in messages:

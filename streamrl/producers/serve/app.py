@@ -1,4 +1,4 @@
-"""An engine as an HTTP application: routes, errors as JSON, who may come in (messages.py lists the routes)."""
+"""An engine as an HTTP application: routes, errors as JSON, access control (messages.py lists the routes)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BadMessage(StreamrlError):
-    """A request that is no message of ours; `status` is that of HTTP."""
+    """A request that is not a valid message; `status` is that of HTTP."""
 
     def __init__(self, message: str, hint: str = "", status: int = 400) -> None:
         super().__init__(message, hint)
@@ -43,7 +43,7 @@ class _Lease:
 
 
 class PauseLeases:
-    """Pauses by owner. An engine stands still for as long as anybody holds one."""
+    """Pauses by owner. The engine stands still while any owner holds one."""
 
     def __init__(self) -> None:
         self._leases: dict[str, _Lease] = {}
@@ -52,33 +52,30 @@ class PauseLeases:
         return bool(self._leases)
 
     def take(self, owner: str, seconds: float, now: float) -> None:
-        """Hold a pause, or hold it anew, until `seconds` after the last word of its owner."""
+        """Hold a pause until `seconds` after the last request of its owner; a repeat starts anew."""
         self._leases[owner] = _Lease(seconds, now + seconds)
 
     def renew(self, owner: str, now: float) -> None:
-        """A word of an owner; of one without a pause it means nothing."""
+        """Extend the pause of an owner that has sent a request; no-op without a pause."""
         lease = self._leases.get(owner)
         if lease is not None:
             lease.end = now + lease.seconds
 
     def give_back(self, owner: str) -> None:
-        """The owner's pause is over; a repeat does nothing."""
         self._leases.pop(owner, None)
 
     def expire(self, now: float) -> list[str]:
-        """Forget the pauses that have run out, and return their owners."""
         late = [owner for owner, lease in self._leases.items() if lease.end <= now]
         for owner in late:
             del self._leases[owner]
         return late
 
     def next_end(self) -> float | None:
-        """When the next one runs out, if nobody says a word; None without any."""
         return min((lease.end for lease in self._leases.values()), default=None)
 
 
 class _Unsent:
-    """What a request has sampled and its client has not been sent."""
+    """Tokens that a request has sampled and its client has not been sent."""
 
     def __init__(self, interval: int) -> None:
         self.due = asyncio.Event()
@@ -94,7 +91,6 @@ class _Unsent:
             self.due.set()
 
     def take(self) -> dict[str, Any] | None:
-        """Return the next event, None when it is not worth one."""
         self.due.clear()
         if len(self._tokens) < self._interval:
             return None
@@ -104,10 +100,9 @@ class _Unsent:
         return event
 
     def last(self, done: Completion) -> dict[str, Any]:
-        """Return the event that ends the response, with all that was not sent."""
         return {
             "tokens": done.tokens[self.sent :].tolist(),
-            # the shortest digits of each float32 are those of the number that was sampled with
+            # as float64, so that JSON keeps the exact float32
             "logprobs": done.logprobs[self.sent :].astype(float).tolist(),
             "finish": done.finish,
             "runs": done.runs,
@@ -116,9 +111,9 @@ class _Unsent:
 
 
 class EngineApp:
-    """Serves one engine that has been started; `key` must be borne by every request.
+    """Serves one engine that has been started; every request must bear `key`.
 
-    All of it belongs to one event loop. Controls run in `tasks` and go on when their client has left.
+    All of it belongs to one event loop. Controls run in `tasks` and continue when their client has left.
     """
 
     def __init__(
@@ -141,7 +136,7 @@ class EngineApp:
         self._run = ""
 
     def app(self) -> web.Application:
-        """Return the application, whose handlers have to be cancelled when their client leaves."""
+        """Return the application; its handlers have to be cancelled when their client leaves."""
         calls: Mapping[str, tuple[type[msgspec.Struct], Callable[..., Awaitable[Any]]]] = {
             "/abort": (messages.Abort, self._abort),
             "/pause": (messages.Pause, self._pause),
@@ -162,7 +157,7 @@ class EngineApp:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn away who does not bear the key, browsers, and what is no message of ours."""
+        """Reject requests without the key, from web pages, or with an invalid message."""
         try:
             self._check(request)
             return await handler(request)
@@ -174,9 +169,9 @@ class EngineApp:
 
     def _check(self, request: web.Request) -> None:
         if self._expected is None:
-            # any page that a browser on this machine shows can send requests to a port of it
+            # a web page open in a browser on this machine can send requests to its ports
             if "Origin" in request.headers:
-                raise BadMessage("no requests of web pages without a key", "start it with --api-key-file", 403)
+                raise BadMessage("web pages need a key to send requests", "start it with --api-key-file", 403)
         else:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._expected):
@@ -197,7 +192,6 @@ class EngineApp:
         return handle
 
     def cancel_controls(self) -> None:
-        """Cancel the controls that still run, when the server ends."""
         for control in self._running:
             control.cancel()
 
@@ -227,7 +221,7 @@ class EngineApp:
                     await response.write(_event(event))
             try:
                 last = unsent.last(sampling.result())
-            except Unreachable:  # the connection breaks off: its client has what it has, and looks after the server
+            except Unreachable:  # the connection breaks off: the client keeps what it has, and checks the server
                 if request.transport is not None:
                     request.transport.close()
                 return response
@@ -241,11 +235,7 @@ class EngineApp:
             await asyncio.gather(sampling, return_exceptions=True)
 
     async def watch_leases(self) -> None:
-        """Resume the engine when the last pause has run out; for as long as it is served.
-
-        Raises:
-            Unreachable: the engine died.
-        """
+        """Resume the engine whenever the last pause has expired; `Unreachable` when the engine died."""
         loop = asyncio.get_running_loop()
         while True:
             end = self._leases.next_end()
@@ -257,7 +247,9 @@ class EngineApp:
             self._leased.clear()
             late = self._leases.expire(loop.time())
             if late:
-                logger.warning("a pause expired, its owner is silent: the engine resumes", extra={"owners": late})
+                logger.warning(
+                    "a pause expired because its owner is silent: the engine resumes", extra={"owners": late}
+                )
                 if not self._leases:
                     await self._engine.resume()
 
@@ -311,7 +303,7 @@ class EngineApp:
         try:
             await self._engine.load_adapter(message.name, Path(message.folder))
         except Refused as error:
-            # what says "not a thing of this server" to any client
+            # tells any client that this server lacks the route
             raise BadMessage(error.message, error.hint, 405) from error
 
 
@@ -334,17 +326,15 @@ def _event(event: Mapping[str, Any]) -> bytes:
 
 
 def _describe(error: Exception) -> dict[str, Any]:
-    """Return the event or body that says what went wrong."""
     kind, _ = _meaning(error)
     if kind == "internal":
-        logger.error("a request failed for a reason of our own", exc_info=error)
+        logger.error("a request failed with an internal error", exc_info=error)
     message = error.message if isinstance(error, StreamrlError) else f"{type(error).__name__}: {error}"
     hint = error.hint if isinstance(error, StreamrlError) else ""
     return {"error": {"kind": kind, "message": message, "hint": hint}}
 
 
 def _failure(error: Exception) -> web.Response:
-    """Return the answer that says what went wrong."""
     return _json(_describe(error), _meaning(error)[1])
 
 

@@ -1,4 +1,4 @@
-"""How a version that a message names gets into a served engine: read from a folder, or pulled from its sources."""
+"""Brings a version named by a message into a served engine: read from a folder, or pulled from its sources."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ from streamrl.weight_sync.tensors import Version, WholeTensors, map_version, par
 class Deliveries:
     """Versions on their way into one engine; one at a time.
 
-    Args:
-        deadline: seconds for pulling one version, and for reading it.
-        place: names the staging folder of pulled versions; the token of the weights lies there, unless
-            $STREAMRL_WEIGHTS_TOKEN_FILE names it.
-        pulls: whether versions may be pulled from where a message says.
+    `deadline` (seconds) is for pulling one version, and for reading it. `place` names the staging folder of pulled
+    versions; the token of the weights lies there, unless $STREAMRL_WEIGHTS_TOKEN_FILE names it.
     """
 
     def __init__(self, deadline: float, place: Path, *, pulls: bool) -> None:
@@ -52,11 +49,7 @@ class Deliveries:
         await self._open.aclose()
 
     async def prefetch(self, message: Weights, *, same_host: bool) -> None:
-        """Bring a version near; what was brought near before and not taken is forgotten.
-
-        Raises:
-            WeightsError: it cannot be fetched, or its files are not what they should be.
-        """
+        """Fetch a version ahead and forget one that was fetched before and not taken. `WeightsError` when it fails."""
         self._near = None
         try:
             async with asyncio.timeout(self._deadline):
@@ -74,7 +67,7 @@ class Deliveries:
             ) from error
 
     async def take(self, message: Weights, *, same_host: bool) -> Version:
-        """Return a version, brought near before or now; raises like `prefetch`. Used up before the next call."""
+        """Return a version, fetched ahead or now; raises like `prefetch`. It is valid until the next call."""
         if self._near is None or self._near[0] != message:
             await self.prefetch(message, same_host=same_host)
         assert self._near is not None
@@ -97,14 +90,13 @@ class Deliveries:
                 "start it with --api-key-file, and see docs/guides/engines.md",
             )
         if self._staging is None:
-            # a server that once saw a delta keeps the full files of its base
+            # a server that once saw a delta keeps the full files, as the base of the next
             config = WeightsConfig(transport="http", deadline=self._deadline, delta=DeltaConfig(enabled=message.deltas))
             opened = open_staging(config, self._place, name="served", board=None, status=None)
             self._staging = await self._open.enter_async_context(opened)
         return await self._staging.fetch(await self._manifest(message))
 
     async def _manifest(self, message: Weights) -> Manifest:
-        """The manifest of a version, from the first source that has it."""
         headers = {"Authorization": f"Bearer {read_token(self._place)}"}
         failures = []
         async with aiohttp.ClientSession(headers=headers) as session:
@@ -135,12 +127,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def read_folder(message: Weights) -> Version:
-    """Map the files of a version and prove as much as can be: against its manifest when it lies there as well.
-
-    Raises:
-        WeightsError: checksums, names, types or shapes do not fit.
-        OSError: a file cannot be opened or mapped.
-    """
+    """Map the files of a version and check them, against the manifest when one lies there."""
     folder = Path(message.folder)
     manifest = _manifest_in(folder)
     if manifest is not None and manifest.pair == message.pair and manifest.base is None:

@@ -35,11 +35,11 @@ _Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$"
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: what the server does not know it refuses."""
+    """Base: unknown fields are refused."""
 
 
 class Generate(_Message, frozen=True):
-    """One response to be sampled; see `contract.Request`. `interval`: tokens between two events of the stream."""
+    """One response to be sampled; see `engine.Request`. `interval`: tokens between two events of the stream."""
 
     id: _Name
     tokens: list[_Token]
@@ -50,7 +50,7 @@ class Generate(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """End one request; all without a name."""
+    """End one request; all without an id."""
 
     id: _Name | None = None
 
@@ -64,16 +64,14 @@ class Pause(_Message, frozen=True):
 
 
 class Resume(_Message, frozen=True):
-    """Take back the owner's pause."""
-
     owner: _Name
 
 
 class Weights(_Message, frozen=True):
     """One version; see `Version`.
 
-    A server on the sender's own host reads the files of `folder`; another one pulls the version from `sources`, when
-    there are any (see `Manifest.sources`), and reads `folder` when there are none, as a shared file system.
+    A server on the sender's own host reads the files of `folder`. Another one pulls the version from `sources`, or
+    without any reads `folder` as a shared file system.
     """
 
     run: _Name
@@ -95,25 +93,17 @@ class Weights(_Message, frozen=True):
 
 
 class Sleep(_Message, frozen=True):
-    """Give memory back."""
-
     level: int
 
 
 class Wake(_Message, frozen=True):
-    """Undo `Sleep`."""
-
     tags: list[MemoryTag]
 
 
 class LoadAdapter(_Message, frozen=True):
-    """Load a LoRA adapter."""
-
     name: _Name
     folder: str
 
 
 class UnloadAdapter(_Message, frozen=True):
-    """Forget a LoRA adapter."""
-
     name: _Name

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
 _FAREWELL_SECONDS: Final = 5
 _KEEP_ALIVE: Final = 30
-"""Longer than any client's: a connection that the server closes just as a request goes out loses it."""
+"""Longer than any client's: a request is lost when the server closes the connection just as it is sent."""
 
 
 async def serve(
@@ -39,15 +39,8 @@ async def serve(
 ) -> None:
     """Load the model, then serve it until SIGTERM or SIGINT; responses in flight then end with what they have.
 
-    Args:
-        config: `model`, `engine`, `seed`, `weights.deadline` and `lease.max_hold` are read.
-        listening: from `take_address`.
-        key: that every request must bear; None only on loopback.
-        ready: gets the URL as soon as requests are taken.
-
-    Raises:
-        ConfigError: the model cannot be served.
-        Unreachable: the engine died; this process must end, whatever its threads do.
+    `listening` comes from `take_address`; `key` may be None only on loopback; `ready` gets the URL when requests are
+    taken. `Unreachable`: the engine died; this process must end, even if some of its threads hang.
     """
     url = url_of(listening)
     async with contextlib.AsyncExitStack() as stack:
@@ -70,7 +63,7 @@ def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
     try:
         probe = Tokenizer.load(config.model).plain_ids(PROBE)
     except ConfigError as error:
-        logger.warning("no tokenizer to compare a run's with", extra={"why": error.message})
+        logger.warning("no tokenizer to compare with that of a run", extra={"why": error.message})
         probe = None
     return {
         "software": SOFTWARE,
@@ -90,7 +83,6 @@ async def _run(
     make: Callable[[asyncio.TaskGroup], EngineApp],
     ready: Callable[[], None],
 ) -> None:
-    """Serve until a signal, or until the engine dies."""
     async with _stop_signal() as stop, asyncio.TaskGroup() as tasks:
         served = make(tasks)
         runner = web.AppRunner(
@@ -117,7 +109,6 @@ async def _run(
 
 
 async def _watch(engine: HfEngine) -> None:
-    """Raise when the engine is dead."""
     while True:
         await engine.health()
         await asyncio.sleep(_LOOK_SECONDS)
@@ -125,7 +116,7 @@ async def _watch(engine: HfEngine) -> None:
 
 @contextlib.asynccontextmanager
 async def _stop_signal() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; the second one ends the process on the spot."""
+    """An event that SIGTERM and SIGINT set; the second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

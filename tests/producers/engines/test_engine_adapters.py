@@ -86,7 +86,7 @@ async def test_nothing_adds_up_over_many_versions(start):
             lambda tensors: tensors.update(
                 {name.replace("q_proj", "nothing"): tensors.pop(name) for name in list(tensors)}
             ),
-            "no linear layer",
+            "not a linear layer",
         ),
     ],
 )

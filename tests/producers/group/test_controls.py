@@ -155,7 +155,7 @@ async def test_an_update_that_fails_twice_is_the_end_and_torn_weights_are_never_
         await toy.step(1)
         await heard(engine, 1)
         toy.faults["/update"] = [500, again]
-        with pytest.raises(ServerDied, match="no whole weights"):
+        with pytest.raises(ServerDied, match="a mixture of two versions"):
             await engine.apply(version(1))
         with pytest.raises(ServerDied) as caught:
             await task

@@ -1,9 +1,9 @@
 # A module that Python looks for by its name on the path.
 # ruff: noqa: INP001
-"""Lets torchvision, which PyPI has for CUDA only, be imported next to a torch for CPUs.
+"""Makes torchvision, which PyPI has for CUDA only, importable next to a torch for CPUs.
 
 Its extension cannot be loaded there, so the operators that it registers fakes for have to exist before `import
-torchvision` runs. On the PYTHONPATH of SGLang servers on a CPU; Python runs it at start, `sgl_kernel` lies next to it.
+torchvision` runs. This file is on the PYTHONPATH of SGLang servers on a CPU; Python runs it at start.
 """
 
 from __future__ import annotations

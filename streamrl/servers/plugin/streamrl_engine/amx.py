@@ -4,6 +4,6 @@ import torch
 
 
 def allow() -> None:
-    """Ask Linux for the tiles of AMX: it kills a process that uses them unasked, and vLLM 0.32 does not ask."""
+    """Ask Linux for the AMX tiles: it kills a process that uses them without asking, and vLLM 0.32 does not ask."""
     if torch.cpu._is_amx_tile_supported():  # noqa: SLF001  (there is no public one)
         torch.cpu._init_amx()  # noqa: SLF001

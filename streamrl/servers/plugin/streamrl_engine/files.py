@@ -25,7 +25,7 @@ from safetensors import safe_open
 xxhash: Any
 try:
     import xxhash
-except ImportError:  # then the size of a fetched file and its safetensors header are all that is compared
+except ImportError:  # then only the size of a fetched file and its safetensors header are compared
     xxhash = None
 
 _DTYPES = {
@@ -51,7 +51,7 @@ _ATTEMPTS = 5  # connections in a row that bring nothing
 
 
 class BadVersion(Exception):
-    """The files are no version of weights, or not the one that was announced."""
+    """The files are not a version of weights, or not the announced one."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +64,18 @@ class Head:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one version lies. Travels as JSON with these names.
+    """Where one version lies. Travels as JSON with these names."""
 
-    Attributes:
-        folder: of this host that holds the files.
-        parts: tensor to the files that hold it, cut along its first dimension, in the order of the rows.
-        url: where the files are served when this host does not see the folder: `url/FILE`; empty: nowhere.
-        token_file: file of this host with the bearer token for `url`; empty: $STREAMRL_WEIGHTS_TOKEN_FILE names it.
-        sizes: bytes of each file; empty: as `url/manifest.json` says.
-        checksums: xxh3-128 of each file in hexadecimal; compared after fetching where xxhash is installed.
-    """
-
-    folder: str
-    parts: Mapping[str, tuple[str, ...]]
-    url: str = ""
-    token_file: str = ""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    folder: str  # on this host
+    parts: Mapping[str, tuple[str, ...]]  # tensor to its files, cut along the first dimension, in the order of the rows
+    url: str = ""  # `url/FILE` serves the files to hosts that do not see the folder; empty: not served
+    token_file: str = ""  # on this host, with the bearer token for `url`; empty: see $STREAMRL_WEIGHTS_TOKEN_FILE
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; empty: as `url/manifest.json` says
+    checksums: Mapping[str, str] = field(default_factory=dict)  # xxh3-128 in hexadecimal, compared after fetching
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Source:
-        """Build from parsed JSON.
-
-        Raises:
-            BadVersion: unknown keys, a file's name that leads out of the folder, or nothing in it.
-        """
+        """Build from parsed JSON; `BadVersion` for unknown keys, file names that leave the folder, or no tensors."""
         try:
             source = cls(**{**data, "parts": {name: tuple(files) for name, files in data["parts"].items()}})
         except (KeyError, TypeError, AttributeError) as error:
@@ -97,20 +84,18 @@ class Source:
             raise BadVersion("a version without tensors, or a tensor without a file")
         for name in source.files:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise BadVersion(f"{name!r} is no name of a file")
+                raise BadVersion(f"{name!r} is not a file name")
         return source
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Each file once, in the order in which the tensors need them."""
         return tuple(dict.fromkeys(name for files in self.parts.values() for name in files))
 
 
 def table(source: Source) -> dict[str, Head]:
     """Return type and shape of every whole tensor, from the headers of the files alone.
 
-    Raises:
-        BadVersion: a file is missing, short or no safetensors file, a part is missing or the parts do not fit together.
+    `BadVersion`: a file is missing, short or not safetensors, or parts are missing or do not fit together.
     """
     headers = {name: _header(Path(source.folder, name)) for name in source.files}
     found = {}
@@ -131,11 +116,7 @@ def table(source: Source) -> dict[str, Head]:
 def tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every whole tensor in the order of `parts`.
 
-    One that lies in a single file is a view of the mapped file: only to be read. Files stay mapped until the iterator
-    ends.
-
-    Raises:
-        BadVersion: a file is missing or no safetensors file.
+    A tensor in a single file is a read-only view of the mapped file. Files stay mapped until the iterator ends.
     """
     opened: dict[str, Any] = {}
     try:
@@ -153,13 +134,10 @@ def tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Landing:
-    """Where the files of versions lie for this process: in their own folder, or fetched into one of ours.
+    """Brings the files of versions to this host: uses a visible folder as it is, otherwise fetches into one of its own.
 
-    A folder that this host sees is used as it is. Otherwise the files are fetched into `$STREAMRL_LANDING`, or shared
-    memory, or the temporary folder.
-
-    Args:
-        deadline: seconds to fetch one version.
+    Fetched files go to `$STREAMRL_LANDING`, or shared memory, or the temporary folder; `deadline` is in seconds and for
+    one version.
     """
 
     def __init__(self, deadline: float = 600.0) -> None:
@@ -168,11 +146,7 @@ class Landing:
         self._brought: tuple[Source, Source] | None = None
 
     def bring(self, source: Source) -> Source:
-        """Return the version as files of this host; what is here already and announced as the same is not fetched.
-
-        Raises:
-            BadVersion: the folder is not here and there is no URL, or see `fetch`.
-        """
+        """Return the version as files of this host; files that are here as announced are not fetched again."""
         self._brought = None
         here = source
         if not Path(source.folder).is_dir():
@@ -192,7 +166,6 @@ class Landing:
         return self._brought[1] if self._brought and self._brought[0] == source else self.bring(source)
 
     def clear(self, keep: Source | None = None) -> None:
-        """Remove what was fetched, all but one version."""
         if keep is None:
             self._brought = None
         if self._root is None:
@@ -212,11 +185,6 @@ class Landing:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type of that name in safetensors.
-
-    Raises:
-        BadVersion: there is none.
-    """
     if name not in _DTYPES:
         raise BadVersion(f"tensors of type {name} are not known here")
     return _DTYPES[name]
@@ -233,15 +201,9 @@ def finite(tensor: torch.Tensor) -> bool:
 def fetch(source: Source, into: Path, *, deadline: float) -> Source:
     """Bring the files of `source.url` into a folder of this host and return the source there.
 
-    A file that is there already and whole is not fetched again; a broken connection goes on where it ended.
-
-    Args:
-        source: with `url`.
-        into: made when it is not there; each file appears whole, under its name.
-        deadline: seconds for all files.
-
-    Raises:
-        BadVersion: not served, of another size or checksum, or not here within the deadline.
+    A file that is there already and whole is not fetched again; a broken connection goes on where it ended. Each file
+    appears whole, under its name. `BadVersion`: not served, wrong size or checksum, or not complete within `deadline`
+    seconds.
     """
     into.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + deadline
@@ -255,11 +217,7 @@ def fetch(source: Source, into: Path, *, deadline: float) -> Source:
 
 
 def announced(source: Source) -> Source:
-    """Return the source with the size and the checksum of each file, as `url/manifest.json` says.
-
-    Raises:
-        BadVersion: no HTTP address, no manifest there, or that of a delta.
-    """
+    """Return the source with the size and the checksum of each file, as `url/manifest.json` says; refuses a delta."""
     if not source.url.startswith(("http://", "https://")):
         raise BadVersion(f"{source.url} is no HTTP address")
     return source if source.sizes else _announced(source, _headers(source))
@@ -350,7 +308,7 @@ def _header(path: Path) -> dict[str, Head]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= _MAX_HEADER:
-                raise BadVersion(f"{path} is no safetensors file")
+                raise BadVersion(f"{path} is not a safetensors file")
             entries = json.loads(file.read(length))
             whole = file.seek(0, os.SEEK_END)
         entries.pop("__metadata__", None)

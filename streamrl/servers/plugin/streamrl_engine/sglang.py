@@ -41,16 +41,9 @@ def register() -> None:
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Replace the weights of `model`, whole or not at all.
 
-    Files that this host does not see are fetched first, while the server stands still: it looks at nothing before.
-
-    Args:
-        model: SGLang's, whose `load_weights` takes Hugging Face names and fuses and cuts the tensors itself.
-        named_tensors: one pair; its name is the description of the version (`files.Source` as JSON).
-
-    Raises:
-        BadVersion: unknown or missing names, other shapes, values that are not finite, or files that are no version;
-            nothing was changed.
-        RuntimeError: the weights may be half replaced. The process must not go on, and dies of it.
+    Files that this host does not see are fetched first. `named_tensors` is one pair; its name is the description of the
+    version (`files.Source` as JSON). `BadVersion`: nothing was changed. `RuntimeError`: the weights may be half
+    replaced, and the process must end.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -85,10 +78,10 @@ def _any_rank(group: Any, *, refuses: bool) -> bool:
 
 
 def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """One call does it all: open the session, check, copy, name the version, close; a refusal is an answer.
+    """One call does everything: open the session, check, copy, name the version, close; a refusal is an answer.
 
-    SGLang's scheduler would die of a loader's exception, and would keep a session open for a caller that died. Drafts
-    of speculative decoding keep their weights: the version has none for them.
+    SGLang's scheduler would die of a loader's exception, and would keep a session open for a caller that died. Draft
+    models of speculative decoding keep their weights: the version has none for them.
     """
     if request.load_format != LOADER:
         return original(component, request)
@@ -105,7 +98,7 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
         answer = original(component, request)
     except BadVersion as error:
         _log.error("weights refused: %s", error)
-        # The one that the scheduler's own code skipped; every rank refuses together.
+        # The check that the scheduler's own code skipped; all ranks refuse together.
         torch.distributed.barrier(group=component.tp_cpu_group)
         answer = io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=str(error))
     if sessions:
@@ -114,7 +107,7 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
 
 
 def _release(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """A repeat gives back what is left to be given back; the server would take a second copy of nothing."""
+    """Release only what is not released yet; the server would back up released memory a second time."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -123,7 +116,7 @@ def _release(original: Callable[..., Any], component: Any, request: Any) -> Any:
 
 
 def _resume(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """What was not given back is there; the server would die of a call that names it."""
+    """Skip what was not released; the server would die of a call that names it."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 

@@ -1,8 +1,8 @@
-"""Whether a model takes a set of weights, found out without touching it: its own loader runs over shapes alone.
+"""Checks whether a model takes a set of weights without touching it: its own loader runs over shapes alone.
 
-SGLang ignores names that it does not know and is content with half a fused matrix. So before a copy its loader is run
-once with every parameter replaced by one without storage, and every write is noted: a name that writes nothing is
-unknown, a parameter that is not filled lacks a name, and shapes are refused by the code that would have copied them.
+SGLang ignores names that it does not know and accepts half a fused matrix. So before a copy its loader is run once with
+every parameter replaced by one without storage, and every write is recorded: a name that writes nothing is unknown, a
+parameter that is not filled lacks a name, and shapes are refused by the code that would have copied them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,8 @@ _passed: weakref.WeakKeyDictionary[torch.nn.Module, Mapping[str, Head]] = weakre
 def rehearse(model: Any, heads: Mapping[str, Head], *, alone: bool) -> None:
     """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
 
-    The same table again is not rehearsed again.
-
-    Args:
-        model: SGLang's model of this rank.
-        heads: Hugging Face name to type and shape of the whole tensor.
-        alone: there is no other rank that would use the rest of a tensor.
-
-    Raises:
-        BadVersion: unknown names, missing ones, or other shapes or types.
+    The same table again is not rehearsed again. `alone`: no other rank uses the rest of a tensor. `BadVersion`: unknown
+    or missing names, or other shapes or types.
     """
     if _passed.get(model) == heads:
         return
@@ -79,7 +72,7 @@ def _some(names: list[str]) -> str:
 def _hollow(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Give the model parameters and buffers without storage for a while; yields the parameters by name.
 
-    All that a module holds is put back at the end: some loaders keep tensors that they derive from the weights.
+    All attributes of a module are put back at the end: some loaders keep tensors that they derive from the weights.
     """
     kept = [(module, dict(module.__dict__)) for module in model.modules()]
     twins: dict[int, torch.Tensor] = {}
@@ -107,7 +100,7 @@ def _twin(tensor: torch.Tensor | None, twins: dict[int, torch.Tensor]) -> torch.
 
 
 class _Writes(TorchDispatchMode):
-    """Notes which region of which parameter is written, and with what part of which tensor."""
+    """Records which region of which parameter is written, and with what part of which tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,7 +178,7 @@ def _count(regions: set[_Region]) -> int:
 
 
 def _without(mask: torch.Tensor, regions: set[_Region]) -> torch.Tensor:
-    """`mask`, laid out as the tensor that the regions are of, with those regions cleared."""
+    """Return a copy of `mask`, which has the tensor's shape, with these regions cleared."""
     for offset, size, stride in regions:
         mask.as_strided(size, stride, offset).fill_(False)
     return mask

@@ -1,7 +1,7 @@
-"""Which version a token of SGLang belongs to, when it was on its way while the weights changed.
+"""Which version a token of SGLang belongs to, when it was in flight while the weights changed.
 
-The scheduler launches a batch before it has looked at the results of the one before. A pause leaves the last results
-unlooked at; SGLang counts their tokens only afterwards, and so to the version after the change.
+The scheduler launches a batch before it has processed the results of the one before. A pause leaves the last results
+unprocessed; SGLang counts their tokens only afterwards, and so to the version after the change.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def renamed(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the scheduler note where the version changes, and count what is on its way to the version before.
+    """Let the scheduler record where the version changes, and count tokens in flight to the version before.
 
-    With speculative decoding, where one batch brings several tokens to a request, one of them is counted.
+    With speculative decoding, where one batch brings several tokens to a request, only one of them is counted.
     """
     underway = {
         request: len(request.weight_version_events)
@@ -32,7 +32,7 @@ def renamed(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: 
         events = request.weight_version_events
         if len(events) > count:
             events[-1] = dataclasses.replace(events[-1], num_output_tokens=events[-1].num_output_tokens + 1)
-        else:  # its first token is on its way
+        else:  # its first token is in flight
             events.append(WeightVersionEvent(old_version=before, num_output_tokens=len(request.output_ids) + 1))
     return answer
 

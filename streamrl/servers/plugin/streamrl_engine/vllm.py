@@ -1,5 +1,5 @@
 # mypy: disable-error-code=misc
-# vLLM's classes are not there to be read where this is checked.
+# vLLM is not installed where mypy runs.
 """New weights inside vLLM's worker processes, versions 0.32 and 0.33.
 
 Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
@@ -7,8 +7,8 @@ Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 
 The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
 streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
-nothing. After a failed `/update_weights` the sequence again, for any version, mends the model while the server is still
-paused; a server that is resumed without that dies by its first step instead of sampling from a mixture.
+nothing. After a failed `/update_weights` the same sequence, for any version, repairs the model while the server is
+still paused; a server that is resumed without that dies in its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -44,23 +44,18 @@ _TEXT = 600  # bytes of a problem that ranks tell each other
 
 
 @dataclass
-class Init(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+class Init(WeightTransferInitInfo): ...
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """One whole version.
-
-    Attributes:
-        source: see `streamrl_engine.files.Source`.
-    """
+    """One whole version; `source` is read by `streamrl_engine.files.Source.parse`."""
 
     source: dict[str, Any]
 
 
 class _FailedElsewhere(Exception):
-    """Another rank tells the client."""
+    """Another rank reports its error to the client."""
 
 
 class StreamrlEngine(WeightTransferEngine[Init, Update]):
@@ -75,25 +70,20 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         self._landing = Landing()
         self._known: list[Table] = []
 
-    def init_transfer_engine(self, init_info: Init) -> None:
-        """Nothing to do."""
-
+    def init_transfer_engine(self, init_info: Init) -> None: ...
     def start_weight_update(self) -> None:
-        """Nothing to do: a client that dies before `update_weights` leaves a model that is whole."""
+        # A client that dies before `update_weights` leaves a whole model.
+        ...
 
     def finish_weight_update(self) -> None:
-        """Nothing to do: vLLM notes the version's name."""
+        # vLLM records the version's name by itself.
+        ...
 
     def shutdown(self) -> None:
-        """Remove what was fetched."""
         self._landing.clear()
 
     def check(self, source: Mapping[str, Any]) -> None:
-        """Bring the files here and prove that the model's loaders would take all of them; the model is not changed.
-
-        Raises:
-            BadVersion: files, names, shapes or values are not those of a version of this model.
-        """
+        """Bring the files here and prove that the model's loaders would take all of them; the model is not changed."""
         with suppress(_FailedElsewhere):
             self._together(lambda: self._check(Source.parse(source)))
 
@@ -114,15 +104,14 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         self._known = [*self._known[-3:], found]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Replace all weights. Not the base class's: that one asks for an accelerator."""
+        """Replace all weights. The base class's method asks for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
         """Load one version.
 
-        Raises:
-            BadVersion: on one rank at least. When it was found before any rank had begun, the model is as it was;
-                else it samples no more, on no rank.
+        `BadVersion`: on one rank at least. When it was found before any rank had begun, the model is as it was;
+        otherwise it samples no more, on no rank.
         """
         with suppress(_FailedElsewhere):
             self._replace(update_info.source)
@@ -147,10 +136,10 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
             torch.accelerator.synchronize()
 
     def _together(self, work: Callable[[], None]) -> None:
-        """Do the same on all ranks; when one fails, none goes on.
+        """Do the same on all ranks; when one fails, all stop.
 
-        vLLM reads the ranks' answers in turn and stops at the first error: what the ranks behind it said would be taken
-        for the answer to the next call. So only the last rank ever raises, for whichever rank it was.
+        vLLM reads the ranks' answers in turn and stops at the first error, so answers of later ranks would be taken as
+        answers to the next call. Therefore only the last rank ever raises, for whichever rank it was.
         """
         problem = ""
         try:
@@ -168,11 +157,12 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
 
 def _no_logits(*_: Any) -> Any:
-    raise RuntimeError("an update of the weights failed here, and none has mended it: the weights are a mixture")
+    raise RuntimeError(
+        "an update of the weights failed here, and no later one has repaired it: the weights are a mixture"
+    )
 
 
 def _first(text: str, group: Any) -> str:
-    """The first text of all ranks of a group that is not empty."""
     if group.world_size == 1:
         return text
     mine = torch.zeros(_TEXT, dtype=torch.uint8)
@@ -192,12 +182,11 @@ class WorkerExt:
     _weight_update_active: bool
 
     def streamrl_check(self, source: dict[str, Any]) -> None:
-        """See `StreamrlEngine.check`."""
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check(source)
 
     def streamrl_begin(self) -> None:
-        """Forget the session of a client that did not come back, which vLLM would hold against the next one."""
+        """Forget the session of a client that did not come back; vLLM would refuse the next one because of it."""
         self._weight_update_active = False
 
 
@@ -205,16 +194,9 @@ class WorkerExt:
 def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     """Let the model's own loaders load tensors of these types and shapes into nothing, and count what they took.
 
-    Runs between two steps and puts back every parameter as it was.
-
-    Args:
-        model: whole; not one that a failed update has left as a mixture.
-        heads: of every tensor of the version.
-        ranks: over which a tensor may be spread.
-        strict: every element of every parameter must be covered (models without quantisation).
-
-    Raises:
-        BadVersion: an unknown name, another shape, a missing tensor, or a part of a fused one.
+    Runs between two steps and puts back every parameter as it was. A tensor may be spread over `ranks`. With `strict`
+    (models without quantisation) every element of every parameter must be covered. `BadVersion`: an unknown name,
+    another shape, a missing tensor, or a part of a fused one.
     """
     if "compute_logits" in vars(model):
         raise BadVersion(
@@ -287,7 +269,7 @@ def _on_nothing(model: torch.nn.Module, loaded: dict[int, int], ranks: int) -> I
 
 
 def _plain(loader: Any) -> Any:
-    # vLLM leaves its wrapper on the templates of an earlier update; outside of an update that one loads nothing.
+    # vLLM leaves its wrapper on the templates of an earlier update; outside of an update the wrapper loads nothing.
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     return loader or default_weight_loader
@@ -319,12 +301,12 @@ def _key(layer: torch.nn.Module, name: str) -> int:
 
 
 def _blank(head: Head) -> torch.Tensor:
-    # Memory that nobody writes is never made: a model of any size is rehearsed in no space.
+    # Memory that is never written is never allocated, so a model of any size needs no space here.
     return torch.empty(head.shape, dtype=torch_dtype(head.dtype))
 
 
 def _forget_unfinished(model: torch.nn.Module) -> None:
-    """After a failed update: what it had brought must not count towards the next one."""
+    """Discard what a failed update had loaded, so that it does not count towards the next one."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -333,7 +315,7 @@ def _forget_unfinished(model: torch.nn.Module) -> None:
 
 
 def _repack(model: torch.nn.Module) -> None:
-    """Pack the weights anew of layers that keep a packed copy of a weight that another layer owns (tied heads)."""
+    """Pack again the layers that keep a packed copy of a weight that another layer owns (tied heads)."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for layer in model.modules():

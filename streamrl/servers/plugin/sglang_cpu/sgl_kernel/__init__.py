@@ -1,6 +1,6 @@
-"""Stands in for SGLang's kernels on a CPU without AMX, which SGLang imports and does not call there.
+"""Replaces SGLang's kernels on a CPU without AMX, where SGLang imports but does not call them.
 
-Every layer takes its way through plain torch; a kernel that is called all the same says which one is missing.
+Every layer falls back to plain torch; calling a kernel all the same raises an error that names it.
 """
 
 from __future__ import annotations
