@@ -24,8 +24,6 @@ _REWARD: Final = re.compile(r"\[([^\]]*)\]$")
 
 
 class AdmitOutcome(Enum):
-    """What became of an attempt to admit a group."""
-
     ADMITTED = "admitted"
     MOVED = "moved"
     """The cursor is elsewhere: a repeat of a lost reply, a second feeder, or Redis went back."""
@@ -36,7 +34,7 @@ class AdmitOutcome(Enum):
 
 @dataclass(frozen=True)
 class Admission:
-    """Outcome of `admit` and the cursor to go on with."""
+    """Outcome of `admit` and the next cursor."""
 
     outcome: AdmitOutcome
     cursor: int
@@ -44,7 +42,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class OpenWork:
-    """A leased prompt: `missing` are the samples that have neither payload nor cause of death."""
+    """A leased prompt; `missing` samples have neither payload nor cause of death."""
 
     prompt: bytes
     missing: tuple[int, ...]
@@ -52,8 +50,6 @@ class OpenWork:
 
 @dataclass(frozen=True)
 class LeasedSample:
-    """A leased sample with the prompt it answers."""
-
     prompt: bytes
     payload: bytes
     sample: int
@@ -61,9 +57,9 @@ class LeasedSample:
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A leased group with its prompt: the payload of each sample that was generated and is not dead, by its number.
+    """A leased group: the payload of each sample that was generated and is not dead, by its number.
 
-    `least` is the number of scores below which the group is dead when it closes, `size` of samples that were wanted.
+    With fewer than `least` scores it is dead when it closes; `size` samples were wanted.
     """
 
     prompt: bytes
@@ -84,15 +80,11 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a sample dies, with the end of a traceback."""
-
     why: str
     detail: str = ""
 
 
 class ScoreOutcome(IntEnum):
-    """What became of a score."""
-
     LOST = 0
     """Another process committed this entry first (or this is a repeat): nothing was written."""
     GONE = -1
@@ -162,7 +154,6 @@ class ClosedGroup:
 
 
 def group_trace(group_id: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """Everything that HGETALL of a live group says, for people."""
     known = pairs(reply)
     return {
         "gid": group_id,
@@ -221,7 +212,6 @@ class LedgerState:
 
     @classmethod
     def of(cls, reply: Sequence[Any]) -> LedgerState:
-        """From the script `state`."""
         fields, live, dead, replays = reply
         known = pairs(fields)
 
@@ -277,7 +267,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
-        """From an entry of the stream of dead letters; a count that is none is shown as 0."""
+        """An invalid count is shown as 0."""
 
         def count(name: bytes) -> int:
             value = fields.get(name, b"")
@@ -301,8 +291,6 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class DeadCause:
-    """Dead letters of one cause, oldest first."""
-
     letters: tuple[DeadLetter, ...]
 
     @property
@@ -312,17 +300,15 @@ class DeadCause:
 
     @property
     def samples(self) -> int:
-        """Samples that died of it."""
         return sum(letter.sample is not None for letter in self.letters)
 
     @property
     def groups(self) -> int:
-        """Groups that died as a whole of it."""
         return len(self.letters) - self.samples
 
 
 def by_cause(letters: Sequence[DeadLetter]) -> list[DeadCause]:
-    """Letters with the same stage and the same words, numbers and quotations apart; the largest cause first."""
+    """Letters with the same stage and words (numbers and quotations aside); the largest cause first."""
     found: dict[tuple[str, str], list[DeadLetter]] = {}
     for letter in letters:
         found.setdefault((letter.stage, _OF_ONE_SAMPLE.sub("...", letter.why)), []).append(letter)
@@ -340,8 +326,6 @@ def _kind(why: str) -> tuple[str, str]:
 
 
 class ReplayOutcome(Enum):
-    """What became of an attempt to admit a dead group again."""
-
     REPLAYED = "replayed"
     QUEUED = "queued"
     """It is admitted again as soon as there is room."""
@@ -355,10 +339,7 @@ class ReplayOutcome(Enum):
 
 
 def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
-    """From HGETALL of the queue of replays: entries of letters by group, ascending, that of the group first.
-
-    Foreign noise is left out.
-    """
+    """From HGETALL of the queue of replays: letters by group, ascending, that of the group first."""
     known = {
         int(group_id): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]
         for group_id, listed in pairs(reply).items()
