@@ -1,4 +1,4 @@
-"""One live screen of a run: does it learn, how stale is it, who waits for whom, is anything broken."""
+"""The live screen of a run: does it learn, how stale is it, which side waits, is anything broken."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _balance(board: Board, width: int) -> Panel:
 
 
 def who_waits(board: Board) -> str:
-    """One sentence: which side is the slower one at the moment."""
+    """One sentence: which side is the slower one now."""
     learner = board.progress.learner.idle_fraction
     shares = [idle for side in board.progress.rollouts.values() if (idle := side.idle_fraction) is not None]
     if learner is None or not shares:
