@@ -340,7 +340,6 @@ def _rest(said: str | None) -> float | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The error without the address that aiohttp repeats."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

@@ -75,7 +75,6 @@ def own_address(host: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """The address under which others reach a server that listens on `host`."""
     if host not in _WILDCARDS:
         return host
     name = socket.gethostname()

@@ -35,8 +35,6 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Deaths:
-    """Deaths of one role or server, which decide the pause before each restart. All times are of one clock."""
-
     policy: RestartPolicy
     _failures: int = 0
     _ready_at: float | None = None
@@ -44,7 +42,6 @@ class Deaths:
 
     @property
     def recent(self) -> int:
-        """Deaths within the window, as of the last one."""
         return len(self._recent)
 
     def started(self) -> None:

@@ -30,9 +30,8 @@ RUNS: Final = Path("runs")
 
 
 class LoadedConfig(BaseModel):
-    """A configuration with the origin (`default`, `preset`, `file`, `env`, `set`) of each dotted key."""
-
     config: RunConfig
+    # Of each dotted key: default, preset, file, env or set.
     origins: dict[str, str]
 
 
@@ -69,7 +68,6 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
 
 
 def save(loaded: LoadedConfig, path: Path) -> None:
-    """Write a resolved configuration and its origins as JSON (atomically)."""
     write_whole(path, orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
 
 

@@ -200,12 +200,10 @@ def utf8(text: str) -> str:
 
 
 def pack_int32(values: npt.ArrayLike) -> bytes:
-    """Little-endian int32."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def pack_float32(values: npt.ArrayLike) -> bytes:
-    """Little-endian float32."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()
 
 

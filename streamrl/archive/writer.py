@@ -101,7 +101,7 @@ class RecordingWriter:
         return links
 
     def discard(self) -> None:
-        """Forget what could not be written: the file ends with its last whole block."""
+        """The file then ends with its last whole block."""
         os.ftruncate(self._descriptor, self._whole)
         self._files[-1][1] = self._whole
         self._added.clear()
@@ -211,7 +211,6 @@ class Archive:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Figures for the role's record; empty without an archive."""
         return {"archived": self.written, "archive_lost": self.lost} if self._config.enabled else {}
 
     @property

@@ -156,7 +156,7 @@ def note_problems(reading: ArchiveReading) -> None:
 
 
 def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
-    """One row for each response, in order; a dead response has a cause and no score."""
+    """In the order of the responses; a dead response has a cause and no score."""
     shared = _shared(group)
     found: dict[int, dict[str, Any]] = {
         number: {**shared, "sample": number, "cause": why} for number, why in group.causes.items()

@@ -235,7 +235,6 @@ def _managed(run: RunDirectory) -> list[str]:
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """All servers that a replica reports, that the configuration names, or that were added."""
     async with ledgers_to_look(run) as opened:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}

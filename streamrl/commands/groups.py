@@ -67,7 +67,6 @@ def show(
 
 
 async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple[dict[str, Any], LedgerState]:
-    """What the ledger knows of a group, as plain data, and the state of the ledger."""
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         known, state = await ledger.trace(group_id), await ledger.state()

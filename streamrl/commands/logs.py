@@ -37,8 +37,6 @@ class PrintedLine:
 
 
 class LogFile:
-    """The log of one role, or the plain text of one engine server (`rollout.0.server0.log`)."""
-
     def __init__(self, path: Path) -> None:
         self.role = _name(path)
         self._server = ".jsonl" not in path.name
@@ -46,7 +44,6 @@ class LogFile:
         self._at = 0.0
 
     def read(self) -> Iterator[PrintedLine]:
-        """Yield the lines since the last call."""
         for line in self._tail.read():
             record = server_record(line, time.time()) if self._server else line
             at = record.get("at", record.get("time"))

@@ -88,7 +88,7 @@ def write(text: str) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table; the first row is the heading."""
+    """The first row is the heading."""
     from streamrl.monitor.lines import printable
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

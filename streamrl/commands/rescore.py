@@ -134,7 +134,7 @@ def rescore(
 
 
 def _check(into: str, threshold: float, picture: Path | None) -> None:
-    """Find mistakes of the command line before anything is opened."""
+    """Before anything is opened."""
     if not _NAME.fullmatch(into):
         raise UsageError(f"--into {into} is not a valid name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(threshold):

@@ -157,7 +157,7 @@ class _Ticking(Viewer):
 
 
 class PlainViewer(_Ticking):
-    """A line every few seconds, and every piece of news, for places without a terminal."""
+    """For places without a terminal."""
 
     seconds = PLAIN_SECONDS
 
@@ -175,7 +175,6 @@ class PlainViewer(_Ticking):
 
 
 def plain_line(board: Board) -> str:
-    """The essentials of the live screen on one line."""
     progress = board.progress
     parts = [f"{duration(time.time() - board.started):>6}"]
     if progress.steps:

@@ -125,7 +125,7 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
 
 
 def _number(run: RunDirectory, version: str) -> int:
-    """The number that VERSION names; `newest` is the newest version with files here."""
+    """`newest` is the newest version with files here."""
     if version == "newest":
         found = _places(run)
         if not found:
@@ -150,7 +150,6 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """All versions, newest first."""
     from streamrl.learner.lineage import read_versions
     from streamrl.weight_sync.manifest import PINNED, versions
 

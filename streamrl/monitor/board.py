@@ -70,7 +70,6 @@ class Board:
         self.progress.refresh()
 
     def sorted_roles(self) -> list[tuple[str, KnownRole]]:
-        """All roles in the order in which they were started."""
         with self._lock:
             return list(self.roles.items())
 
@@ -80,7 +79,6 @@ class Board:
             return list(self.events)[-count:]
 
     def troubles(self) -> list[tuple[str, str]]:
-        """Role and the trouble that it reports."""
         roles = self.snapshot.roles if self.snapshot is not None else {}
         return [(name, status["trouble"]) for name, status in sorted(roles.items()) if status.get("trouble")]
 

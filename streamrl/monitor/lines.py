@@ -66,7 +66,6 @@ def percent(value: float | None) -> str:
 
 
 def clock(at: float) -> str:
-    """Local time of day, `12:01:33`; blanks if the time is not known."""
     return time.strftime("%H:%M:%S", time.localtime(at)) if at > 0 else " " * 8
 
 

@@ -59,7 +59,6 @@ def histogram(counts: Mapping[int, float], width: int, most: int = 5) -> list[tu
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of equal shares of the series, in order."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]

@@ -16,8 +16,6 @@ _RATE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update of the learner; None for what its line lacks."""
-
     step: int
     version: int
     at: float
@@ -51,7 +49,6 @@ class Side:
 
     @property
     def idle_fraction(self) -> float | None:
-        """Share of the time over the marks in which this side waited; None before the second one."""
         seconds = self._seconds()
         if seconds is None:
             return None

@@ -43,7 +43,6 @@ class RoleStates:
         self._write({"pid": os.getpid(), "host": socket.gethostname()})
 
     def close(self) -> None:
-        """Record that the supervisor has left."""
         self._write({"pid": None, "host": socket.gethostname()})
 
     def _write(self, holder: dict[str, Any]) -> None:

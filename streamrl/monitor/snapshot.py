@@ -103,7 +103,6 @@ class Snapshot:
 
     @property
     def role_versions(self) -> dict[str, int]:
-        """Version of the learner and of each rollout replica."""
         return {
             name: int(status["version"])
             for name, status in sorted(self.roles.items())

@@ -36,7 +36,6 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
 
 
 def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
-    """One row per reward, of all workers together; below it their troubles."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("REWARD", "SCORED", "/s", "MEAN", "P50", "P95", "FAILED", "RETRIED", "DEAD", "TOKENS"):
         table.add_column(heading, justify="left" if heading == "REWARD" else "right", no_wrap=True)
@@ -59,7 +58,6 @@ def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
 
 
 def stream_name(stream: StreamView) -> str:
-    """The stream of samples to score says so if its entries are whole groups."""
     return f"{stream.name} (groups)" if stream.name == "rollouts" and stream.unit == "groups" else stream.name
 
 
@@ -145,5 +143,4 @@ def _shown(value: int | None) -> str:
 
 
 def _short(value: str) -> str:
-    """A figure with a point as `number` writes it; other text as it is."""
     return number(float(value)) if re.fullmatch(r"-?\d+\.\d+", value) else value

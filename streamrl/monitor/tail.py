@@ -40,7 +40,7 @@ class Tail:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """A line as a JSON object; any other line as `event`."""
+    """A line that is no JSON object is its `event`."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

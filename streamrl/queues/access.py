@@ -97,13 +97,12 @@ def pack(command: Sequence[Argument]) -> bytes:
 
 
 async def open_socket(connection: AbstractConnection) -> None:
-    """Connect, HELLO, AUTH."""
     connect: Any = connection.connect
     await connect()
 
 
 async def read_reply(connection: AbstractConnection) -> Any:
-    """Next reply; an error reply is returned, not raised."""
+    """An error reply is returned, not raised."""
     try:
         return await connection.read_response()
     except ResponseError as error:
@@ -111,7 +110,7 @@ async def read_reply(connection: AbstractConnection) -> Any:
 
 
 async def ask(connection: AbstractConnection, *command: Argument) -> Any:
-    """Send one command; an error reply is returned, not raised."""
+    """An error reply is returned, not raised."""
     await connection.send_packed_command(pack(command), check_health=False)
     return await read_reply(connection)
 

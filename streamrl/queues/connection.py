@@ -104,8 +104,6 @@ class Outage:
 
 @dataclass(frozen=True)
 class Script:
-    """Text of a script with its includes, and its SHA-1 for EVALSHA."""
-
     name: str
     text: str
     digest: str
@@ -321,7 +319,6 @@ class Connection:
             call.future.set_exception(self._refused(reply))
 
     def _pause(self, call: _Call, code: str, reply: ResponseError) -> None:
-        """Send a call again later, unless its patience is over."""
         loop = asyncio.get_running_loop()
         if not self._still_patient(call, loop.time(), error_text(reply)):
             return
@@ -348,7 +345,6 @@ class Connection:
         return False
 
     async def _failed(self, error: BaseException, batch: Sequence[_Call]) -> None:
-        """After a broken connection, calls without a reply go back to the front of the queue."""
         now = asyncio.get_running_loop().time()
         self._note(error)
         await self._drop()

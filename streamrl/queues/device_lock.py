@@ -24,8 +24,6 @@ _RENEWALS: Final = 3
 
 
 class EngineLock(Protocol):
-    """The lock as `EngineDevices` sees it."""
-
     seconds: float
     """Length of a lease."""
 
@@ -71,7 +69,6 @@ class DeviceLock(EngineLock):
         return int(await self._connection.call("device_take", self._keys, [learner, int(self.seconds * 1000)]))
 
     async def give(self, learner: str) -> None:
-        """Give the devices back to the engines; no effect if this learner does not have them."""
         await self._connection.call("device_give", self._keys[:1], [learner])
 
 

@@ -249,7 +249,6 @@ async def command(config: RedisConfig, run_dir: Path, server: ServerProgram | No
 
 
 async def sweep_stopped(run_dir: Path) -> list[Path]:
-    """`sweep`, unless a server of the run is running."""
     if not (run_dir / "redis").exists():
         return []
     lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
@@ -300,7 +299,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 
 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
-    """Open and lock a file of the run; None if another process holds it for all of `wait_seconds`."""
+    """None if another process holds the lock for all of `wait_seconds`."""
     _make_directories(run_dir)
     try:
         handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -495,7 +494,6 @@ async def _ping(path: Path) -> bool:
 
 
 async def _ask(path: Path) -> bytes:
-    """The reply to a PING; empty if none comes within two seconds."""
     try:
         async with asyncio.timeout(2.0):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -614,7 +612,7 @@ def _group(pid: int) -> int:
 
 
 def _parent(pid: int) -> int:
-    """Process id of the parent of a process; 0 if it has ended."""
+    """0 if the process has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -62,11 +62,10 @@ class Keys:
         return f"{self._space}dropped:{why}"
 
     def role(self, name: str) -> str:
-        """Hash with a time to live: the heartbeat of a role."""
         return f"{self._run}role:{name}"
 
     def server_report(self, replica: str) -> str:
-        """Hash with a time to live: the state of each engine server of a replica, as JSON."""
+        """Hash with a time to live: each engine server of a replica, as JSON."""
         return f"{self._run}servers:{replica}"
 
     def reward_servers(self, model: str) -> str:

@@ -171,7 +171,6 @@ class Leases:
         await self._read_from(list(self._streams), max(1, room // len(self._streams)), wait_ms=_BLOCK_MS)
 
     async def _read_from(self, streams: Sequence[str], each: int, wait_ms: int = 0) -> bool:
-        """Take up to `each` new entries of each stream; False if there was none."""
         block = ("BLOCK", wait_ms) if wait_ms else ()
         command = ("XREADGROUP", "GROUP", GROUP, self.consumer, "COUNT", each, *block, "STREAMS")
         found = replies.streams(
@@ -199,7 +198,6 @@ class Leases:
         return work
 
     def _lease(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> Lease | None:
-        """The lease of an entry; None for a foreign one."""
         stream, entry = place
         try:
             number = fields[b"k"].decode() if self.stage == "rollouts" else None
@@ -257,7 +255,6 @@ class Leases:
     # Taking over.
 
     async def _take_over(self) -> bool:
-        """Take expired entries if a scan is due; True if there was one to take."""
         now = asyncio.get_running_loop().time()
         if now < self._scan_at or self._connection.since_error() < self._config.seconds:
             return False
@@ -415,7 +412,6 @@ class Leases:
     # Beginning and end.
 
     async def _remake(self, error: ReplyError) -> None:
-        """Make a deleted stream again; any other refusal is raised."""
         if error.code not in _STREAM_GONE:
             raise error
         logger.warning("a work stream was gone and is made again", extra={"stage": self.stage, "error": error.message})

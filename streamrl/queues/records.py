@@ -34,8 +34,6 @@ class AdmitOutcome(Enum):
 
 @dataclass(frozen=True)
 class Admission:
-    """Outcome of `admit` and the next cursor."""
-
     outcome: AdmitOutcome
     cursor: int
 
@@ -69,7 +67,7 @@ class LeasedGroup:
 
     @classmethod
     def of(cls, reply: Mapping[bytes, bytes], attempt: int) -> LeasedGroup | None:
-        """From HGETALL of a group; None unless it is open, and on this attempt."""
+        """None unless the group is open, and on this attempt."""
         known = pairs(reply)
         if known.get(b"st") != b"open" or int(known[b"a"]) != attempt:
             return None
@@ -132,7 +130,7 @@ class ClosedGroup:
 
     @classmethod
     def of(cls, group_id: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
-        """From HGETALL of a group; None unless it is closed."""
+        """None unless the group is closed."""
         known = pairs(reply)
         if known.get(b"st") != b"closed":
             return None

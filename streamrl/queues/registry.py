@@ -20,8 +20,6 @@ REPORT_SECONDS: Final = 10.0
 
 
 class RoleRegistry:
-    """The heartbeat of each role: a hash with a time to live, so silent roles vanish."""
-
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection = connection
         self._keys = keys
@@ -81,7 +79,6 @@ class ServerList:
         await self._connection.call("beat", keys, [replica, int(REPORT_SECONDS * 1000), _COUNTER, len(rows), *flat])
 
     async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Reports of living replicas: replica to server to its figures."""
         found = await _living(self._connection, self._keys.servers, self._keys.server_report)
         return {name: {text(server): row for server, row in _rows(fields)} for name, fields in found.items()}
 
@@ -89,7 +86,7 @@ class ServerList:
 async def _living(
     connection: Connection, names: str, key: Callable[[str], str], prefix: str = ""
 ) -> dict[str, dict[bytes, bytes]]:
-    """Unexpired hashes by name; `names` is the set of all names ever used."""
+    """`names` is the set of all names ever used; expired hashes are left out."""
     known = sorted(name for name in map(text, await connection.read("SMEMBERS", names)) if name.startswith(prefix))
     found = await asyncio.gather(*(connection.read("HGETALL", key(name)) for name in known))
     return {name: pairs(fields) for name, fields in zip(known, found, strict=True) if fields}

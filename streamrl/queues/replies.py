@@ -60,7 +60,6 @@ def streams(reply: Mapping[bytes, Any] | None) -> dict[str, list[Row]]:
 
 
 def is_ours(fields: Mapping[bytes, bytes], numbers: Sequence[bytes], others: Sequence[bytes] = ()) -> bool:
-    """Whether an entry has the fields of one of ours: `numbers` as decimal numbers, and `others`."""
     return all(is_number(fields.get(name, b"")) for name in numbers) and all(name in fields for name in others)
 
 

@@ -49,7 +49,6 @@ class Role:
     _began: float = field(default_factory=time.time)
 
     def ready(self) -> None:
-        """Record that the role can do work. A repeat changes nothing."""
         if not self._ready.is_set():
             logger.info("role ready", extra={"seconds": round(time.time() - self._began, 3)})
         self._ready.set()

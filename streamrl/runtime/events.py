@@ -56,7 +56,7 @@ class LinesDropped:
 
 @dataclass(frozen=True, slots=True)
 class DrainStage:
-    """The drain has reached these roles; they have `seconds` before they are killed."""
+    """These roles have `seconds` before they are killed."""
 
     roles: tuple[str, ...]
     seconds: float

@@ -93,7 +93,6 @@ def prepare_run(
 
 
 def describe(config: RunConfig, run_dir: Path) -> list[str]:
-    """What a supervisor would start, one line per process (`up --dry-run`)."""
     lines = []
     for unit in plan(config, run_dir):
         for position, name in enumerate(unit.processes):

@@ -59,8 +59,6 @@ _HINT_MEMORY: Final = (
 
 
 class Need(NamedTuple):
-    """What a run certainly needs, and what its run file allows it to need."""
-
     least: int
     most: int
 
@@ -87,7 +85,6 @@ def look_at_files(config: RunConfig, model_bytes: int) -> str:
 
 
 def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
-    """Files that one process of each kind has open at the same time."""
     counts = processes(config)
     total = sum(counts.values())
     ranks = config.learner.ranks
@@ -159,7 +156,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left in each control group of this process that has a limit, of cgroup v1 and v2."""
+    """Of cgroup v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -99,7 +99,7 @@ def _cached(name: str, file: str) -> Path | None:
 
 
 def _has_weights(name: str, file: str) -> bool:
-    """Whether the cache has this file of weights, or its index and every file that the index names."""
+    """The file itself, or its index and every file that the index names."""
     if _cached(name, file):
         return True
     index = _cached(name, f"{file}.index.json")

@@ -19,8 +19,6 @@ from streamrl.runtime.process import RoleCommand
 
 @dataclass(frozen=True, slots=True)
 class RoleKind:
-    """What the supervisor has to know of a kind of role."""
-
     # All units start at once; each waits for these kinds before it is ready.
     waits_for: frozenset[str] = frozenset({"redis"})
     # Share of the drain deadline; what a stage leaves over goes to the next.
@@ -104,7 +102,7 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 
 
 def processes(config: RunConfig) -> dict[str, int]:
-    """Number of processes of each kind besides Redis; servers of reward models are `reward_model.NAME`."""
+    """Besides Redis; servers of a reward model are `reward_model.NAME`."""
     producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
     producing |= {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":

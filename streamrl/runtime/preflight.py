@@ -45,7 +45,7 @@ class Check:
 
 
 def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
-    """Check everything in the order of the roles; nothing is started or written."""
+    """In the order of the roles; nothing is started or written."""
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
@@ -73,7 +73,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
 
 
 def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
-    """Return the checks, or raise the error of the first that failed."""
+    """Raises the error of the first check that failed."""
     checks = check_all(config, run_dir)
     for check in checks:
         if check.error is not None:
@@ -178,7 +178,6 @@ def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
 
 
 def look_at_engine(config: RunConfig) -> str:
-    """What generates responses; a server at `engine.url` has ten seconds to answer."""
     engine = config.engine
     if engine.url:
         return ", ".join(_answers(engine, url) for url in engine.url)
@@ -231,7 +230,6 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
 
 
 def _answers(engine: EngineConfig, url: str) -> str:
-    """Return the URL if something there speaks HTTP and takes the key."""
     from streamrl.http import read_key  # an HTTP client, which takes a while
     from streamrl.servers.kinds import DIALECTS
 
@@ -261,7 +259,6 @@ def _answers(engine: EngineConfig, url: str) -> str:
 
 
 def look_at_way(config: RunConfig) -> str:
-    """How versions reach the engines; CannotCreate: the port is taken."""
     weights = config.weights
     if weights.pulled:
         _bindable(weights.host, weights.port)

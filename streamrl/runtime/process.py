@@ -125,7 +125,7 @@ class RoleProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process alone. Does nothing if it is gone."""
+        """To the process alone. Does nothing if it is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 

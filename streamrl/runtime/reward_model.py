@@ -83,8 +83,6 @@ async def run_reward_model(role: Role) -> None:
 
 
 class ServedModel:
-    """Owns one server of a model: starts it, watches it, lets it sleep."""
-
     def __init__(self, role: Role, name: str, number: int, config: RewardModelConfig) -> None:
         section = f"reward_models.{name}"
         self._role = role
@@ -227,7 +225,6 @@ class ServedModel:
         self._role.record({"server": what, "seconds": seconds})
 
     async def _tell(self, state: str) -> None:
-        """Publish at once whether the server may be asked."""
         self._role.status["server"] = state
         await self._role.beat()
 

@@ -106,7 +106,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
 
 
 async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
-    """Wait for the run's own Redis, which starts at the same time. False: the role is to stop first."""
+    """It starts at the same time. False: the role is to stop first."""
     if config.redis.url is not None:
         return True
     answering = asyncio.create_task(embedded.wait_ready(run_dir, config.supervisor.start_deadline))

@@ -71,7 +71,6 @@ async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> 
 def write_summary(
     config: RunConfig, run_dir: Path, counts: Mapping[str, int], accuracies: Accuracies
 ) -> dict[str, Any]:
-    """Write `summary.json` and `curve.png`, and return the summary."""
     learner = read_learner(run_dir)
     summary = summarize(config, run_dir, learner, counts, accuracies)
     with writing(run_dir / SUMMARY_FILE):
@@ -204,7 +203,6 @@ class LearnerFigures:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of `train_seconds` in which the learner did not compute."""
         return 1 - length(self.busy) / self.train_seconds if self.train_seconds else 0.0
 
     def total(self, key: str) -> float:
@@ -235,7 +233,6 @@ def read_learner(run_dir: Path) -> LearnerFigures:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
@@ -252,7 +249,7 @@ def overlap(
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as ascending intervals that do not overlap."""
+    """The same time, ascending and without overlap."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:

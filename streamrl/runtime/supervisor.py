@@ -142,7 +142,6 @@ class Supervisor:
         self._outcome: RunOutcome | None = None
 
     async def run(self) -> RunOutcome:
-        """Start all units, wait for a reason to end, drain, and return the outcome."""
         async with asyncio.TaskGroup() as tasks:
             running = {
                 tasks.create_task(
@@ -162,7 +161,7 @@ class Supervisor:
         return outcome
 
     def hurry(self, number: int) -> None:
-        """Take a signal: drain, then terminate, then kill."""
+        """The first signal drains, the second terminates, the third kills."""
         name = signal.Signals(number).name
         self._haste = Haste(min(self._haste + 1, Haste.KILL))
         if self._haste is Haste.DRAIN:
@@ -184,7 +183,6 @@ class Supervisor:
         return [unit for unit in self.units if unit.spec.kind in kinds]
 
     def _end(self, outcome: RunOutcome) -> None:
-        """Set the outcome, if there is none yet, and begin the drain."""
         if self._outcome is None:
             self._outcome = outcome
         self._haste = max(self._haste, Haste.DRAIN)

@@ -237,7 +237,6 @@ class Unit:
             self._changed()
 
     async def _watch(self) -> None:
-        """Enforce the deadlines of the unit: readiness after the start, then heartbeats of each process."""
         started = self._now()
         if self.spec.checkup is None:
             await self._check_deadlines(started)
