@@ -24,7 +24,7 @@ from streamrl.errors import ExitCode, StreamrlError, unwrap
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("init:init", "Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."),
     "up": ("up:up", "Start all roles of a run on this machine and supervise them until it is finished."),
-    "run": ("role:run_role", "Run one role in this process: `streamrl up` and schedulers call it."),
+    "run": ("role:run_role", "Run one role in this process."),
     "status": ("status:status", "Show each role: state, pid, restarts, version, progress."),
     "lag": ("lag:lag", "Show what waits in each stream, for how long, and who holds it."),
     "logs": ("logs:logs", "Show the logs of all roles, or of some, in order of time."),

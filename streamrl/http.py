@@ -244,7 +244,7 @@ class HttpClient:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
             said = without(data[:1000].decode(errors="replace"), self._key)[:100]
-            raise WireError(f"{self.url} answered what is no JSON ({error}): {said!r}") from error
+            raise WireError(f"{self.url} did not answer with JSON ({error}): {said!r}") from error
 
     def _lost(self, call: Call, error: Exception) -> Lost:
         sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
@@ -305,11 +305,11 @@ def read_key(name: str, path: Path | None) -> str | None:
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} {path} is no key: it has characters that are not ASCII") from error
+        raise ConfigError(f"{name} {path} is not a key: it has characters that are not ASCII") from error
     if not words:
         raise ConfigError(f"{name} {path} is empty", "write the key into it")
     if len(words) > 1 or not words[0].isprintable():
-        raise ConfigError(f"{name} {path} is no key: it has more than one word", "leave the key alone in it")
+        raise ConfigError(f"{name} {path} is not a key: it has more than one word", "the file must hold the key alone")
     return words[0]
 
 

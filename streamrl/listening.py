@@ -90,7 +90,7 @@ def _outgoing() -> str | None:
     """The address of this host in packets to others; None without a network. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an unused address
         except OSError:
             return None
         return str(probe.getsockname()[0])

@@ -1,10 +1,10 @@
 """Files of closed groups: their format, and how they are read.
 
 A run keeps groups in three places: its archive, its recording (`up --rollout-only`), and the scores of
-`streamrl rescore` (`rescored/NAME`). All are files `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the other, compressed with
-zstandard (`zstd -dc FILE` gives the maps). The first map of a file is the `Header`, the others are groups. Groups are
-added in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file. A process that died
-before it was sure of a group writes it again, so a group may be there twice.
+`streamrl rescore` (`rescored/NAME`). All are files `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the
+other, compressed with zstandard (`zstd -dc FILE` gives the maps). The first map of a file is the `Header`, the others
+are groups. Groups are added in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file.
+A process writes a group again if the one before it died before it was sure, so a group may be there twice.
 
 ```python
 from streamrl.archive import read_archive
@@ -149,7 +149,9 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
             continue  # its recorder died before it wrote anything
         first = first or header
         if header.id != first.id:
-            raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
+            raise ConfigError(
+                f"{file} belongs to another recording than the files before it", "keep each recording in its own folder"
+            )
         for group in groups:
             if group.group_id not in seen and not group.lost:
                 seen.add(group.group_id)
@@ -182,7 +184,7 @@ def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
         first = next(maps, None)
         header = None if first is None else msgspec.convert(first, Header)
     except (WireError, OSError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
+        raise ConfigError(f"{file} is not a file of a recording: {error}", _HINT) from error
     if header is not None and header.schema != _SCHEMA:
         raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
     return header, maps

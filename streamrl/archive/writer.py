@@ -279,7 +279,7 @@ class Archive:
         for file in recording_files(self._folder):
             try:
                 there = read_header(file) or there
-            except ConfigError as error:  # a damaged file is no reason to keep nothing more
+            except ConfigError as error:  # archive new groups in spite of a damaged file
                 logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
         here = Header(
             id=uuid.uuid4().hex,

@@ -40,7 +40,7 @@ def show(
     if file is not None and run is not None:
         raise UsageError("name a run file or --run, not both")
     if run is not None and overrides:
-        raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
+        raise UsageError("--set changes a run file, not an existing run", "leave out --run or --set")
     loaded = read_saved(run / "run.json") if run is not None else load(file, overrides or [])
     values = without_secrets(loaded)
     rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]

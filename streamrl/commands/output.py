@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Colour = Literal["auto", "always", "never"]
 
-_WIDE: Final = 200  # columns where there is no terminal: a table in a file or a pipe is never cut
+_WIDE: Final = 200  # columns without a terminal, so that a table in a file or a pipe is never cut
 _NOTE_SECONDS: Final = 10.0
 _DRAW_SECONDS: Final = 0.2
 _chosen: list[Colour] = ["auto"]

@@ -117,9 +117,11 @@ def new(
 
 def _check(module: str, name: str) -> None:
     if not (module.isidentifier() and module.isascii()) or keyword.iskeyword(module) or module.startswith("test_"):
-        raise UsageError(f"{module!r} cannot be the name of a module of rewards", "letters, digits and _: my_reward")
+        raise UsageError(f"{module!r} cannot be the name of a reward module", "letters, digits and _: my_reward")
     if not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
-        raise UsageError(f"the class of {module} would be {name!r}, which it cannot", "another name, e.g. my_reward")
+        raise UsageError(
+            f"the class of {module} would be {name!r}, which is not a valid name", "another name, e.g. my_reward"
+        )
     here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
     before = sys.path[:]
     sys.path[:] = [path for path in before if path not in here]
@@ -128,7 +130,7 @@ def _check(module: str, name: str) -> None:
     finally:
         sys.path[:] = before
     if taken:
-        raise UsageError(f"there is a module {module} already, which would be found instead", "another name")
+        raise UsageError(f"there is a module {module} already, which Python would import instead", "another name")
 
 
 @dataclass(frozen=True, slots=True)

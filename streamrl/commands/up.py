@@ -119,7 +119,7 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
 def _announce(prepared: PreparedRun) -> None:
     output.note(f"run {prepared.config.name} in {prepared.run_dir}{' (resumed)' if prepared.resumed else ''}")
     if prepared.put_aside is not None:
-        output.note(f"what was there before is in {prepared.put_aside}")
+        output.note(f"the old run directory is now {prepared.put_aside}")
     for key in prepared.changed:
         output.note(f"changed since the last start: {key}")
 

@@ -18,7 +18,7 @@ RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}
 
 
 class Normalisation(Section):
-    """`(value - mean) / std`, then a squashing function; with constants, so that a response has one score for ever."""
+    """`(value - mean) / std`, then a squashing function; with constants, so that a response always gets the same score."""
 
     mean: FiniteFloat = Field(0.0, description="subtracted")
     std: Annotated[FiniteFloat, Field(gt=0)] = Field(1.0, description="divided by")
@@ -48,7 +48,7 @@ class RewardSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RewardSpec:
-        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also false for NaN
             raise ValueError("clip is [lowest, highest]")
         return self
 
@@ -70,7 +70,7 @@ class ScoringConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ScoringConfig:
-        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also false for NaN
             raise ValueError("clip is [lowest, highest]")
         return self
 

@@ -67,7 +67,7 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError:
         # The parser's message may contain part of the password.
-        raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT) from None
+        raise ConfigError(f"redis.url {redact(url)} is not the URL of a Redis server", URL_HINT) from None
     kind: type[AbstractConnection] = options.pop("connection_class", Connection)
     if config.password_file is not None:
         try:
@@ -165,6 +165,6 @@ async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> 
     answer = await ask(connection, "BGREWRITEAOF")
     if isinstance(answer, ResponseError):
         extra = {"url": url, "error": error_text(answer), "hint": "run redis-check-aof --fix before each of its starts"}
-        logger.warning("redis cannot write its append-only file anew", extra=extra)
+        logger.warning("redis cannot rewrite its append-only file", extra=extra)
     else:
-        logger.info("redis writes its append-only file anew", extra={"url": url})
+        logger.info("redis rewrites its append-only file", extra={"url": url})

@@ -392,7 +392,7 @@ class Connection:
     def _no_access(self, error: Exception) -> ConfigError:
         text = error_text(error)
         if "already authenticated" in text:  # the reply to HELLO without a password is misleading
-            text = "it wants a password (NOAUTH)"
+            text = "the server requires a password (NOAUTH)"
         return ConfigError(
             f"Redis at {self._url} refuses access: {text}",
             "set redis.password_file (or the user and password in redis.url) to those of the server",

@@ -328,7 +328,7 @@ class ReplayOutcome(Enum):
     QUEUED = "queued"
     """It is admitted again as soon as there is room."""
     GONE = "gone"
-    """There is no such letter: replayed or dropped before, or a repeat."""
+    """No such letter: it was replayed or dropped, or this is a repeat."""
     LIVE = "live"
     """The group is live already (Redis went back after a replay): only its letters were removed."""
     FULL = "full"

@@ -89,14 +89,14 @@ async def read_ours(
         if wanted is None or page is None or len(found) >= wanted or len(rows) < page:
             return found[:wanted]
         start, page = f"({rows[-1][0]}", max(wanted, _PAGE)
-    logger.error("somebody fills a stream with entries that are none of ours", extra={"stream": stream})
+    logger.error("another program fills a stream with foreign entries", extra={"stream": stream})
     return found
 
 
 def report_foreign(stream: str, removed: Sequence[Mapping[bytes, bytes]]) -> None:
     for fields in removed[:_SHOWN]:
         extra = {"stream": stream, "fields": repr(fields)[:500], "of": len(removed)}
-        logger.error("removed an entry that is none of ours", extra=extra)
+        logger.error("removed a foreign entry", extra=extra)
 
 
 async def _remove(read: Callable[..., Awaitable[Any]], stream: str, rows: Sequence[Row]) -> None:

@@ -136,7 +136,7 @@ def memory(config: RunConfig, model_float32: int) -> Need:
     engine = config.engine
     if "rollout" in counts and not engine.url and computes_on_cpu(engine.device):
         least += counts["rollout"] * engine.servers * sizes[engine.dtype]
-    # With deltas a version is there whole once, and then as what has changed.
+    # With deltas one version is stored whole, the others only as changes.
     certain = min(copies, 1 if config.weights.delta.enabled else _OWN_COPIES)
     if config.weights.transport == "directory":
         certain = 0

@@ -20,7 +20,7 @@ from typing_extensions import override
 from streamrl.errors import writing
 
 RECORD_FIELDS: Final = frozenset({"at", "level", "role", "logger", "event", "exception"})
-"""What a line says of itself. Something else that is given under such a name is written as `NAME_`."""
+"""Fields of every line. An extra of the same name is written as `NAME_`."""
 _ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """What every record has; all else was given as `extra=`."""
 

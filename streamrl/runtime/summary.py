@@ -219,7 +219,7 @@ def read_learner(run_dir: Path) -> LearnerFigures:
             continue
         figures.steps[int(line["step"])] = line
         # A line is written at the end of its step, and its step began that much earlier: the first one with the
-        # first groups. What was computed before (loading, the first version) is no training.
+        # first groups. Loading and the first version come before that, and do not count as training.
         began = line["mono"] - line["step_seconds"]
         work = [(max(float(start), began), float(end)) for start, end in line["busy"] if end > began]
         busy.extend(work)
