@@ -120,7 +120,7 @@ def _check(module: str, name: str) -> None:
         raise UsageError(f"{module!r} cannot be the name of a reward module", "letters, digits and _: my_reward")
     if not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
         raise UsageError(
-            f"the class of {module} would be {name!r}, which is not a valid name", "another name, e.g. my_reward"
+            f"the class of {module} would be {name!r}, which cannot be used", "another name, e.g. my_reward"
         )
     here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
     before = sys.path[:]

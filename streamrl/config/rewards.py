@@ -18,7 +18,7 @@ RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}
 
 
 class Normalisation(Section):
-    """`(value - mean) / std`, then a squashing function; with constants, so that a response always gets the same score."""
+    """`(value - mean) / std`, then a squashing function; constants, so that a response always gets the same score."""
 
     mean: FiniteFloat = Field(0.0, description="subtracted")
     std: Annotated[FiniteFloat, Field(gt=0)] = Field(1.0, description="divided by")

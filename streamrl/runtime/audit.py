@@ -249,7 +249,7 @@ def _entries(
         if is_ours(fields, numbers[:-1] if group else numbers):
             ours.append((entry, fields))
         else:
-            foreign.append(f"{stream}: entry {entry} is none of ours")
+            foreign.append(f"{stream}: entry {entry} is foreign")
     return ours
 
 
