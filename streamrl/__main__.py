@@ -1,6 +1,6 @@
 """The command line as a program: `streamrl`, or `python -m streamrl`.
 
-Ctrl-C while its modules are loaded ends it at once: there is nothing to tidy up, and a traceback helps nobody.
+Ctrl-C while its modules load ends it at once, without a traceback: there is nothing to clean up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ _INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not loaded yet
 
 
 def main() -> None:
-    """Load the command line and run what was asked for."""
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under `nohup` and the like
     if heeded:
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))

@@ -1,7 +1,7 @@
-"""Files and directories that appear whole or not at all, and where it matters survive a crash of the machine.
+"""Files and directories that appear whole or not at all, and if needed survive a crash of the machine.
 
-What is written goes to a draft beside its place (`NAME.draft`) and gets its name when it is complete. A reader that
-finds the name finds all of it; a draft that a crash leaves is written over by the next attempt.
+Content goes to a draft beside its place (`NAME.draft`), which is renamed when it is complete. A reader that finds the
+name finds all of it; the next attempt overwrites a draft that a crash left.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file in place of one that is there; a crash of the machine may take it back.
-
-    Raises:
-        OSError: no room, or no permission; what was there is still there.
-    """
+    """Replace a small file; a crash of the machine may undo it. An OSError leaves the old file."""
     draft = draft_of(path)
     try:
         draft.write_bytes(data)
@@ -37,7 +33,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, and its content to the disk; for the files of a directory that `finish_durably` names."""
+    """Write a file to the disk; for the files of a directory that `finish_durably` renames."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -45,7 +41,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def finish_durably(draft: Path, final: Path) -> None:
-    """Give a directory whose files are on the disk its name, which must be free, for good."""
+    """Durably rename a directory whose files are on the disk; `final` must be free."""
     fsync_directory(draft)
     draft.rename(final)
     fsync_directory(final.parent)
@@ -53,9 +49,9 @@ def finish_durably(draft: Path, final: Path) -> None:
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty draft of a directory, which takes the place of what is there when the block ends.
+    """Yield an empty draft of a directory, which replaces `path` when the block ends.
 
-    If the block raises, what was there stays, and nothing is left of the draft.
+    If the block raises, the old content stays and the draft is removed.
     """
     draft = draft_of(path)
     shutil.rmtree(draft, ignore_errors=True)
@@ -79,5 +75,4 @@ def fsync_directory(path: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where the draft of a file or directory is written."""
     return path.with_name(f"{path.name}.draft")

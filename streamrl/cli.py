@@ -1,12 +1,13 @@
 """`streamrl`: the command line. It knows names and one-line helps; a command is imported when it is called.
 
-Every command returns its exit code (table in docs/reference/cli.md). Errors made on purpose become `error:` and `hint:`
-on stderr and the exit code of their class; anything else is a bug of streamrl: 70 and one line, with `--debug` the
-traceback.
+Every command returns its exit code (table in docs/reference/cli.md). A `StreamrlError` becomes `error:` and `hint:` on
+stderr and the exit code of its class. Any other exception is a bug of streamrl: exit code 70 and one line; `--debug`
+adds the traceback.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -14,49 +15,73 @@ from importlib import import_module
 from typing import Annotated, Any, Final, Literal
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.main import get_command, get_group
+from typing_extensions import override
 
 from streamrl.errors import ExitCode, StreamrlError, unwrap
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("init:init", "Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."),
     "up": ("up:up", "Start all roles of a run on this machine and supervise them until it is finished."),
-    "run": ("role:run_role", "Run one role in this process: what the supervisor, Ray or Kubernetes start."),
-    "status": ("status:status", "Show each role: state, pid, restarts, version, progress. Starts nothing."),
+    "run": ("role:run_role", "Run one role in this process."),
+    "status": ("status:status", "Show each role: state, pid, restarts, version, progress."),
     "lag": ("lag:lag", "Show what waits in each stream, for how long, and who holds it."),
     "logs": ("logs:logs", "Show the logs of all roles, or of some, in order of time."),
     "trace": ("groups:trace", "Show all that is known of one prompt group."),
-    "audit": ("audit:audit", "Prove that no group was lost and none was trained twice."),
+    "audit": ("audit:audit", "Check that no group was lost and none was trained twice."),
     "clean": ("clean:clean", "Remove what killed processes of a stopped run left behind."),
     "export": ("export:export", "Write a checkpoint as a Hugging Face directory."),
     "rescore": ("rescore:rescore", "Score recorded groups with another reward, and compare."),
     "version": ("version:version", "Show the versions of streamrl, Python and the packages it uses."),
     "dead": ("dead:app", "Dead letters: list, show, replay, drop."),
-    "config": ("config:app", "The configuration: show with origins, validate, JSON schema."),
+    "config": ("config:app", "Show, validate and describe the configuration."),
     "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
     "reward": ("reward:app", "Rewards: write one with its test, try it on samples; servers."),
-    "score": ("groups:app", "Scores: what the rewards said of each response of a group."),
+    "score": ("groups:app", "Scores of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
     "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }
 """Each command by name: where it is in `streamrl.commands`, and its line in `streamrl --help`."""
 
+HELP_OPTIONS: Final = ["-h", "--help"]
+
 
 def load_command(name: str) -> TyperCommand | TyperGroup:
-    """Import a command, or a group of commands."""
     place, line = COMMANDS[name]
     module, _, attribute = place.partition(":")
     target = getattr(import_module(f"streamrl.commands.{module}"), attribute)
     if isinstance(target, typer.Typer):
         group = get_group(target)
         group.name, group.help = name, line
+        tidy(group)
         return group
     single = typer.Typer(add_completion=False)
     single.command(name)(target)
     command: Any = get_command(single)
     assert isinstance(command, TyperCommand)
+    tidy(command)
     return command
+
+
+def tidy(command: Any) -> None:
+    """Prepare the help of a command, and of all below it: join the lines of a paragraph, hide internal type names."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    # The help option is made from a context and kept by the command.
+    context = command.context_class(command, help_option_names=HELP_OPTIONS)
+    for parameter in [*command.params, command.get_help_option(context)]:
+        hide_type(parameter)
+    for below in getattr(command, "commands", {}).values():
+        tidy(below)
+
+
+def hide_type(parameter: Any) -> None:
+    """Show no type for a flag (`<bool>` looks like a value), nor for an argument that has a name of its own."""
+    if getattr(parameter, "is_flag", False):
+        parameter.metavar = ""
+    elif isinstance(parameter, TyperArgument) and parameter.metavar is not None:
+        vars(parameter)["display_type_rich"] = lambda **_: None  # Typer has no setting for it
 
 
 class LazyGroup(TyperGroup):
@@ -66,8 +91,15 @@ class LazyGroup(TyperGroup):
         super().__init__(**settings)
         self.commands = {name: TyperCommand(name=name, help=line) for name, (_, line) in COMMANDS.items()}
 
+    @override
+    def get_params(self, ctx: Any) -> list[Any]:
+        found = super().get_params(ctx)
+        for parameter in found:
+            hide_type(parameter)
+        return found
+
+    @override
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Import the command that a command line names."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest
 
@@ -78,7 +110,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP_OPTIONS},
 )
 
 
@@ -123,7 +155,7 @@ def run(arguments: Sequence[str]) -> int:
     except StreamrlError as error:
         return _report(error)
     except SystemExit as end:
-        # Typer and rich make this of a broken pipe: the reader has what it wants (`streamrl logs | head`).
+        # Typer and rich turn a broken pipe into this: the reader has read enough (`streamrl logs | head`).
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,7 +173,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Run the command line of this process."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -170,7 +201,7 @@ def _report(error: StreamrlError) -> int:
 
 
 def _unexpected(error: BaseException) -> int:
-    """Report an error that is no `StreamrlError`: a wrong command line (2), or a bug (70)."""
+    """Report an error other than `StreamrlError`: a wrong command line (2), or a bug (70)."""
     render = getattr(error, "format_message", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         return int(ExitCode.USAGE)  # the help has been shown
@@ -193,7 +224,7 @@ def _unexpected(error: BaseException) -> int:
 
 
 def _comes_of_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: one that meets the making of a class, say, comes out as `RuntimeError`."""
+    """Whether Ctrl-C caused an error; during the creation of a class, for example, it comes out as `RuntimeError`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):

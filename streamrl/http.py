@@ -1,6 +1,6 @@
-"""The one place where streamrl speaks HTTP to engine servers: pooled, with deadlines, and nothing sent twice by chance.
+"""HTTP to engine servers: pooled connections, deadlines, and no request sent twice by accident.
 
-Every failure is one of few: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `BadRequest` (the
+The failures: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `BadRequest` (the
 request itself is refused), `WireError` (an answer that cannot be read). The first two are `Unreachable`, the third is a
 `DataError`.
 """
@@ -24,10 +24,10 @@ from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
-"""Bytes of one event of a stream; one that is longer is no answer to anything that streamrl asks."""
+"""Bytes of the longest event of a stream."""
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_ALIVE: Final = 2.0
-"""Shorter than any server's (uvicorn: 5): a connection that the server closes just as a request goes out loses it."""
+"""Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
 _DRAIN_SECONDS: Final = 0.5
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
@@ -42,15 +42,13 @@ class Call:
     """One HTTP request to a server.
 
     Attributes:
-        method: of HTTP.
         path: below the server's URL, with its leading slash.
         body: sent as JSON; None: no body.
-        query: of the URL.
-        repeatable: may be sent again when it is not known whether the server got it. A call that is not is sent again
-            only after an answer that says it was not carried out (503).
+        repeatable: may be sent again if the server may have got it. Other calls are sent again only after an answer
+            that says it was not carried out (503).
         missing_ok: 404 counts as an empty answer: older servers do not have the route.
-        optional: so does any other error that the server answers: it need not be able to say.
-        pooled: may go out on a connection that was used before, which the server may be about to close.
+        optional: every error answer counts as an empty one.
+        pooled: may use an old connection, which the server may be about to close.
     """
 
     method: Literal["GET", "POST"]
@@ -64,12 +62,7 @@ class Call:
 
 
 class Lost(Unreachable):
-    """No answer came.
-
-    Attributes:
-        sent: the request may have arrived; False: it certainly has not.
-        late: the connection holds, and the time was over.
-    """
+    """No answer came. `sent`: the request may have arrived. `late`: the time was over, the connection holds."""
 
     def __init__(self, message: str, hint: str = "", sent: bool = True, late: bool = False) -> None:
         super().__init__(message, hint)
@@ -78,12 +71,7 @@ class Lost(Unreachable):
 
 
 class BadAnswer(Unreachable):
-    """The server answered with an error of its own, or refuses to speak to us.
-
-    Attributes:
-        status: of HTTP.
-        rest: seconds after which it wants to be asked again (`Retry-After`); None: it does not say.
-    """
+    """The server answered with an error of its own; `rest`: seconds until it may be asked again (`Retry-After`)."""
 
     def __init__(self, message: str, hint: str = "", status: int = 500, rest: float | None = None) -> None:
         super().__init__(message, hint)
@@ -92,11 +80,7 @@ class BadAnswer(Unreachable):
 
 
 class BadRequest(DataError):
-    """The server refuses the request itself.
-
-    Attributes:
-        status: of HTTP.
-    """
+    """The server refuses the request itself."""
 
     def __init__(self, message: str, hint: str = "", status: int = 400) -> None:
         super().__init__(message, hint)
@@ -106,8 +90,8 @@ class BadRequest(DataError):
 class HttpClient:
     """A session with one server; made and used in one event loop.
 
-    `api_key` is sent as a bearer token and is in no message and no log, also where the server repeats it; `key_option`
-    is the key of the configuration that names its file. `hint` says how to mend a server that does not answer.
+    `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
+    `key_option` is the configuration key that names its file. `hint` says how to mend a server that does not answer.
     """
 
     def __init__(
@@ -132,25 +116,21 @@ class HttpClient:
         )
 
     async def close(self) -> None:
-        """Close all connections. A repeat does nothing."""
+        """A repeat does nothing."""
         await self._session.close()
 
     async def call(self, call: Call, seconds: float, *, retry: bool = True) -> Any:
-        """Send a call and return its answer: parsed JSON, text where it is none, None for an error that may be.
+        """Send a call and return its answer: parsed JSON, else text, None for an error that is allowed.
 
-        Sent again, after a pause with full jitter, when it certainly was not carried out (connection refused, 503,
-        429), and when that is not known and the call is repeatable. An error 500 is an answer and ends it.
-
-        Args:
-            call: what to send.
-            seconds: for everything, repeats and pauses included.
-            retry: False: one attempt.
+        Sent again, after a pause with full jitter, if it certainly was not carried out (connection refused, 503, 429),
+        or if that is unknown and the call is repeatable. An error 500 is an answer and ends it. `seconds` include
+        repeats and pauses; `retry=False` means one attempt.
 
         Raises:
             Lost: no answer in time.
             BadAnswer: an error answer.
             BadRequest: the server refuses the request (4xx).
-            WireError: JSON that is none, or an answer that is too long.
+            WireError: invalid JSON, or an answer that is too long.
         """
 
         async def attempt() -> Any:
@@ -169,15 +149,9 @@ class HttpClient:
     async def stream(self, call: Call, seconds: float) -> AsyncGenerator[Any, None]:
         """Send a call and yield the events of its answer, parsed; a plain JSON answer is one event.
 
-        The stream has no deadline, for bytes or for silence; its reader sets one. It is not
-        sent again once the server may have it. Closing the generator closes the connection, which aborts at the server.
-
-        Args:
-            call: what to send.
-            seconds: in which the server must stop to answer 503 and accept connections.
-
-        Raises:
-            As `call`; `Lost` also when the connection breaks off in mid-stream.
+        The stream has no deadline, for bytes or for silence; its reader sets one. `seconds` limit how long the server
+        may answer 503 or refuse connections. It is not sent again once the server may have it. Closing the generator
+        closes the connection, which aborts at the server. Errors as `call`; `Lost` also if the connection breaks.
         """
 
         async def attempt() -> aiohttp.ClientResponse:
@@ -252,7 +226,6 @@ class HttpClient:
         return bytes(body)
 
     async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
-        """Raise what an error answer means."""
         status = response.status
         if 200 <= status < 300 or (status == 404 and call.missing_ok) or (call.optional and status != 401):
             return
@@ -271,7 +244,7 @@ class HttpClient:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
             said = without(data[:1000].decode(errors="replace"), self._key)[:100]
-            raise WireError(f"{self.url} answered what is no JSON ({error}): {said!r}") from error
+            raise WireError(f"{self.url} did not answer with JSON ({error}): {said!r}") from error
 
     def _lost(self, call: Call, error: Exception) -> Lost:
         sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
@@ -282,7 +255,7 @@ class HttpClient:
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read the end of a stream, so that its connection can be used again; not for longer than that is worth."""
+    """Read the end of a stream, so that its connection can be used again; only for as long as that is worth it."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_SECONDS):
             async for _ in response.content.iter_any():
@@ -290,7 +263,7 @@ async def _drain(response: aiohttp.ClientResponse) -> None:
 
 
 class Events:
-    """Cuts a stream of bytes into the data of its server-sent events; other fields are passed over."""
+    """Cuts a stream of bytes into the data of its server-sent events; other fields are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -298,11 +271,7 @@ class Events:
         self._size = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the data of each event that has become complete.
-
-        Raises:
-            WireError: an event of more than `MAX_MESSAGE` bytes.
-        """
+        """Yield the data of each complete event; WireError for one of more than `MAX_MESSAGE` bytes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             text = line.removesuffix(b"\r")
@@ -319,16 +288,15 @@ class Events:
 
 
 def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
-    """Whether a call that failed may go out once more, after `tries` attempts."""
     if isinstance(error, BadAnswer):
         return error.status in _NOT_CARRIED_OUT
     return isinstance(error, Lost) and tries < _ATTEMPTS and (call.repeatable or not error.sent)
 
 
 def read_key(name: str, path: Path | None) -> str | None:
-    """The key in a file that the configuration's key `name` names, without white space around it; None without a file.
+    """The stripped key in the file that configuration key `name` names; None without a file.
 
-    `ConfigError`: the file cannot be read, or holds anything but one word of ASCII characters.
+    `ConfigError`: the file cannot be read, or holds anything but one ASCII word.
     """
     if path is None:
         return None
@@ -337,16 +305,16 @@ def read_key(name: str, path: Path | None) -> str | None:
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} {path} is no key: it has characters that are not ASCII") from error
+        raise ConfigError(f"{name} {path} is not a key: it has characters that are not ASCII") from error
     if not words:
         raise ConfigError(f"{name} {path} is empty", "write the key into it")
     if len(words) > 1 or not words[0].isprintable():
-        raise ConfigError(f"{name} {path} is no key: it has more than one word", "leave the key alone in it")
+        raise ConfigError(f"{name} {path} is not a key: it has more than one word", "the file must hold the key alone")
     return words[0]
 
 
 def without(text: str, secret: str | None) -> str:
-    """Text of a server for people, with `[key]` where it repeats the key that it was sent."""
+    """Text of a server for people, with `[key]` in place of the key that it was sent."""
     return text.replace(secret, "[key]") if secret else text
 
 
@@ -372,7 +340,6 @@ def _rest(said: str | None) -> float | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, without what aiohttp repeats of the address."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

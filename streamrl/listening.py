@@ -1,4 +1,4 @@
-"""Where our own HTTP servers listen: addresses, and an application at one for the length of a block."""
+"""Addresses on which streamrl's own HTTP servers listen, and serving an application for a block."""
 
 from __future__ import annotations
 
@@ -18,17 +18,10 @@ _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 
 @contextlib.asynccontextmanager
 async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
-    """Serve an application for the length of the block; yields its URL. Requests in flight end with the block.
+    """Serve an application for this block; yields its URL. Requests in flight end with the block.
 
-    Args:
-        app: the application.
-        host: address to listen on; for a wildcard the URL names this host.
-        port: 0: any free one.
-        what: is served, for the message of an error.
-        hint: how to mend an address that cannot be listened on.
-
-    Raises:
-        CannotCreate: the address cannot be listened on.
+    Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
+    the message of CannotCreate.
     """
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
     await runner.setup()
@@ -45,11 +38,7 @@ async def listen(app: web.Application, host: str, port: int, *, what: str, hint:
 
 @contextlib.contextmanager
 def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socket]:
-    """Take an address, without listening yet.
-
-    Raises:
-        ConfigError: it is taken or none, or it is no loopback address and there is no key.
-    """
+    """Take an address, without listening yet. ConfigError: it is taken, or it is not loopback and there is no key."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -70,13 +59,12 @@ def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socke
 
 
 def url_of(listening: socket.socket) -> str:
-    """Return the URL of a bound socket."""
     host, port = listening.getsockname()[:2]
     return f"http://{_literal(host)}:{port}"
 
 
 def own_address(host: str) -> str:
-    """Return `host`, or, when that is the address of another host, the one by which others reach this host."""
+    """`host`, or, if that belongs to another host, the address by which others reach this host."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
@@ -87,7 +75,6 @@ def own_address(host: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return the address under which others reach a server that listens on `host`."""
     if host not in _WILDCARDS:
         return host
     name = socket.gethostname()
@@ -100,10 +87,10 @@ def reachable(host: str) -> str:
 
 
 def _outgoing() -> str | None:
-    """The address of this host that packets to others bear; None without a network. Nothing is sent."""
+    """The address of this host in packets to others; None without a network. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an unused address
         except OSError:
             return None
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""How long to wait, and how often to try, before a dead role or engine server is restarted. Pure, without a clock."""
+"""How often, and after which pause, a dead role or engine server is restarted. Pure, without a clock."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class RestartPolicy:
 
     @classmethod
     def of(cls, config: SupervisorConfig) -> RestartPolicy:
-        """Take the limits from the configuration."""
         return cls(config.max_restarts, config.window, config.backoff, config.max_backoff)
 
     def pause(self, failures: int, jitter: float) -> float:
         """Seconds to wait after `failures` deaths in a row (1 or more), with `jitter` drawn from [0, 1).
 
-        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that what died
-        of the same cause does not restart at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
+        Full jitter: a uniform draw below min(max_backoff, backoff * 2^(failures - 1)), so that roles that died of the
+        same cause do not restart at the same moment (aws.amazon.com, "Exponential Backoff and Jitter").
         """
         exponent = min(failures - 1, 60)
         return jitter * min(self.max_backoff, self.backoff * 2.0**exponent)
@@ -36,12 +35,6 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Deaths:
-    """Deaths of one role or server, which decide the pause before each restart. All times are of one clock.
-
-    Args:
-        policy: limits.
-    """
-
     policy: RestartPolicy
     _failures: int = 0
     _ready_at: float | None = None
@@ -49,24 +42,17 @@ class Deaths:
 
     @property
     def recent(self) -> int:
-        """Deaths within the window, as of the last one."""
         return len(self._recent)
 
     def started(self) -> None:
-        """Record that it is being started."""
         self._ready_at = None
 
     def ready(self, now: float) -> None:
-        """Record that it is ready. A repeat restarts the count of healthy seconds."""
+        """A repeat restarts the count of healthy seconds."""
         self._ready_at = now
 
     def died(self, now: float, jitter: float) -> float | None:
-        """Count a death. Returns the seconds to wait before the next start, None when there were too many.
-
-        Args:
-            now: the clock.
-            jitter: from [0, 1), for the length of the pause.
-        """
+        """Count a death. Returns the seconds to wait before the next start, None after too many."""
         if self._ready_at is not None and now - self._ready_at >= HEALTHY_SECONDS:
             self._failures = 0
         self._ready_at = None

@@ -30,23 +30,17 @@ RUNS: Final = Path("runs")
 
 
 class LoadedConfig(BaseModel):
-    """A configuration with where each value came from (`default`, `preset`, `file`, `env`, `set`), by dotted key."""
-
     config: RunConfig
+    # Of each dotted key: default, preset, file, env or set.
     origins: dict[str, str]
 
 
 def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Load and check the configuration of a run.
 
-    Args:
-        path: YAML file, or None for the defaults alone.
-        overrides: `a.b=c` as given to `--set`; the value is read as YAML.
-        environ: environment; `STREAMRL_A__B=c` sets `a.b`. Defaults to the process environment.
-
-    Raises:
-        ConfigError: file missing or no YAML, unknown key (with a suggestion), wrong type, or values that do not fit
-            together; the message names the key and where its value came from.
+    `overrides` are `a.b=c` of `--set`, with YAML values; `STREAMRL_A__B=c` in `environ` (default: the process
+    environment) sets `a.b`. The message of a ConfigError names the key, the origin of its value, and a suggestion for
+    an unknown key.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -74,12 +68,11 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
 
 
 def save(loaded: LoadedConfig, path: Path) -> None:
-    """Write a resolved configuration and its origins as JSON (atomically)."""
     write_whole(path, orjson.dumps(loaded.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
 
 
 def read_saved(path: Path) -> LoadedConfig:
-    """Read what `save` wrote; `ConfigError` when the file is missing or of another version."""
+    """Read what `save` wrote; `ConfigError` if the file is missing or of another version."""
     try:
         return LoadedConfig.model_validate(_as_of_now(orjson.loads(path.read_bytes())))
     except orjson.JSONDecodeError as error:
@@ -207,7 +200,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _anchor(config: RunConfig, folder: Path) -> RunConfig:
-    """Make the paths of a run file absolute; a model is a path only when something is there."""
+    """Make the paths of a run file absolute; a model is a path only if something is there."""
 
     def served(reward: RewardModelConfig) -> RewardModelConfig:
         return reward if reward.url else reward.model_copy(update={"model": _model(reward.model, folder)})

@@ -54,7 +54,6 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
 
     @property
     def token_ids(self) -> Int32Array:
-        """Token ids, shape (prompt tokens,)."""
         return unpack_int32(self.tokens)
 
 
@@ -94,12 +93,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
     @property
     def token_ids(self) -> Int32Array:
-        """Sampled token ids, shape (completion tokens,)."""
         return unpack_int32(self.tokens)
 
     @property
     def token_logprobs(self) -> Float32Array:
-        """Log-probabilities as sampled, shape (completion tokens,)."""
         return unpack_float32(self.logprobs)
 
     @property
@@ -140,7 +137,7 @@ _decoders: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
 
 
 class _Header(msgspec.Struct):
-    """The two fields that every message has. Decoded alone, they tell a newer schema from garbage."""
+    """The two fields of every message. Decoded alone, they tell a newer schema from garbage."""
 
     type: str = ""
     v: int = SCHEMA
@@ -162,11 +159,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, kind: type[_M]) -> _M:
-    """Return the message of type `kind` in `data`.
+    """Return the message of type `kind` in `data`; nothing large is allocated before the checks.
 
-    Raises:
-        WireError: it is too large, truncated, of another type, of an unknown schema version, or breaks a rule of its
-            type. Nothing large is allocated before the checks.
+    WireError: it is too large, truncated, of another type, of an unknown schema version, or breaks a rule of its type.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes is over the limit of the wire")
@@ -181,7 +176,7 @@ def decode(data: bytes, kind: type[_M]) -> _M:
 
 
 def _reason(data: bytes, error: Exception) -> str:
-    """Say why decoding failed. A newer schema is named, because people can mend that."""
+    """A newer schema is named, because people can mend that."""
     try:
         version = _header.decode(data).v
     except (msgspec.DecodeError, RecursionError):
@@ -205,27 +200,25 @@ def utf8(text: str) -> str:
 
 
 def pack_int32(values: npt.ArrayLike) -> bytes:
-    """Pack integers (token ids) as little-endian int32."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def pack_float32(values: npt.ArrayLike) -> bytes:
-    """Pack numbers (log-probabilities) as little-endian float32."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()
 
 
 def unpack_int32(data: bytes) -> Int32Array:
-    """Read-only view of packed token ids, shape (n,)."""
+    """Read-only view, shape (n,)."""
     return np.frombuffer(data, dtype=_INT32)
 
 
 def unpack_float32(data: bytes) -> Float32Array:
-    """Read-only view of packed log-probabilities, shape (n,)."""
+    """Read-only view, shape (n,)."""
     return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def pack_frame(record: dict[str, Any]) -> bytes:
-    """Return one frame of a file of frames: a MessagePack map, which delimits itself."""
+    """One frame of a file of frames: a MessagePack map, which delimits itself."""
     data: bytes = msgpack.packb(record, use_bin_type=True)
     return data
 
@@ -247,7 +240,7 @@ def read_frames(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]
 
 
 def unpack_frames(chunks: Iterable[bytes], path: Path, longest: int) -> Iterator[dict[str, Any]]:
-    """Yield the whole frames in pieces of a file, each of at most `longest` bytes; `WireError` as `read_frames`."""
+    """Yield the whole frames in pieces of a file, each of at most `longest` bytes; errors as in `read_frames`."""
     unpacker = msgpack.Unpacker(raw=False, max_buffer_size=longest, strict_map_key=True)
     try:
         for chunk in chunks:

@@ -1,10 +1,10 @@
 """Files of closed groups: their format, and how they are read.
 
-A run keeps groups in three places: its archive, its recording (`up --rollout-only`), and scores that were made again
-(`rescored/NAME`). All are files `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the other, compressed with
-zstandard (`zstd -dc FILE` gives the maps). The first map of a file is the `Header`, the others are groups. Groups are
-added in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file. A process that died
-before it was sure of a group writes it again, so a group may be there twice.
+A run keeps groups in three places: its archive, its recording (`up --rollout-only`), and the scores of
+`streamrl rescore` (`rescored/NAME`). All are files `groups-EPOCH-PART.msgpack.zst`: MessagePack maps, one after the
+other, compressed with zstandard (`zstd -dc FILE` gives the maps). The first map of a file is the `Header`, the others
+are groups. Groups are added in blocks, each a zstandard frame of its own; a frame that a crash cut off ends the file.
+A process writes a group again if the one before it died before it was sure, so a group may be there twice.
 
 ```python
 from streamrl.archive import read_archive
@@ -52,8 +52,8 @@ _HINT: Final = "name a recording: RUN_DIR/recording of `streamrl up --rollout-on
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What all groups of a recording have in common.
 
-    `id` is that of the recording; `model` and `temperature` are those the responses were sampled with. Without
-    `logprobs` the log-probabilities were left out: zeros stand in their places, and such groups cannot be trained.
+    `id` is the recording's; responses were sampled with `model` and `temperature`. Without `logprobs` the
+    log-probabilities are zeros, and such groups cannot be trained.
     """
 
     schema: str = _SCHEMA
@@ -68,8 +68,8 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One closed group: its id in the run that made it, its prompt, and payload and score of each usable response.
 
     `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
-    `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 where
-    it is not known. A record without responses says that this version of the group is lost (`lost`).
+    `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 if
+    unknown. A record without responses says that this version of the group is lost (`lost`).
     """
 
     group_id: int = msgspec.field(name="gid")
@@ -82,7 +82,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, group: ClosedGroup) -> RecordedGroup:
-        """A group as Redis holds it; of dead samples only the cause is kept."""
+        """Of dead samples only the cause is kept."""
         return cls(
             group_id=group.group_id,
             prompt=group.prompt,
@@ -95,7 +95,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost(self) -> bool:
-        """Whether it only says that the group closed so, and that nothing more is known of it."""
+        """Whether the record only says that this version of the group is lost."""
         return not self.samples
 
     @property
@@ -107,10 +107,9 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recording_files(path: Path) -> list[Path]:
-    """The files of a recording in the order in which they were made; none when there are none.
+    """The files of a recording in the order in which they were made.
 
-    Args:
-        path: one of them, their folder, or the directory of the run that made them.
+    `path` is one of them, their folder, or the directory of the run that made them.
     """
     if path.is_file():
         return [path]
@@ -120,18 +119,15 @@ def recording_files(path: Path) -> list[Path]:
 
 
 def greatest_epoch(folder: Path) -> int:
-    """Greatest epoch that wrote a file into the folder of a recording; 0 when none did."""
+    """Greatest epoch that wrote a file into the folder of a recording; 0: none did."""
     return max((int(match[1]) for file in folder.glob("groups-*") if (match := _NAME.fullmatch(file.name))), default=0)
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a recording; None when there is no recording, or nothing in it.
-
-    Args:
-        path: as of `recording_files`.
+    """The header of a recording (`path` as of `recording_files`); None if there is no recording, or nothing in it.
 
     Raises:
-        ConfigError: a file is none of a recording, or of another version of it.
+        ConfigError: a file is not of a recording, or of another version of it.
     """
     return next((header for file in recording_files(path) if (header := _head(file)[0]) is not None), None)
 
@@ -142,9 +138,8 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
     Args:
         path: as of `recording_files`.
 
-    Raises:
-        ConfigError: a file is none of a recording, or of another recording than the first.
-        WireError: a file is damaged in the middle, or holds something else than groups.
+    Raises: ConfigError: a file is not of a recording, or of another recording than the first. WireError: a file is
+    damaged in the middle, or holds something else than groups.
     """
     first: Header | None = None
     seen: set[int] = set()
@@ -154,7 +149,9 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
             continue  # its recorder died before it wrote anything
         first = first or header
         if header.id != first.id:
-            raise ConfigError(f"{file} is of another recording than those before it", "keep each one in its folder")
+            raise ConfigError(
+                f"{file} belongs to another recording than the files before it", "keep each recording in its own folder"
+            )
         for group in groups:
             if group.group_id not in seen and not group.lost:
                 seen.add(group.group_id)
@@ -165,7 +162,7 @@ def read_file(file: Path) -> tuple[Header | None, Iterator[RecordedGroup]]:
     """Header and groups of one file as they are written there; no header: a crash left nothing in it.
 
     Raises:
-        ConfigError: it is no file of a recording, or of another version of it.
+        ConfigError: it is not a file of a recording, or of another version of it.
         WireError: while the groups are read: it is damaged in the middle, or holds something else than groups.
     """
     header, maps = _head(file)
@@ -181,13 +178,13 @@ def _groups(file: Path, maps: Iterator[dict[str, Any]]) -> Iterator[RecordedGrou
 
 
 def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
-    """The header of a file, None when a crash cut it off, and the rest of its maps."""
+    """The header of a file (None if a crash cut it off), and the rest of its maps."""
     maps = _maps(file)
     try:
         first = next(maps, None)
         header = None if first is None else msgspec.convert(first, Header)
     except (WireError, OSError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{file} is no file of a recording: {error}", _HINT) from error
+        raise ConfigError(f"{file} is not a file of a recording: {error}", _HINT) from error
     if header is not None and header.schema != _SCHEMA:
         raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
     return header, maps
@@ -202,7 +199,7 @@ def _maps(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _frames(source: BinaryIO) -> Iterator[bytes]:
-    """What is in the frames of a file, one frame after the other, so that all before a damaged one is read."""
+    """Content of the frames of a file, one after the other, so that all before a damaged one is read."""
     decompressor = zstandard.ZstdDecompressor()
     frame = decompressor.decompressobj()
     while chunk := source.read(_READ_BYTES):
@@ -215,7 +212,7 @@ def _frames(source: BinaryIO) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedSample:
-    """One response: its number in the group, what was sampled, and what the rewards said of it."""
+    """One response: its number in the group, what was sampled, and its score."""
 
     number: int
     response: wire.Sample
@@ -251,16 +248,16 @@ class ArchivedGroup:
     @property
     @deprecated("use `group_id`")
     def gid(self) -> int:
-        """The same id under its former name."""
+        """Former name of `group_id`."""
         return self.group_id
 
 
 class ArchiveReading:
     """Iterates over groups in the order in which they were written, each once; may be iterated again.
 
-    A group that stands there twice is taken as it stands there last: when Redis has lost seconds a group is generated
-    again, and the last one is the one that counted. When that one was lost, none is taken. So the files are read twice,
-    first for the ids alone. What is appended in the meantime is left out.
+    Of a group that was written twice the last version counts: if Redis has lost seconds, the group was generated again.
+    If that last version was lost, the group is left out. So the files are read twice, first for the ids alone. Groups
+    that are appended in the meantime are left out.
 
     Attributes:
         files: that are read.
@@ -292,7 +289,7 @@ class ArchiveReading:
                 self.problems.append(f"group {group.group_id}: {error.message}")
 
     def find(self, group_id: int) -> list[ArchivedGroup]:
-        """All attempts at one group, ascending; none when it is not here."""
+        """All attempts at one group, ascending."""
         self.problems.clear()
         found: dict[int, ArchivedGroup] = {}
         lost: dict[int, str] = {}
@@ -363,7 +360,6 @@ def _lost(group: RecordedGroup) -> str:
 
 
 def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
-    """Decode a group; `WireError` when a message in it is none of ours."""
     samples = tuple(
         ArchivedSample(number, wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore))
         for number, (payload, score) in zip(group.numbers, group.samples, strict=True)

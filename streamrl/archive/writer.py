@@ -10,8 +10,8 @@ archive, not the run: groups wait in memory until there is room, up to `MAX_WAIT
 counted.
 
 A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
-When that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
-that what was kept of the group before is not what counted.
+If that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
+that the archived version of the group is not the one that counted.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _TRIES: Final = 3
 class RecordingWriter:
     """Adds blocks of groups to the files of one epoch of a recorder.
 
-    Bytes are held in memory until they could be written: writing repeats at the same offset, so what failed half way is
-    simply done again by the next `sync`. No other recorder may write files of `epoch`; a file of `file_bytes` is
-    followed by the next one. `CannotCreate`: the folder or the first file cannot be made, or the file is there.
+    Bytes stay in memory until they are written: writing repeats at the same offset, so the next `sync` simply redoes
+    what failed half way. No other recorder may write files of `epoch`; a file of `file_bytes` is followed by the next
+    one. CannotCreate: the folder or the first file cannot be made, or the file exists.
     """
 
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
@@ -75,11 +75,10 @@ class RecordingWriter:
         self._open()
 
     def add(self, group: RecordedGroup) -> None:
-        """Add a group; it is written by the next `sync`."""
         self._added.append(msgspec.msgpack.encode(group))
 
     def write(self) -> None:
-        """Write all that was added as one block: a kill of this process does not take it back.
+        """Write all that was added as one block, which survives a kill of this process.
 
         `OSError`: the disk is full or broken; nothing is forgotten, call again later.
         """
@@ -93,7 +92,7 @@ class RecordingWriter:
         self._whole = self._files[-1][1]
 
     def sync(self) -> list[tuple[str, int]]:
-        """`write`, make it durable, and return the files with their sizes; errors as of `write`."""
+        """`write`, make it durable, and return the files with their sizes."""
         self.write()
         os.fsync(self._descriptor)
         links = [(str(name), int(size)) for name, size in self._files]
@@ -102,14 +101,14 @@ class RecordingWriter:
         return links
 
     def discard(self) -> None:
-        """Forget what could not be written: the file ends with its last whole block. Errors as of `write`."""
+        """The file then ends with its last whole block."""
         os.ftruncate(self._descriptor, self._whole)
         self._files[-1][1] = self._whole
         self._added.clear()
         self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
 
     def close(self) -> None:
-        """Close the file; what was not synced is gone."""
+        """What was not synced is lost."""
         os.close(self._descriptor)
 
     def _open(self) -> None:
@@ -118,7 +117,7 @@ class RecordingWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             try:
-                # Groups are retired once they are here: a crash must take back neither the file nor the folder.
+                # Groups are retired once they are here, so file and folder must survive a crash.
                 fsync_directory(self._folder)
                 fsync_directory(self._folder.parent)
             except OSError:
@@ -137,8 +136,7 @@ class RecordingWriter:
 class Archive:
     """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
 
-    All methods are for one event loop. None of them raises for a disk: it is a warning, once, and a count. `written` is
-    the number of groups that this process has written.
+    All methods are for one event loop. A failing disk raises nothing: it is a warning, once, and a count.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
@@ -182,17 +180,17 @@ class Archive:
         self._waiting += sum(map(_size, groups))
 
     async def settle(self) -> None:
-        """Return when all that was added is written, so that a kill does not take it back; after `PATIENCE` anyway."""
+        """Return when all that was added is written, and so survives a kill; after `PATIENCE` anyway."""
         if self._added or self._writing:
             await self._flush(durable=False)
 
     async def sync(self) -> None:
-        """As `settle`, and durable: a crash of the machine does not take it back either."""
+        """As `settle`, and durable: it survives a crash of the machine too."""
         if self._added or self._dirty or self._writing:
             await self._flush(durable=True)
 
     async def run(self) -> None:
-        """Write once a second, and try again what the disk refused; runs until it is cancelled."""
+        """Write once a second, and retry what the disk refused, until cancelled."""
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
             await self.sync()
@@ -209,12 +207,10 @@ class Archive:
 
     @property
     def lost(self) -> int:
-        """Groups that this process could not write, and gave up."""
         return self._crowded + self._given_up
 
     @property
     def counts(self) -> dict[str, int]:
-        """Figures for the role's record: `archived` and `archive_lost` groups; nothing when there is no archive."""
         return {"archived": self.written, "archive_lost": self.lost} if self._config.enabled else {}
 
     @property
@@ -277,13 +273,13 @@ class Archive:
         raise CannotCreate(f"{self._folder}: others make files faster than this process")
 
     def _header(self) -> Header:
-        """That of the newest file when it is the same, so that the files of a run are one recording."""
+        """The newest file's header if it is the same, so that the files of a run are one recording."""
         config = self._run
         there: Header | None = None
         for file in recording_files(self._folder):
             try:
                 there = read_header(file) or there
-            except ConfigError as error:  # a damaged file is no reason to keep nothing more
+            except ConfigError as error:  # archive new groups in spite of a damaged file
                 logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
         here = Header(
             id=uuid.uuid4().hex,
@@ -326,7 +322,6 @@ class Archive:
             self._writer.close()
 
     def _complain(self, error: str) -> None:
-        """Warn once per outage."""
         if not self._refused:
             extra: dict[str, Any] = {"folder": str(self._folder), "error": error, "lost": self.lost}
             logger.warning("the archive cannot be written", extra={**extra, "hint": "make room: the run goes on"})
@@ -334,7 +329,7 @@ class Archive:
 
 
 def without_logprobs(group: RecordedGroup) -> RecordedGroup:
-    """The group with zeros in the place of its log-probabilities; bytes that are no response stay as they are."""
+    """The group with zeros for its log-probabilities; bytes that are no response stay as they are."""
 
     def stripped(payload: bytes) -> bytes:
         try:
@@ -348,7 +343,7 @@ def without_logprobs(group: RecordedGroup) -> RecordedGroup:
 
 
 def _digest(group: ClosedGroup) -> bytes:
-    """What tells a group from another one that closed under its id; lengths keep two messages apart."""
+    """Tells groups apart that closed under one id; lengths keep the two messages apart."""
     found = hashlib.blake2b(digest_size=16)
     for number, messages in sorted(group.samples.items()):
         for message in messages:
@@ -358,7 +353,6 @@ def _digest(group: ClosedGroup) -> bytes:
 
 
 def _number(records: Sequence[RecordedGroup]) -> int:
-    """Groups among the records; records of lost ones do not count."""
     return sum(not record.lost for record in records)
 
 

@@ -25,7 +25,7 @@ from streamrl.wire import Prompt
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ROWS_AT_ONCE: Final = 512
-"""Rows of one row group of Parquet: what is held in memory."""
+"""Rows of one row group of Parquet; so many are held in memory."""
 _ARRAYS: Final = ("prompt_tokens", "tokens", "logprobs")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -46,7 +46,7 @@ RowFormat = Literal["jsonl", "parquet"]
 def ls(run: RunOption = None, source: FromOption = None, json: JsonOption = False) -> int:
     """List the files of an archive: size, groups, samples, times. Exit code 1 if one is damaged.
 
-    The run may be writing the archive meanwhile.
+    The run may go on writing the archive.
     """
     path = source or find_run(run).path
     files = [
@@ -100,17 +100,17 @@ def export(
     run: RunOption = None,
     source: FromOption = None,
     kind: Annotated[
-        RowFormat | None, typer.Option("--format", help="If left out: parquet for FILE.parquet, else JSON lines.")
+        RowFormat | None, typer.Option("--format", help="Left out: parquet for FILE.parquet, else JSON lines.")
     ] = None,
     since: SinceOption = None,
     evaluation: EvalOption = False,
     tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="With token ids and log-probabilities.")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: JsonOption = False,
 ) -> int:
     """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
 
-    A response that died has its cause and no score. Parquet needs pyarrow. Exit code 1 if the rest of a damaged file
+    A response that failed has a cause and no score. Parquet needs pyarrow. Exit code 1 if the rest of a damaged file
     could not be read.
     """
     path = None if out == "-" else Path(out)
@@ -132,15 +132,11 @@ def export(
 
 
 def later_than(groups: ArchiveReading, since: float) -> Iterator[ArchivedGroup]:
-    """The groups that were archived at or after `since`; all of them for 0."""
     return (group for group in groups if group.at >= since)
 
 
 def since_of(text: str | None, now: float | None = None) -> float:
-    """What `--since` says, in seconds since 1970; 0 for None.
-
-    `90s`, `30m`, `2h`, `1d` before now, or a date with or without a time (ISO 8601, local time without a zone).
-    """
+    """Seconds since 1970 of `--since`: `30m`, `2h`, `1d` before now, or an ISO 8601 date (here local time)."""
     if text is None:
         return 0.0
     value = text.strip()
@@ -155,13 +151,12 @@ def since_of(text: str | None, now: float | None = None) -> float:
 
 
 def note_problems(reading: ArchiveReading) -> None:
-    """Say on stderr what of an archive could not be read."""
     for problem in reading.problems:
         output.note(f"warning: {problem}")
 
 
 def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
-    """The rows of one group in the order of its responses; a dead response has a cause and no score."""
+    """In the order of the responses; a dead response has a cause and no score."""
     shared = _shared(group)
     found: dict[int, dict[str, Any]] = {
         number: {**shared, "sample": number, "cause": why} for number, why in group.causes.items()
@@ -213,7 +208,7 @@ def _shared(group: ArchivedGroup) -> dict[str, Any]:
 def export_rows(
     groups: Iterable[ArchivedGroup], out: Path | None, kind: RowFormat, *, tokens: bool, force: bool
 ) -> int:
-    """Write the rows of groups to a file, or to stdout (None), and return their number. A failure leaves nothing."""
+    """Write rows to a file, or to stdout (None), and return their number. A failure leaves no file."""
     rows = (row for group in groups for row in rows_of(group, tokens=tokens))
     if out is None:
         return _to_jsonl(rows, lambda line: sys.stdout.write(line.decode()))

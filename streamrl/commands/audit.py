@@ -18,14 +18,13 @@ COUNTS = ("admitted", "trained", "dropped", "dead", "evaluated", "live", "lost",
 
 
 def audit(run: RunOption = None, json: JsonOption = False) -> int:
-    """Prove that no group was lost and none was trained twice. Exit code 1 if that cannot be proved."""
+    """Check that no group was lost and none was trained twice. Exit code 1 if that cannot be proved."""
     found = asyncio.run(audit_run(find_run(run)))
     output.answer("streamrl.audit/1", msgspec.to_builtins(found), _lines(found), json=json)
     return int(ExitCode.OK if found.proved else ExitCode.FAILURE)
 
 
 async def audit_run(run: RunDirectory) -> Audit:
-    """Audit a run, live or stopped."""
     async with ledgers_to_look(run) as opened:
         return await run_audit(run.config, run.path, opened)
 

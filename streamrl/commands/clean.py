@@ -16,7 +16,7 @@ from streamrl.runtime.launch import supervisor_lock, sweep
 def clean(run: RunOption = None, json: JsonOption = False) -> int:
     """Remove what killed processes of a stopped run left behind: shared memory, temporary files, a Redis server.
 
-    What the run needs to go on stays. Exit code 78 while roles of the run are alive.
+    What the run needs to be resumed stays. Exit code 78 while roles of the run are alive.
     """
     target = find_run(run)
     with supervisor_lock(target.path):
@@ -28,7 +28,7 @@ def clean(run: RunOption = None, json: JsonOption = False) -> int:
 
 
 async def _refuse_while_roles_live(run: RunDirectory) -> None:
-    """Refuse while a role is alive. If a foreign Redis does not answer, that cannot be known, and is an error."""
+    """Refuse while a role is alive; a foreign Redis that does not answer is an error, as roles may be alive."""
     async with live(run) as connection:
         alive = sorted((await take(connection, run.name)).roles) if connection is not None else []
     if alive:

@@ -40,7 +40,7 @@ def show(
     if file is not None and run is not None:
         raise UsageError("name a run file or --run, not both")
     if run is not None and overrides:
-        raise UsageError("--set changes a run file, not a run that is there", "leave out --run or --set")
+        raise UsageError("--set changes a run file, not an existing run", "leave out --run or --set")
     loaded = read_saved(run / "run.json") if run is not None else load(file, overrides or [])
     values = without_secrets(loaded)
     rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]
@@ -89,7 +89,7 @@ def validate(file: RunFile = None, overrides: SetOption = None, json: JsonOption
 def configuration(
     file: Path | None, run: Path | None, overrides: Sequence[str], *, resume: bool
 ) -> tuple[LoadedConfig, Path | None]:
-    """The configuration that `up` takes (`run.yaml` where no file is named), and the directory that was named."""
+    """The configuration that `up` takes (`run.yaml` if no file is named), and the named directory."""
     if file is None and resume:
         if overrides:
             raise UsageError("--set changes a run file: name it", "streamrl up RUN.yaml --resume --set ...")
@@ -106,7 +106,6 @@ def configuration(
 
 
 def write_checks(checks: Sequence[Check]) -> None:
-    """One line for each check."""
     for check in checks:
         output.write(f"check  {check.name}: {check.found if check.error is None else f'FAILED: {check.error.message}'}")
 
@@ -119,7 +118,7 @@ def schema() -> int:
 
 
 def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
-    """The configuration as JSON values; a password in `redis.url` is not shown."""
+    """The configuration as JSON values, without a password in `redis.url`."""
     values = loaded.config.model_dump(mode="json")
     if values["redis"]["url"] is not None:
         values["redis"]["url"] = redact(values["redis"]["url"])
@@ -127,7 +126,7 @@ def without_secrets(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def origin_of(loaded: LoadedConfig, key: str) -> str:
-    """Origin of a dotted key; a value inside a list or mapping that was set whole has the origin of that."""
+    """Origin of a dotted key; a value inside a list or mapping has the origin of that list or mapping."""
     while key:
         if key in loaded.origins:
             return loaded.origins[key]

@@ -33,9 +33,9 @@ Letters = Annotated[list[str], typer.Argument(metavar="ID", help="Ids as `dead l
 def ls(
     run: RunOption = None,
     limit: Annotated[
-        int, typer.Option("-n", "--lines", min=1, help="Show at most so many causes; with --each letters.")
+        int, typer.Option("-n", "--lines", metavar="N", min=1, help="Show at most N causes (with --each: letters).")
     ] = 100,
-    each: Annotated[bool, typer.Option("--each", help="One by one, newest first.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="List letters one by one instead of by cause.")] = False,
     evaluation: EvalOption = False,
     json: JsonOption = False,
 ) -> int:
@@ -67,7 +67,7 @@ def _letter_line(letter: DeadLetter) -> str:
 
 
 def _cause_data(cause: DeadCause) -> dict[str, Any]:
-    """Dead letters of one cause as plain data; `id` is the newest letter with a traceback, times are seconds."""
+    """`id` is the newest letter with a traceback, times are seconds since 1970."""
     newest = cause.newest
     return {
         "why": newest.why,
@@ -81,7 +81,6 @@ def _cause_data(cause: DeadCause) -> dict[str, Any]:
 
 
 def _cause_lines(cause: DeadCause) -> list[str]:
-    """A cause with its newest traceback."""
     first, last = cause.letters[0], cause.letters[-1]
     counts = [(cause.groups, "group", "groups"), (cause.samples, "sample", "samples")]
     dead = ", ".join(_counted(count, one, many) for count, one, many in counts if count)
@@ -118,7 +117,7 @@ def show(
 
 @app.command("replay")
 def replay(letters: Letters, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
-    """Admit dead groups again as the budget has room: they are generated and scored anew.
+    """Admit dead groups again when the budget has room: they are generated and scored anew.
 
     Exit code 1 if one of them cannot be admitted again.
     """
@@ -168,7 +167,7 @@ def drop(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Delete dead letters for good. A whole group then counts as dropped."""
+    """Delete dead letters for good. A group that is dead as a whole then counts as dropped."""
     target = find_run(run)
     if not yes and not _confirmed(letters):
         return int(ExitCode.FAILURE)
@@ -178,17 +177,16 @@ def drop(
 
 
 async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int]]:
-    """The dead letters, and the groups that wait to be admitted again."""
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         return await ledger.dead_letters(), list(await ledger.queued_replays())
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:
-    """Queue the groups, and admit as many as there is room for: the run may have no feeder at the moment.
+    """Queue the groups, and admit as many as there is room for: the run may have no feeder now.
 
-    Held-out groups have no staleness to keep within, so there is room for all of them. They are not queued: the feeder
-    reads the training queue only, so a queued held-out group would wait forever.
+    Held-out groups have no staleness limit, so there is room for all of them. They are not queued: the feeder reads the
+    training queue only, so a queued held-out group would wait forever.
     """
     async with ledgers(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
@@ -211,7 +209,7 @@ async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool
 
 
 def _dead_groups(letters: Sequence[DeadLetter]) -> list[int]:
-    """The groups that are dead as a whole; says what is left out."""
+    """The groups that are dead as a whole; notes what is left out."""
     group_ids = dict.fromkeys(letter.group_id for letter in letters if letter.sample is None)
     alone = sum(letter.group_id not in group_ids for letter in letters)
     if alone:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamrl.producers.examination import Finding
 
 _SERVES: Final = frozenset({"ready", "leaving"})
-# What a run file must have and a server does not use; small, so that no check of a run's sizes gets in the way.
+# Keys that a run file must have and a server does not use; small values, so that the checks of sizes pass.
 _UNUSED: Final = (
     "max_staleness=0",
     "learner.groups_per_step=1",
@@ -44,13 +44,13 @@ def install(
     kind: Annotated[ServerKind, typer.Argument(metavar="vllm|sglang", help="Which engine.")],
     cpu: Annotated[
         bool | None,
-        typer.Option("--cpu/--gpu", help="For which kind of machine; if left out, --gpu where there is an NVIDIA GPU."),
+        typer.Option("--cpu/--gpu", help="For which kind of machine; left out: --gpu if there is an NVIDIA GPU."),
     ] = None,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Folder of the environment; .engines/KIND if left out.")
     ] = None,
 ) -> int:
-    """Make the virtual environment of an engine. A repeat finishes one that is incomplete.
+    """Make the virtual environment of an engine. A repeat completes an unfinished one.
 
     Progress goes to stderr, the folder to stdout.
     """
@@ -87,7 +87,7 @@ def check(
     need_packages("the check", "torch", "transformers", "safetensors")
     from streamrl.producers.examination import Examination
 
-    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # what is killed and refused here is so on purpose
+    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # the check kills and refuses things on purpose
 
     def heard(finding: Finding) -> None:
         if not json:
@@ -141,7 +141,7 @@ def add(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Add a server to a run, also one that was removed. It gets the newest weights, then prompts."""
+    """Add a server, or put a removed one back. It gets the newest weights, then prompts."""
     target = find_run(run)
     _expect_servers(target)
     name = url.rstrip("/")
@@ -173,7 +173,9 @@ def serve(
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; any but loopback needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: any free one.")] = 8100,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0: any free one.")
+    ] = 8100,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the key that requests must carry.")
     ] = None,
@@ -183,7 +185,7 @@ def serve(
 ) -> int:
     """Serve a model with the Hugging Face engine until SIGTERM, for runs with engine.kind hf and engine.url.
 
-    The URL goes to stderr when requests are taken.
+    When the server is ready, its URL is printed to stderr.
     """
     need_packages("the server", "torch", "transformers", "safetensors")
     from streamrl.http import read_key
@@ -226,7 +228,6 @@ def _expect_servers(run: RunDirectory) -> None:
 
 
 def _managed(run: RunDirectory) -> list[str]:
-    """The names of the servers that the replicas of this run start."""
     if not run.config.engine.managed:
         return []
     numbers = range(run.config.engine.servers)
@@ -234,7 +235,6 @@ def _managed(run: RunDirectory) -> list[str]:
 
 
 async def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """All servers that a replica reports, that the configuration names, or that were added, with what is known."""
     async with ledgers_to_look(run) as opened:
         enlisted, reports = await asyncio.gather(opened.servers.enlisted(), opened.servers.reports())
     nothing = {"state": "down", "version": 0, "in_flight": 0, "limit": 0, "cache_use": 0.0, "lives": 0, "why": ""}

@@ -21,9 +21,7 @@ from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_su
 def finish(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run, write its summary and its picture, print the table; returns whether the audit holds.
 
-    Raises:
-        StreamrlError: as `write_summary`; or, after all is shown, that versions could not be measured.
-        Refused: nothing was trained, and groups are dead.
+    A failure to measure the versions is raised only after everything is shown.
     """
     found = asyncio.run(audit_run(find_run(run_dir)))
     names = ("admitted", "trained", "dropped", "dead", "evaluated", "dead_samples")
@@ -42,11 +40,7 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
 
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:
-    """Audit the run and say what was recorded; returns whether the audit holds.
-
-    Raises:
-        Refused: as of `expect_some`.
-    """
+    """Audit the run and print what was recorded; returns whether the audit holds."""
     found = asyncio.run(audit_run(find_run(run_dir)))
     files = recording_files(run_dir / FOLDER)
     written = size(sum(file.stat().st_size for file in files))
@@ -68,11 +62,7 @@ def finish_recording(config: RunConfig, run_dir: Path) -> bool:
 
 
 def expect_some(done: str, found: Audit, run_dir: Path) -> None:
-    """See that a run has not come to its end because all its groups died.
-
-    Raises:
-        Refused: nothing was `done` (trained, recorded), and groups are dead; the message names the cause.
-    """
+    """Raise Refused, with the cause, if nothing was trained or recorded (`done`) because all groups died."""
     if found.dead and not found.trained and found.proved:
         raise Refused(
             f"nothing was {done}: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
@@ -83,7 +73,6 @@ def expect_some(done: str, found: Audit, run_dir: Path) -> None:
 
 
 async def most_died_of(run: RunDirectory) -> str:
-    """The most frequent cause of the dead letters of training prompts, in words."""
     async with ledgers(run) as opened:
         letters = await opened.train.dead_letters()
     causes = by_cause([letter for letter in letters if letter.sample is not None] or letters)
@@ -91,7 +80,6 @@ async def most_died_of(run: RunDirectory) -> str:
 
 
 def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit) -> None:
-    """Print the table, the places of the files and the next three commands."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -119,7 +107,6 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and value of each line of the table."""
     groups = " / ".join(str(summary[f"groups_{name}"]) for name in ("admitted", "trained", "dropped", "dead"))
     sampled = percent(summary["share_of_tokens_sampled_during_learner_steps"])
     return [

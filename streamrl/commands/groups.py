@@ -28,13 +28,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
-    """Show all that is known of one prompt group, in Redis and in the run's files. Exit code 1 if nothing is known."""
+    """Show all that is known of one prompt group, in Redis and in the run's files.
+
+    Exit code 1 if nothing is known of the group.
+    """
     target = find_run(run)
     known, state = asyncio.run(_known(target, group, evaluation=evaluation))
     found = {"group": group, "evaluation": evaluation, "letters": [], "record": None, **known}
     record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
     if record is not None:
-        # The disk is the truth for what was trained; Redis may have been set back since.
+        # The disk decides what was trained: Redis may have lost its newest state since.
         found["record"] = record
         if found["state"] in ("unknown", "retired"):
             found["state"] = "evaluated" if evaluation else "trained"
@@ -47,13 +50,16 @@ def show(
     group: GroupArgument,
     run: RunOption = None,
     evaluation: EvalOption = False,
-    width: Annotated[int, typer.Option("--width", min=10, help="Show at most so many characters of a text.")] = 200,
+    width: Annotated[
+        int, typer.Option("--width", metavar="N", min=10, help="At most N characters of each text.")
+    ] = 200,
     json: JsonOption = False,
 ) -> int:
-    """Show each response of a group: text, score, parts, seconds, or why it died. Exit code 1 if nothing is kept of it.
+    """Show each response of a group: text, score, parts, seconds, or why it died.
 
-    A live group is read from Redis, a later one from the archive (archive.enabled) or the recording of the run. Scores
-    that `streamrl rescore` made are shown beside the first ones. --json shows the whole texts.
+    A live group is read from Redis, an older one from the archive (archive.enabled) or the recording of the run. Scores
+    of `streamrl rescore` are shown beside the original ones. --json shows the whole texts. Exit code 1 if nothing is
+    known of the group.
     """
     found = _scores(find_run(run), group, evaluation=evaluation)
     output.answer("streamrl.score/1", found, _score_lines(found, width), json=json)
@@ -61,7 +67,6 @@ def show(
 
 
 async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple[dict[str, Any], LedgerState]:
-    """What the ledger knows of a group, as plain data, and the state of the ledger."""
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         known, state = await ledger.trace(group_id), await ledger.state()
@@ -77,7 +82,7 @@ async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple
 
 
 def _trained(run_dir: Path, group_id: int, state: LedgerState) -> dict[str, Any] | None:
-    """The durable record of a group that today's weights were trained on."""
+    """The durable record of a group that the current weights were trained on."""
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.lineage import read_record
 
@@ -98,7 +103,7 @@ def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
 
 
 def _scores(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
-    """The responses of a group: from the ledger while it is live there, else from the archive."""
+    """The responses of a group: from the ledger while it is live, else from the archive."""
     try:
         known, _ = asyncio.run(_known(run, group_id, evaluation=evaluation))
     except StreamrlError as error:
@@ -120,7 +125,7 @@ def _scores(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, 
 
 
 def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> dict[str, Any]:
-    """The newest archived attempt at a group, with the fields of a live one; empty when there is none."""
+    """The newest archived attempt at a group, with the fields of a live one; empty if there is none."""
     files = archive_files(run_dir, evaluation=evaluation)
     reading = ArchiveReading(files)
     attempts = reading.find(group_id)
@@ -144,7 +149,7 @@ def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> dict[str, An
 
 
 def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: bool) -> dict[str, dict[str, Any]]:
-    """Scores that were made again of this attempt at the group, by the name of the set: sample to score and parts."""
+    """Later scores of this attempt at the group, by the name of the set: sample to score and parts."""
     found: dict[str, dict[str, Any]] = {}
     folders = sorted((run_dir / RESCORED).iterdir()) if (run_dir / RESCORED).is_dir() else []
     for folder in folders:
@@ -160,7 +165,7 @@ def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: 
 
 
 def prompt_data(data: bytes | None) -> dict[str, Any] | None:
-    """A prompt as plain data; `{"unreadable": why}` for bytes that are no prompt."""
+    """A prompt as plain data; `{"unreadable": why}` for invalid bytes."""
     if data is None:
         return None
     try:
@@ -177,7 +182,6 @@ def prompt_data(data: bytes | None) -> dict[str, Any] | None:
 
 
 def _sample_data(number: int, parts: _Parts) -> dict[str, Any]:
-    """One response of a group: what was sampled by which versions, what the rewards said, or why it is dead."""
     payload, score, cause = parts[0].get(number), parts[1].get(number), parts[2].get(number)
     found: dict[str, Any] = {"sample": number}
     try:
@@ -200,7 +204,6 @@ def _sample_data(number: int, parts: _Parts) -> dict[str, Any]:
 
 
 def parts_line(parts: dict[str, float]) -> str:
-    """What each reward said, on one line."""
     return "  ".join(f"{printable(name)} {value:g}" for name, value in parts.items())
 
 
@@ -221,7 +224,6 @@ def letter_data(letter: DeadLetter) -> dict[str, Any]:
 
 
 def letter_line(letter: dict[str, Any]) -> str:
-    """One dead letter, as `letter_data` has it, among what is known of its group."""
     who = "group" if letter["sample"] is None else f"sample {letter['sample']}"
     return f"dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})"
 

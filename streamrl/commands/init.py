@@ -22,21 +22,20 @@ FILES: Final = {
     },
     "sort": {"run.yaml": "sort.yaml.txt"},
 }
-"""Files of each template, by name."""
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the files; made when missing.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if missing.")] = Path(),
     template: Annotated[
         Literal["own", "sort"],
         typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),
     ] = "own",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> int:
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
 
-    Nothing is written when one of the files is there already, unless --force is given. --template sort also makes a
-    small model and its prompts in DIR/cache, in about a minute: that run needs neither network nor GPU.
+    Nothing is written if one of the files exists, unless --force is given. --template sort also trains a small model
+    and writes its prompts to DIR/cache, in about a minute; that run needs neither network nor GPU.
     """
     files = FILES[template]
     there = [name for name in files if (folder / name).exists()]
@@ -58,10 +57,7 @@ def init(
 
 
 def _make_sort_task(folder: Path) -> None:
-    """Make the model and the prompts of the sort task: a minute of training on a laptop, shown on stderr.
-
-    In a process of its own: the command line never imports torch.
-    """
+    """Train the model of the sort task in a process of its own, because the command line never imports torch."""
     if (folder / "cache").exists():
         output.note(f"the model and the prompts are in {folder / 'cache'} already")
         return

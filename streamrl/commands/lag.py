@@ -1,4 +1,4 @@
-"""`streamrl lag`: what waits where, for how long, and who holds what."""
+"""`streamrl lag`: what waits in each stream, for how long, and which roles hold it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lag(
 ) -> int:
     """Show what waits in each stream, for how long, and who holds it.
 
-    Rates need two snapshots: use --watch.
+    Rates (IN/s, OUT/s) need two readings: use --watch.
     """
     if warn is not None and crit is not None and warn > crit:
         raise UsageError(f"--warn {warn} is over --crit {crit}")

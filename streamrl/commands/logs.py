@@ -1,4 +1,4 @@
-"""`streamrl logs`: logs of the roles and of the engine servers they start, merged in order of time, and followed."""
+"""`streamrl logs`: logs of the roles and of the engine servers they start, merged by time, and followed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEAD: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class PrintedLine:
-    """One line: role, time in seconds since 1970 (without one, that of the line before), the record."""
+    """One line; `at` is in seconds since 1970 (without a time, that of the line before)."""
 
     role: str
     at: float
@@ -37,8 +37,6 @@ class PrintedLine:
 
 
 class LogFile:
-    """The log of one role, or the plain text of one engine server (`rollout.0.server0.log`)."""
-
     def __init__(self, path: Path) -> None:
         self.role = _name(path)
         self._server = ".jsonl" not in path.name
@@ -46,7 +44,6 @@ class LogFile:
         self._at = 0.0
 
     def read(self) -> Iterator[PrintedLine]:
-        """Yield the lines that came since the last call."""
         for line in self._tail.read():
             record = server_record(line, time.time()) if self._server else line
             at = record.get("at", record.get("time"))
@@ -87,7 +84,7 @@ def logs(
 
 
 def _wanted(folder: Path, roles: Sequence[str]) -> list[Path]:
-    """Files of the roles, each with its replicas and with the servers of those."""
+    """Files of the roles, with those of their replicas and servers."""
     paths = sorted(path for pattern in ("*.jsonl", "*.log") for path in folder.glob(pattern))
     if not roles:
         return paths
@@ -95,7 +92,7 @@ def _wanted(folder: Path, roles: Sequence[str]) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Name of what writes a file, also of a file that was rotated: `rollout.0`, `rollout.0.server0`."""
+    """Name of the writer of a file, rotated or not: `rollout.0`, `rollout.0.server0`."""
     return path.name.removesuffix(".1").removesuffix(".jsonl").removesuffix(".log")
 
 
@@ -120,9 +117,9 @@ def _show(line: PrintedLine, width: int, *, json: bool) -> None:
 
 
 def server_record(record: dict[str, Any], now: float) -> dict[str, Any]:
-    """Return a record with the time and level that its text tells, and its text without colours.
+    """A record with the time and level in its text, and the text without colours.
 
-    One with a time of its own is returned as it is. A stamp without a year is the last such day before tomorrow.
+    A record with a time of its own is returned as it is. A stamp without a year is the last such day before tomorrow.
     """
     if "at" in record or "event" not in record:
         return record

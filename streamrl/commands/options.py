@@ -14,9 +14,11 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON envelope to stdout (docs/reference/json.md).")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object (page JSON output of the documentation).")
+]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")]
-EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between repeats.")]
+EveryOption = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Pause between repeats.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. learner.lr=1e-6.")
 ]
@@ -26,7 +28,7 @@ RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run fi
 
 
 def expect_server_url(url: str, hint: str) -> None:
-    """See that an argument is the URL of a server, without a password; `hint` says where the key belongs."""
+    """Raise UsageError unless `url` is a server's URL without a password; `hint` says where the key belongs."""
     parts = urlparse(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UsageError(f"{url!r} is not the URL of a server", "write http://HOST:PORT")
@@ -35,6 +37,5 @@ def expect_server_url(url: str, hint: str) -> None:
 
 
 def change_line(server: str, *, present: bool, changed: bool) -> str:
-    """What `add` and `remove` say of a server."""
     done = "added" if present else "removed"
     return f"{server} {done}" if changed else f"{server} was {done} before"

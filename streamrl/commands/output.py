@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 
 Colour = Literal["auto", "always", "never"]
 
-_WIDE: Final = 200  # columns where there is no terminal: a table in a file or a pipe is never cut
+_WIDE: Final = 200  # columns without a terminal, so that a table in a file or a pipe is never cut
 _NOTE_SECONDS: Final = 10.0
 _DRAW_SECONDS: Final = 0.2
 _chosen: list[Colour] = ["auto"]
 
 
 def choose_colour(colour: Colour) -> None:
-    """Remember `--color` for every console of this process."""
     _chosen[0] = colour
 
 
 def wants_colour(stream: Any) -> bool:
-    """Whether colour goes to `stream`: `--color` first, then NO_COLOR and TERM=dumb, then whether it is a terminal."""
+    """`--color` first, then NO_COLOR and TERM=dumb, then whether `stream` is a terminal."""
     if _chosen[0] != "auto":
         return _chosen[0] == "always"
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
@@ -37,7 +36,7 @@ def wants_colour(stream: Any) -> bool:
 
 
 def console(stream: Any = None) -> Console:
-    """A rich console on `stream` (stdout when None); wide and plain when it is no terminal."""
+    """A rich console on `stream` (default: stdout); wide and plain if it is no terminal."""
     from rich.console import Console
 
     stream = sys.stdout if stream is None else stream
@@ -54,15 +53,7 @@ def console(stream: Any = None) -> Console:
 
 
 def envelope(schema: str, data: Any) -> bytes:
-    """The one JSON answer of all reading commands.
-
-    Args:
-        schema: name and version, as documented in docs/reference/json.md: `streamrl.lag/1`.
-        data: dataclasses, dicts, lists, numbers, strings.
-
-    Returns:
-        `{"schema": ..., "at": seconds since 1970, "data": ...}` on one line, without the newline.
-    """
+    """One line of JSON: `{"schema": ..., "at": seconds since 1970, "data": ...}`; see docs/reference/json.md."""
     return orjson.dumps(
         {"schema": schema, "at": time.time(), "data": data},
         default=_plain,
@@ -79,12 +70,11 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(schema: str, data: Any) -> None:
-    """Write one envelope and a newline to stdout, at once (a reader at the other end of a pipe sees whole lines)."""
     write(envelope(schema, data).decode())
 
 
 def answer(schema: str, data: Any, lines: Iterable[str], *, json: bool) -> None:
-    """Write what a command found: one envelope with `--json`, else these lines, which are made only then."""
+    """Write one envelope with `--json`, else the lines, which are made only then."""
     if json:
         write_json(schema, data)
     else:
@@ -93,13 +83,12 @@ def answer(schema: str, data: Any, lines: Iterable[str], *, json: bool) -> None:
 
 
 def write(text: str) -> None:
-    """Write a line to stdout and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table; the first row is the heading."""
+    """The first row is the heading."""
     from streamrl.monitor.lines import printable
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -109,7 +98,6 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def note(text: str) -> None:
-    """Write a line of diagnostics to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -131,13 +119,13 @@ class ProgressLine:
             note("")
 
     def say(self, text: str) -> None:
-        """Write a line of its own, in the place of the one that changes."""
+        """Write a line of its own, in place of the changing one."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
         note(text)
 
     def show(self, text: str, *, last: bool = False) -> None:
-        """Show how far it is, unless that was shown a moment ago; the last state always."""
+        """Show the progress, unless it was shown a moment ago; the last state always."""
         now = time.monotonic()
         if now < self._next and not last:
             return

@@ -47,16 +47,21 @@ RewardOption = Annotated[
     typer.Option(
         "--reward",
         metavar="REWARD",
-        help="Built-in name, module:Name, or a name in the run or --file; if left out, all.",
+        help="Built-in name, module:Name, or a name from the run file; left out: all its rewards.",
     ),
 ]
 ConcurrencyOption = Annotated[
-    int, typer.Option("--concurrency", min=1, help="Responses at a time; groups where the reward compares.")
+    int,
+    typer.Option(
+        "--concurrency", metavar="N", min=1, help="Responses (or groups, if the reward compares) scored at once."
+    ),
 ]
 ThresholdOption = Annotated[
-    float, typer.Option("--threshold", help="A response above this counts as right, for `same side`.")
+    float, typer.Option("--threshold", metavar="SCORE", help='A score above this counts as right in "same side".')
 ]
-DropOption = Annotated[bool, typer.Option("--drop-failed", help="Write groups that lost responses to failures too.")]
+DropOption = Annotated[
+    bool, typer.Option("--drop-failed", help="Also write groups in which a response failed, without it.")
+]
 PictureOption = Annotated[
     Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
 ]
@@ -75,11 +80,13 @@ def rescore(
     since: SinceOption = None,
     evaluation: EvalOption = False,
     concurrency: ConcurrencyOption = 16,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many groups.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="At most N groups.")] = None,
     threshold: ThresholdOption = 0.5,
-    differ: Annotated[int, typer.Option("--differ", min=0, help="Responses to show that differ most.")] = 10,
+    differ: Annotated[
+        int, typer.Option("--differ", metavar="N", min=0, help="How many responses to show whose rank differs most.")
+    ] = 10,
     drop_failed: DropOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Throw away the scores of this name first.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Discard existing scores of this name.")] = False,
     picture: PictureOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -87,8 +94,8 @@ def rescore(
 
     Example: `streamrl rescore --reward my_rewards:Stricter --into strict --since 2h`. The run is not changed. The new
     scores are a recording, RUN_DIR/rescored/NAME: `--from` reads it, and `streamrl up --train-only` trains it. A repeat
-    goes on where the last call stopped, and tries again what failed. A sample that the reward fails on is listed and
-    gets no new score, never a 0. Exit code 1 if there was one, or if groups could not be read.
+    continues where the last call stopped, and retries what failed. A sample on which the reward fails is listed and
+    gets no new score, never a 0. Exit code 1 if a sample failed, or if groups could not be read.
     """
     _check(into, threshold, picture)
     target = find_run(run)
@@ -127,7 +134,7 @@ def rescore(
 
 
 def _check(into: str, threshold: float, picture: Path | None) -> None:
-    """Find mistakes of the command line before anything is opened."""
+    """Before anything is opened."""
     if not _NAME.fullmatch(into):
         raise UsageError(f"--into {into} is not a valid name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(threshold):
@@ -150,7 +157,7 @@ def _on(progress: output.ProgressLine) -> Callable[[RescoreResult], None]:
 
 
 def scoring_of(scorer: PatientScorer, concurrency: int) -> ScoreGroup:
-    """How a scorer scores a group: sample by sample, or whole where a reward compares; so many calls at a time."""
+    """Score a group sample by sample, or whole if a reward compares; `concurrency` calls at a time."""
     slots = asyncio.Semaphore(concurrency)
 
     async def once(samples: Sequence[RewardSample]) -> list[wire.SampleScore | StreamrlError]:
@@ -172,7 +179,7 @@ def scoring_of(scorer: PatientScorer, concurrency: int) -> ScoreGroup:
 
 
 def _about(config: RunConfig, source: Path) -> dict[str, Any]:
-    """What the scores of a name are made with; without the variables of servers, which may be secrets."""
+    """What the scores of a name are made with, without the variables of servers, which may be secrets."""
     models = config.reward_models.items()
     return {
         "rewards": [spec.model_dump(mode="json") for spec in config.rewards],
@@ -199,7 +206,7 @@ def _counts(outcome: RescoreResult) -> dict[str, Any]:
 
 
 def _different(reading: ArchiveReading, outcome: RescoreResult, count: int) -> list[dict[str, Any]]:
-    """The responses whose scores differ most, with their texts: the archive is read once more for them."""
+    """The responses whose scores differ most; their texts need another reading of the archive."""
     places = most_different(outcome.old, outcome.new, count) if outcome.keys else []
     wanted = {outcome.keys[place][:2] for place in places}
     if not wanted:
@@ -234,7 +241,6 @@ _TEXT: Final = 100
 
 
 def report(data: dict[str, Any], comparison: Comparison | None, threshold: float) -> list[str]:
-    """The lines of a whole result, as `streamrl.rescore/1` has it."""
     counts = f"{data['kept']} were there already, {data['failed']} failed  ({data['groups']} groups)"
     lines = [f"{data['scored']} responses scored in {duration(data['seconds'])}, {counts}"]
     if comparison is None:
@@ -273,7 +279,7 @@ def _figures(found: Comparison, threshold: float) -> list[str]:
 
 
 def _share(value: float | None) -> str:
-    """With a digit more than usual: one response of a thousand that differs is what people look for."""
+    """With one digit more than usual, because one different response of a thousand matters."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 

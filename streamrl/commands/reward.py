@@ -72,7 +72,8 @@ app.add_typer(reward_servers.app, name="servers")
 def new(
     module: Annotated[str, typer.Argument(metavar="NAME", help="Name of the module, e.g. my_reward; makes NAME.py.")],
     folder: Annotated[
-        Path, typer.Option("--in", metavar="DIR", help="Directory for the files; a run looks beside its run file.")
+        Path,
+        typer.Option("--in", metavar="DIR", help="Directory to write to; a run finds the reward beside its run file."),
     ] = Path(),
     form: Annotated[
         Literal["sample", "group"],
@@ -116,9 +117,11 @@ def new(
 
 def _check(module: str, name: str) -> None:
     if not (module.isidentifier() and module.isascii()) or keyword.iskeyword(module) or module.startswith("test_"):
-        raise UsageError(f"{module!r} cannot be the name of a module of rewards", "letters, digits and _: my_reward")
+        raise UsageError(f"{module!r} cannot be the name of a reward module", "letters, digits and _: my_reward")
     if not name.isidentifier() or keyword.iskeyword(name) or name in _TAKEN:
-        raise UsageError(f"the class of {module} would be {name!r}, which it cannot", "another name, e.g. my_reward")
+        raise UsageError(
+            f"the class of {module} would be {name!r}, which cannot be used", "another name, e.g. my_reward"
+        )
     here = {"", os.getcwd()}  # noqa: PTH109 (as sys.path has it)
     before = sys.path[:]
     sys.path[:] = [path for path in before if path not in here]
@@ -127,12 +130,12 @@ def _check(module: str, name: str) -> None:
     finally:
         sys.path[:] = before
     if taken:
-        raise UsageError(f"there is a module {module} already, which would be found instead", "another name")
+        raise UsageError(f"there is a module {module} already, which Python would import instead", "another name")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one sample fared: `number` is its place in the file, `seconds` of its whole group where a reward compares."""
+    """The result of one sample: `number` is its place in the file, `seconds` of its group if a reward compares."""
 
     number: int
     sample: RewardSample
@@ -144,7 +147,9 @@ class Trial:
 def trial(
     reward: Annotated[
         str | None,
-        typer.Argument(metavar="REWARD", help="Built-in name, module:Name, or one of --file; else all of --file."),
+        typer.Argument(
+            metavar="REWARD", help="Built-in name, module:Name, or a name from --file; left out: all of --file."
+        ),
     ] = None,
     *,
     sample: Annotated[
@@ -153,14 +158,19 @@ def trial(
     file: FileOption = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="DIR", help="A run whose servers are asked; without --file its rewards too."),
+        typer.Option(
+            "--run",
+            metavar="DIR",
+            help="Run whose model servers to ask; without --file also the run whose rewards to test.",
+        ),
     ] = None,
     overrides: SetOption = None,
     arguments: ArgOption = None,
     adapter: AdapterOption = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Score at most so many samples.")] = 1000,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most N samples.")] = 1000,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that is away.")
+        float,
+        typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that does not answer."),
     ] = 30.0,
     json: JsonOption = False,
 ) -> int:
@@ -207,7 +217,7 @@ def _once(config: RunConfig) -> RunConfig:
 
 
 def _expect_servers(config: RunConfig) -> None:
-    """Refuse models without servers where there is no run that could have started some."""
+    """Refuse models without servers if there is no run that could have started some."""
     if not (lacking := started_models(config)):
         return
     message = f"reward_models.{lacking[0]} has no url, so only a run has its servers"
@@ -220,7 +230,7 @@ def _expect_servers(config: RunConfig) -> None:
 async def _try(
     config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None, wait: float
 ) -> list[Trial]:
-    """Score all samples, in their order; where a reward compares, the samples of a group together."""
+    """Score all samples; if a reward compares, the samples of a group together."""
     from streamrl.consumers.gateway.reward import GatewayReward
     from streamrl.consumers.sandbox.sandbox import own_folder, sweep
 
@@ -313,7 +323,7 @@ def _print(rows: Sequence[dict[str, Any]], summary: dict[str, Any], names: Seque
 
 
 def _parts(parts: Mapping[str, float], names: Sequence[str]) -> str:
-    """The parts on one line; without the name of the reward when there is only one."""
+    """The parts on one line; without the name of the reward if there is only one."""
     if len(names) == 1:
         parts = {name.removeprefix(f"{names[0]}/"): part for name, part in parts.items() if name != names[0]}
     return "  ".join(f"{name} {part:.4g}" for name, part in parts.items())

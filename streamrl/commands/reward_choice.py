@@ -1,4 +1,4 @@
-"""Rewards outside of a run's workers: which of them a command line means, and their life for one command."""
+"""Rewards outside of a run's workers: which ones a command line means, and opening them for one command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ FileOption = Annotated[
 ArgOption = Annotated[
     list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward, e.g. tolerance=0.1")
 ]
-AdapterOption = Annotated[Adapter | None, typer.Option("--adapter", help="Call it as a function of verl or of TRL.")]
+AdapterOption = Annotated[
+    Adapter | None, typer.Option("--adapter", help="The function has the signature of verl or TRL.")
+]
 
 
 def choose(
@@ -44,23 +46,11 @@ def choose(
     arguments: Sequence[str] | None,
     adapter: Adapter | None,
 ) -> RunConfig:
-    """Return the configuration with the rewards that a command line means.
+    """The configuration with the rewards that a command line means.
 
-    Args:
-        run: whose rewards are meant without a file.
-        file: run file.
-        overrides: `--set` of the run file.
-        reward: name or `use` of one of its rewards, or any other `use`; None: all of its rewards, as they stand.
-        arguments: `KEY=VALUE`, values as in YAML; they go over the reward's own.
-        adapter: of a function of another system.
-
-    Returns:
-        With one reward its value is the score: no weight, no gate, nothing of `scoring`. Only the models that the
-        rewards ask; all models if a reward is the user's own code, which may ask any of them.
-
-    Raises:
-        ConfigError: the run file is wrong.
-        UsageError: options that do not go together, or an argument without `=`.
+    `reward` is the name or `use` of one of the rewards of `file` (or `run`), or any other `use`; None: all of them, as
+    they stand. A single reward's value is the score: no weight, no gate, nothing of `scoring`. Only the models that the
+    rewards ask are kept; all of them if a reward is the user's own code, which may ask any.
     """
     if run is not None and file is None and overrides:
         raise UsageError("--set changes a run file", "name it with --file")
@@ -83,7 +73,7 @@ def _with_models(config: RunConfig) -> RunConfig:
 
 
 def all_built_in(config: RunConfig) -> bool:
-    """Whether all its rewards came along, so that it is known which models they ask."""
+    """Whether all rewards are built in, so that it is known which models they ask."""
     return all(spec.use in BUILT_IN for spec in config.rewards)
 
 
@@ -108,20 +98,12 @@ async def opened(
     say: Callable[[str], None] = output.note,
     patience: float | None = None,
 ) -> AsyncIterator[PatientScorer]:
-    """Open the rewards of a configuration with their models for the length of the block; no run has to be there.
+    """Open the rewards of a configuration with their models for this block; no run has to exist.
 
-    Args:
-        config: from `choose`.
-        run_dir: where rewards may write; it need not exist.
-        run: whose Redis knows the servers of models that have no `url`; it is asked for them alone.
-        say: gets a line every ten seconds about the service that the rewards wait for, and one after five seconds
-            about the line of a reward that blocks.
-        patience: seconds for which a service that is away is waited for; None: as long as a run does.
-
-    Raises:
-        BaseExceptionGroup: around what the block raises.
-        PluginError, ConfigError, DeadlineExceeded: as of `open_scorer`.
-        Unreachable: the Redis of the run does not answer, and it is asked; or the run does not run.
+    `run` is the run whose Redis knows the servers of models without `url`; only then is it asked (Unreachable if it
+    does not run). `say` gets a line every ten seconds about the service that the rewards wait for, and one after five
+    seconds about the line of a reward that blocks. `patience` is how many seconds to wait for such a service; None: as
+    a run does. What the block raises comes in a BaseExceptionGroup; errors as of `open_scorer`.
     """
     from streamrl.consumers.opening import models_of, open_scorer
     from streamrl.consumers.reward import RewardContext
@@ -148,7 +130,6 @@ async def opened(
 
 
 def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
-    """Raise Unreachable when the rewards ask servers of a run that is away."""
     if not is_running(run) and all_built_in(config):  # the user's own code may ask no model at all
         raise Unreachable(
             f"run {run.name} is not running, and with it the servers of reward_models.{model}",
@@ -157,5 +138,5 @@ def _expect_running(run: RunDirectory, config: RunConfig, model: str) -> None:
 
 
 def started_models(config: RunConfig) -> list[str]:
-    """Models whose servers a run starts, so that only its Redis knows where they are."""
+    """Models whose servers a run starts, so that only its Redis knows their addresses."""
     return [name for name, model in config.reward_models.items() if model.managed]

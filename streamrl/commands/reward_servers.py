@@ -29,7 +29,7 @@ def ls(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """List the servers of reward models. Exit code 1 if one that streamrl starts is down."""
+    """List the servers of reward models. Exit code 1 if a server that streamrl starts is down."""
     target = find_run(run)
     if model is not None:
         _expect_model(target, model)
@@ -79,7 +79,7 @@ def add(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Give a reward model one more server, or one that was removed. Workers ask it within two seconds."""
+    """Add a server, or put a removed one back. Workers use it within two seconds."""
     return _change(find_run(run), model, server, present=True, json=json)
 
 
@@ -90,7 +90,7 @@ def remove(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Stop asking a server. It ends its requests; one that streamrl started keeps running."""
+    """Take a server out of use. It finishes its requests; a server that streamrl started keeps running."""
     return _change(find_run(run), model, server, present=False, json=json)
 
 
@@ -120,7 +120,6 @@ def _change(run: RunDirectory, model: str, server: str, *, present: bool, json: 
 
 
 def _ours(model: str, config: RewardModelConfig) -> list[str]:
-    """Roles that are servers of a model."""
     return [f"reward_model.{model}.{number}" for number in range(config.servers if config.managed else 0)]
 
 

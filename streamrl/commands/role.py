@@ -17,14 +17,16 @@ Kind = Literal["redis", "feeder", "rollout", "reward", "reward_model", "learner"
 def run_role(
     role: Annotated[Kind, typer.Argument(help="Which role.")],
     run: RunOption = None,
-    index: Annotated[int, typer.Option("--index", min=0, help="Number of the replica, worker or rank.")] = 0,
+    index: Annotated[
+        int, typer.Option("--index", metavar="N", min=0, help="Number of the replica, worker or rank.")
+    ] = 0,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Which of reward_models; for role reward_model.")
     ] = None,
 ) -> int:
-    """Run one role in this process: what the supervisor, Ray or Kubernetes start.
+    """Run one role in this process. `streamrl up` and schedulers start roles with this command.
 
-    The process ends with the exit code of the role (docs/reference/cli.md).
+    The process ends with the exit code of the role (page Command line of the documentation).
     """
     from streamrl.runtime.roles import run as run_to_its_end
 
@@ -37,7 +39,7 @@ def run_role(
 
 
 def _served(run: RunDirectory, model: str | None) -> str:
-    """The reward model to serve; it can be left out if there is only one whose servers streamrl starts."""
+    """The reward model to serve; may be left out if streamrl starts servers of only one."""
     known = [name for name, of in run.config.reward_models.items() if of.managed]
     if model is None and len(known) == 1:
         return known[0]

@@ -1,4 +1,4 @@
-"""The run that a command means, and its Redis: as it is, or started for the length of the call."""
+"""The run that a command means, and its Redis: as it is, or started for this call."""
 
 from __future__ import annotations
 
@@ -23,23 +23,16 @@ _PATIENCE: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A run on disk: its directory, and the configuration that its roles read."""
-
     path: Path
     config: RunConfig
 
     @property
     def name(self) -> str:
-        """Name of the run: its keys in Redis carry it."""
         return self.config.name
 
 
 def find_run(chosen: Path | None) -> RunDirectory:
-    """Return the run in `chosen`, or the newest run in `runs/` when None.
-
-    Raises:
-        ConfigError: there is no run, or its `run.json` does not fit this version of streamrl.
-    """
+    """The run in `chosen`, or the newest run in `runs/` if None."""
     written = [file for file in RUNS.glob("*/run.json") if file.is_file()] if chosen is None else []
     newest = max(written, key=lambda file: file.stat().st_mtime_ns, default=None)
     path = newest.parent if newest is not None else chosen
@@ -49,17 +42,13 @@ def find_run(chosen: Path | None) -> RunDirectory:
 
 
 def is_running(run: RunDirectory) -> bool:
-    """Whether the Redis of a run is there without being started; a foreign one is taken to be."""
+    """Whether the run's Redis is up, without starting it; a foreign one is assumed to be."""
     return run.config.redis.url is not None or embedded.is_listening(run.path)
 
 
 @contextlib.asynccontextmanager
 async def live(run: RunDirectory) -> AsyncIterator[Connection | None]:
-    """Yield a connection to the Redis of a run as it is; None when the run's own server is not running.
-
-    Raises:
-        Unreachable: a foreign Redis, or the run's own that is running, does not answer.
-    """
+    """Connect to the Redis of a run as it is; None if the run's own server is not running."""
     if not is_running(run):
         yield None
         return
@@ -70,7 +59,7 @@ async def live(run: RunDirectory) -> AsyncIterator[Connection | None]:
 
 @contextlib.asynccontextmanager
 async def looking(run: RunDirectory) -> AsyncIterator[Connection]:
-    """As `live`, but the run's own server is started for the block when it is not running. Only for reading."""
+    """As `live`, but the run's own server is started for the block if it is not running. Only for reading."""
     redis = run.config.redis
     async with contextlib.AsyncExitStack() as stack:
         folder = run.path
@@ -81,7 +70,7 @@ async def looking(run: RunDirectory) -> AsyncIterator[Connection]:
 
 @contextlib.asynccontextmanager
 async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
-    """Yield the ledgers of a run, to change something; its server is started when it is not running."""
+    """The ledgers of a run, for writing; its server is started if it is not running."""
     from streamrl.queues import open_ledgers
 
     config = _for_people(run)
@@ -91,7 +80,7 @@ async def ledgers(run: RunDirectory) -> AsyncIterator[Ledgers]:
 
 @contextlib.asynccontextmanager
 async def ledgers_to_look(run: RunDirectory) -> AsyncIterator[Ledgers]:
-    """Yield the ledgers of a run for reading only, also of a stopped run that cannot be written: then of a copy."""
+    """The ledgers of a run for reading only; of a stopped run that cannot be written, those of a copy."""
     from streamrl.queues import open_ledgers
 
     config = _for_people(run)

@@ -28,10 +28,10 @@ _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat",
 def status(
     run: RunOption = None, json: JsonOption = False, watch: WatchOption = False, every: EveryOption = 1.0
 ) -> int:
-    """Show each role: state, pid, restarts, version, progress. Starts nothing.
+    """Show each role: state, pid, restarts, version, progress.
 
-    Exit code 0 if all roles are ready, 1 if some are not, report trouble, or a reward gets no scores, 69 if the run is
-    down.
+    Exit code: 0 all roles are ready; 1 a role is not ready or reports trouble, or a reward gets no scores; 69 the run
+    is down.
     """
     target = find_run(run)
 
@@ -50,7 +50,7 @@ _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.U
 
 
 async def look(run: RunDirectory) -> dict[str, Any]:
-    """The content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
+    """Content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
     Roles come from the plan, from the supervisor and from the heartbeats in Redis: this supervisor does not start the
     roles on other machines, so only their heartbeat is known.
@@ -78,9 +78,9 @@ async def look(run: RunDirectory) -> dict[str, Any]:
 
 
 async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
-    """What roles and rewards show of themselves, and whether Redis answers; a stopped one is not started for this.
+    """The fields of roles and the rewards, and whether Redis answers; a stopped Redis is not started for this.
 
-    The first is None when it is unknown, because the run's keys are damaged.
+    The fields are None if the run's keys are damaged.
     """
     try:
         async with live(run) as connection:
@@ -91,7 +91,7 @@ async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, t
     except Unreachable:
         return {}, (), False
     except LedgerDamaged as error:
-        output.note(f"warning: what the roles show of themselves is unknown: {error}")
+        output.note(f"warning: the state that roles report is unknown: {error}")
         return None, (), True
 
 
@@ -119,13 +119,13 @@ def _state(name: str, known: KnownRole | None, board: dict[str, dict[str, str]] 
     shown = None if board is None else board.get(name)
     ready = known is not None and known.state == "ready"
     if known is not None and ready and reachable and board is not None and name.partition(".")[0] != "redis":
-        # The supervisor has seen it ready. Since then its event loop may stand still.
+        # The supervisor saw it ready, but its event loop may be blocked since then.
         if shown is None and time.time() - known.since > BEAT_TTL:
             return "silent"
         return "blocked" if shown is not None and shown.get("state") == "blocked" else known.state
     if known is not None:
         return known.state
-    # Nobody supervises it here: a heartbeat that has not run out is the proof of life.
+    # No supervisor here: an unexpired heartbeat proves that the role is alive.
     if shown is not None:
         return shown.get("state", "ready")
     return "ready" if name == "redis" and reachable else "down"
@@ -133,7 +133,7 @@ def _state(name: str, known: KnownRole | None, board: dict[str, dict[str, str]] 
 
 def _reason(state: str, known: KnownRole | None) -> str:
     if state == "silent":
-        return f"no heartbeat for more than {BEAT_TTL:g} s: its event loop stands still, or it does not reach Redis"
+        return f"no heartbeat for more than {BEAT_TTL:g} s: its event loop is blocked, or it does not reach Redis"
     return known.reason if known is not None else ""
 
 

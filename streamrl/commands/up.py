@@ -54,16 +54,16 @@ def up(
     ] = None,
     screen: Annotated[
         Literal["auto", "live", "plain", "logs"],
-        typer.Option(help="What is shown meanwhile; auto: live on a terminal, else plain."),
+        typer.Option(help="What to show while the run goes on; auto: live on a terminal, else plain."),
     ] = "auto",
 ) -> int:
     """Start all roles of a run on this machine and supervise them until it is finished.
 
-    A run directory with a run in it is resumed. --resume without a run file goes on with what the run.json of DIR says,
-    or of the newest run in runs/.
+    If the run directory holds a run, `up` resumes it. `--resume` without a run file uses `run.json` of DIR, or of the
+    newest run in runs/.
 
     Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
-    hold. 130 or 143: cut short by a second signal.
+    hold. 130 or 143: ended early by a second signal.
     """
     changes = [*(overrides or []), *recording_overrides(rollout_only=rollout_only, train_only=train_only)]
     loaded, run_dir = configuration(file, run, changes, resume=resume)
@@ -89,14 +89,13 @@ def up(
 
 
 def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[str]:
-    """What the options about recordings change in a run file."""
     if rollout_only and train_only is not None:
         raise UsageError("--rollout-only and --train-only exclude each other")
     if rollout_only:
         return ["recording.mode=write"]
     if train_only is None:
         return []
-    # There are no engines to evaluate with; the measurement at the end is made by transformers and stays.
+    # There are no engines to evaluate with. The measurement at the end stays: transformers makes it.
     without = ["evaluation.every=0", "learner.stop_at_accuracy=null"]
     return ["recording.mode=read", f"recording.path={train_only.resolve()}", *without]
 
@@ -120,7 +119,7 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
 def _announce(prepared: PreparedRun) -> None:
     output.note(f"run {prepared.config.name} in {prepared.run_dir}{' (resumed)' if prepared.resumed else ''}")
     if prepared.put_aside is not None:
-        output.note(f"what was there before is in {prepared.put_aside}")
+        output.note(f"the old run directory is now {prepared.put_aside}")
     for key in prepared.changed:
         output.note(f"changed since the last start: {key}")
 
@@ -150,7 +149,6 @@ class Look:
         self._connection: Connection | None = None
 
     def __call__(self) -> Snapshot | None:
-        """One look."""
         return self._runner.run(self._look())
 
     async def _look(self) -> Snapshot | None:
@@ -161,14 +159,13 @@ class Look:
             if self._connection is not None:
                 return await take(self._connection, config.name, config.budget, config.hard_cap)
         except (LedgerDamaged, ReplyError, ConfigError):
-            return None  # the roles find it too, and the end of the run tells why they ended
+            return None  # the roles meet the same error, and the end of the run reports it
         except Unreachable:
             self._connection = None
         await self._opened.aclose()
         return None
 
     def close(self) -> None:
-        """Close the connection."""
         self._runner.run(self._opened.aclose())
         self._runner.close()
 

@@ -1,6 +1,6 @@
-"""What `streamrl up` shows meanwhile: a live screen, plain lines, or the logs of all roles with prefixes.
+"""What `streamrl up` shows while a run goes on: a live screen, plain lines, or the logs of all roles.
 
-A viewer is a context manager whose `on_event` takes the supervisor's events in a thread of their own.
+A viewer is a context manager whose `on_event` is called with the supervisor's events in a thread of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class Viewer(ABC):
-    """Base of the viewers: keeps the board, and `supervisor.json` for other shells, and hands every event on."""
+    """Keeps the board and, for other shells, `supervisor.json`, and passes every event on to `show`."""
 
     def __init__(self, board: Board, states: RoleStates) -> None:
         self.board = board
@@ -47,7 +47,6 @@ class Viewer(ABC):
         self._states.close()
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the supervisor."""
         if isinstance(event, StateChanged):
             known = KnownRole(event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code)
             self._states.note(event.role, known)
@@ -61,11 +60,11 @@ class Viewer(ABC):
 
     @abstractmethod
     def show(self, event: Event, text: str, *, bad: bool) -> None:
-        """Show an event; `text` is its one-line description, empty for what is only shown in full logs."""
+        """Show an event; `text` is its one-line description, empty for what only full logs show."""
 
 
 def describe(event: Event) -> tuple[str, bool]:
-    """One line for people and whether it is bad news; empty for log lines below a warning and plain state changes."""
+    """One line and whether it is bad news; empty for log lines below a warning and plain state changes."""
     if isinstance(event, Notice):
         return f"{event.text}{f' ({event.hint})' if event.hint else ''}", event.error
     if isinstance(event, DrainStage):
@@ -77,7 +76,7 @@ def describe(event: Event) -> tuple[str, bool]:
     if isinstance(event, LogLine) and not event.tail:
         record = record_of(event.line)
         if record.get("level") in _LOUD:
-            # What ended a role stands in the supervisor's own line.
+            # The supervisor's own line says what ended a role.
             details = ("server", "why") if record["level"] == "warning" else ("server",)
             named = " ".join(f"{key} {record[key]}" for key in ("group", "sample") if record.get(key) is not None)
             what = str(record.get("event", "")) + (f" ({named})" if named else "")
@@ -87,14 +86,12 @@ def describe(event: Event) -> tuple[str, bool]:
 
 
 def _ends(value: object) -> str:
-    """The first line of a text and, where there are more, the last: between them is the log that the files have."""
+    """The first line of a text and, if there are more, the last: the files have the log between them."""
     lines = str(value).strip().splitlines() or [""]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"
 
 
 class LogViewer(Viewer):
-    """Prints every log line with the name of its role, and every change of state."""
-
     @override
     def show(self, event: Event, text: str, *, bad: bool) -> None:
         del text, bad
@@ -118,7 +115,7 @@ class LogViewer(Viewer):
 
 
 class _Ticking(Viewer):
-    """A viewer with a thread of its own that looks and shows at a fixed pace."""
+    """A viewer with a thread of its own that refreshes and shows at a fixed pace."""
 
     seconds: float
 
@@ -143,7 +140,7 @@ class _Ticking(Viewer):
             self._look()
 
     def _look(self) -> None:
-        """Look and show; a screen that fails is a line in the log and must not take the run with it."""
+        """Refresh and show. A failure of the screen is logged and must not end the run."""
         if self._broken:
             return
         try:
@@ -160,7 +157,7 @@ class _Ticking(Viewer):
 
 
 class PlainViewer(_Ticking):
-    """A line every few seconds, and every piece of news, for places without a terminal."""
+    """For places without a terminal."""
 
     seconds = PLAIN_SECONDS
 
@@ -178,7 +175,6 @@ class PlainViewer(_Ticking):
 
 
 def plain_line(board: Board) -> str:
-    """The essentials of the live screen on one line."""
     progress = board.progress
     parts = [f"{duration(time.time() - board.started):>6}"]
     if progress.steps:
@@ -213,8 +209,6 @@ def plain_line(board: Board) -> str:
 
 
 class LiveViewer(_Ticking):
-    """The live screen, redrawn twice a second."""
-
     seconds = LIVE_SECONDS
     _live: Live
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 VersionArgument = Annotated[
     str,
-    typer.Argument(metavar="VERSION", help="Number, as `weights ls` shows it; newest: the newest with files here."),
+    typer.Argument(metavar="VERSION", help="Version number from `weights ls`, or `newest`."),
 ]
 
 
@@ -125,11 +125,7 @@ def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = Fa
 
 
 def _number(run: RunDirectory, version: str) -> int:
-    """The number of a version that is named by its number, or as `newest`: the newest with files here.
-
-    Raises:
-        UsageError: it is neither, or no files are here.
-    """
+    """`newest` is the newest version with files here."""
     if version == "newest":
         found = _places(run)
         if not found:
@@ -141,21 +137,19 @@ def _number(run: RunDirectory, version: str) -> int:
 
 
 def _root(run: RunDirectory) -> Path:
-    """Folder on this host in which the learner's host keeps the versions of a run."""
     from streamrl.weight_sync.files import store_of
 
     return store_of(run.config.weights.transport, run.path).root
 
 
 def _places(run: RunDirectory) -> dict[Pair, Manifest]:
-    """All manifests that can be read; of a pinned version that of its copy on the transport, which says more."""
+    """All readable manifests; the transport's wins over the pinned copy's, because it says more."""
     from streamrl.weight_sync.manifest import PINNED, versions
 
     return versions(run.path / PINNED) | versions(_root(run))
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    """What is known of each version, newest first, from manifests, the log of versions, records and replicas."""
     from streamrl.learner.lineage import read_versions
     from streamrl.weight_sync.manifest import PINNED, versions
 
@@ -186,7 +180,7 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
-    """When a version was published, in seconds since 1970; None when nothing of it is left but its number."""
+    """When a version was published, in seconds since 1970; None if only its number is left."""
     from streamrl.weight_sync.manifest import MANIFEST_FILE, PINNED, folder_name
 
     for folder in (root, run.path / PINNED):
@@ -199,7 +193,7 @@ def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> 
 
 
 def _records(run: RunDirectory) -> dict[Pair, dict[str, Any]]:
-    """Lines of the learner's records by the version that they tell of; a line that a crash cut off is skipped."""
+    """The learner's metrics by the version they describe; a line that a crash cut off is skipped."""
     found: dict[Pair, dict[str, Any]] = {}
     for record in Tail(run.path / "metrics" / "learner.0.jsonl").read():
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -208,7 +202,7 @@ def _records(run: RunDirectory) -> dict[Pair, dict[str, Any]]:
 
 
 def _holders(run: RunDirectory) -> dict[int, list[str]]:
-    """Rollout replicas by the version they generate with; nothing when Redis is not there."""
+    """Rollout replicas by the version they generate with; empty if Redis does not answer."""
     try:
         snapshot = asyncio.run(_look(run))
     except (Unreachable, LedgerDamaged) as error:

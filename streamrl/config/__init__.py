@@ -84,7 +84,7 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
-    """What generates inside a rollout replica."""
+    """The engine that generates for a rollout replica."""
 
     kind: Literal["hf", "vllm", "sglang", "openai"] = Field(
         "hf",
@@ -160,7 +160,7 @@ class RolloutConfig(Section):
 
 
 class LeaseConfig(Section):
-    """How work is held (docs/internals/ledger.md, leases)."""
+    """How roles lease work (docs/internals/ledger.md, leases)."""
 
     seconds: Duration = Field(15.0, description="a holder that is silent for this long has lost its work")
     max_hold: Duration = Field(900.0, description="longest time one piece of work may be held and renewed")
@@ -222,7 +222,7 @@ class RecordingConfig(Section):
 
 
 class SupervisorConfig(Section):
-    """`streamrl up`."""
+    """How `streamrl up` restarts and ends roles."""
 
     max_restarts: Natural = Field(10, description="restarts of one role within the window before the run fails")
     window: Duration = Field(600.0, description="time over which restarts are counted")

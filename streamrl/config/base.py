@@ -84,7 +84,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 MODEL: Final = "directory or hub name"
-"""Marks the name of a model in an annotation: a path when something is there. What is a `Path` always is one."""
+"""Marks the name of a model in an annotation: a path if something exists there. A `Path` always is a path."""
 
 
 class Section(BaseModel):

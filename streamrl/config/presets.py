@@ -82,19 +82,15 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 )
 
 _BELONGS_TO: Final = {"args": "use", "gates": "base"}
-"""Keys that make sense only with another one beside them: who changes that one does not get the preset's of these."""
+"""Keys that belong to another one: a run file that changes the other does not get the preset's value of these."""
 
 
 def lay_beneath(values: dict[str, Any], name: Any) -> Iterator[tuple[str, ...]]:
     """Fill what is not set in a run's values from a preset, and yield the path of each key that came from it.
 
-    Lists are taken whole. Where the run sets another `use` than the preset, the preset's `args` beside it are left out,
-    and so are its `gates` with another `base`: the defaults stand there.
-
-    Args:
-        values: nested values of run file, environment and `--set`; changed in place, also by a repeat, which finds
-            nothing left to fill.
-        name: `learner.preset`; anything but the name of a preset fills nothing, its error is the configuration's.
+    Lists are taken whole. If the run sets another `use` than the preset, the preset's `args` beside it are left out,
+    and so are its `gates` with another `base`; the defaults apply there. An unknown `name` fills nothing: the
+    configuration reports it.
     """
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is not None:

@@ -18,7 +18,7 @@ RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}
 
 
 class Normalisation(Section):
-    """`(value - mean) / std`, then a squashing function; with constants, so that a response has one score for ever."""
+    """`(value - mean) / std`, then a squashing function; constants, so that a response always gets the same score."""
 
     mean: FiniteFloat = Field(0.0, description="subtracted")
     std: Annotated[FiniteFloat, Field(gt=0)] = Field(1.0, description="divided by")
@@ -35,9 +35,9 @@ class RewardSpec(Section):
     adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
     gate: FiniteFloat | None = Field(
         None,
-        description="the score is scoring.gated unless this reward is at least so much; rewards after it are saved",
+        description="the score is scoring.gated unless this reward is at least this; rewards after it are not called",
     )
-    normalise: Normalisation | None = Field(None, description="before anything else is made of the value")
+    normalise: Normalisation | None = Field(None, description="applied before clip and gate")
     clip: Bounds | None = Field(None, description="lowest and highest value, after normalise")
     deadline: Duration | None = Field(None, description="longest time of one attempt; empty: reward_worker.deadline")
     attempts: Positive | None = Field(None, description="attempts per sample; empty: reward_worker.attempts")
@@ -48,7 +48,7 @@ class RewardSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RewardSpec:
-        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also false for NaN
             raise ValueError("clip is [lowest, highest]")
         return self
 
@@ -70,7 +70,7 @@ class ScoringConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ScoringConfig:
-        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also when one is no number
+        if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also false for NaN
             raise ValueError("clip is [lowest, highest]")
         return self
 
@@ -158,11 +158,7 @@ class ArchiveConfig(Section):
 
 
 def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> None:
-    """Refuse a gateway that no reward reads, and a reward without its gateway.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Raise ValueError for a gateway that no reward reads, and for a reward without its gateway."""
     uses = sum(reward.use == "gateway" for reward in rewards)
     if uses > 1:
         raise ValueError("two rewards use gateway: a program posts one score, which may have several parts")
@@ -173,16 +169,7 @@ def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> 
 
 
 def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest: int) -> None:
-    """Refuse rewards that make no score.
-
-    Args:
-        rewards: of the run.
-        scoring: how they make one.
-        longest: tokens of the longest response.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Raise ValueError for rewards that make no score; `longest` is the longest response in tokens."""
     if all(reward.gate is not None or not reward.weight for reward in rewards):
         raise ValueError("every reward has a gate or weight 0, so there is nothing to make a score of")
     if any((reward.name or reward.use) == "overlong" for reward in rewards):
@@ -195,11 +182,7 @@ def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest
 
 
 def check_retrying(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig, max_hold: float) -> None:
-    """Refuse a sample that is tried for longer than it may be held.
-
-    Raises:
-        ValueError: `max_hold` seconds, after which a held sample is dead, are over before on_failure retry is.
-    """
+    """Raise ValueError if retries (on_failure retry) go on for longer than a sample may be held."""
     retries = any((reward.on_failure or worker.on_failure) == "retry" for reward in rewards)
     if retries and worker.retry_for >= max_hold:
         raise ValueError(

@@ -48,12 +48,9 @@ WORDS: Final[Mapping[str, str]] = {
 
 
 def explain(error: Mapping[str, Any]) -> str:
-    """One error of pydantic (an item of `ValidationError.errors()`) in the words of a run file.
-
-    An entry that is missing in a list has a number as the last part of its place.
-    """
+    """One error of pydantic (an item of `ValidationError.errors()`) in the words of a run file."""
     kind, place = error["type"], error["loc"]
-    if kind == "missing" and place and isinstance(place[-1], int):
+    if kind == "missing" and place and isinstance(place[-1], int):  # the index of a list
         return "is missing: the list is too short"
     known: dict[str, Any] = {
         name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in error.get("ctx", {}).items()

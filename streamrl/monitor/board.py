@@ -1,4 +1,4 @@
-"""What all screens show: the newest snapshot, the run's progress, the roles and the last events, kept in one place."""
+"""The state behind all screens: the newest snapshot, the run's progress, the roles and the last events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVENTS_KEPT: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the run works toward, from its configuration. None: there is no such limit.
+    """Limits of the run; None: no such limit.
 
     `round_responses` is the size of an evaluation round; a point with fewer than half of them is not shown yet.
     """
@@ -31,10 +31,7 @@ class Goal:
 
 @dataclass(slots=True)
 class Board:
-    """The state of all screens; `role` and `event` may be called from any thread.
-
-    `look` takes a snapshot, or returns None while Redis does not answer.
-    """
+    """`role` and `event` may be called from any thread. `look` takes a snapshot, None while Redis does not answer."""
 
     name: str
     run_dir: Path
@@ -52,22 +49,20 @@ class Board:
         self.progress = Progress(self.run_dir)
 
     def role(self, name: str, state: KnownRole) -> None:
-        """Note the new state of a role."""
         with self._lock:
             self.roles[name] = state
 
     def event(self, text: str, *, bad: bool = False) -> None:
-        """Note something a person should see."""
         with self._lock:
             self.events.append((time.time(), text, bad))
 
     def refresh(self) -> None:
-        """Look again: the queue in one round trip, and what was added to the files."""
+        """Read the queue in one round trip, and what was added to the files."""
         snapshot = self.look()
         if snapshot is not None:
             before = self._previous
             self.snapshot = with_rates(snapshot, before) if before is not None else snapshot
-            # Rates over about five seconds are steadier than from one look to the next.
+            # Rates over about five seconds are steadier than those between two snapshots.
             if before is None or snapshot.at - before.at >= 5:
                 self._previous = snapshot
         elif self.snapshot is not None:
@@ -75,23 +70,20 @@ class Board:
         self.progress.refresh()
 
     def sorted_roles(self) -> list[tuple[str, KnownRole]]:
-        """All roles in the order in which they were started."""
         with self._lock:
             return list(self.roles.items())
 
     def last_events(self, count: int) -> list[tuple[float, str, bool]]:
-        """The last `count` events, oldest first: (seconds since 1970, text, whether it is bad news)."""
+        """Oldest first: (seconds since 1970, text, whether it is bad news)."""
         with self._lock:
             return list(self.events)[-count:]
 
     def troubles(self) -> list[tuple[str, str]]:
-        """Name of each role that says what is wrong with it, and what."""
         roles = self.snapshot.roles if self.snapshot is not None else {}
         return [(name, status["trouble"]) for name, status in sorted(roles.items()) if status.get("trouble")]
 
     @property
     def restarts(self) -> int:
-        """Restarts of all roles."""
         return sum(state.restarts for _, state in self.sorted_roles())
 
     def accuracy(self) -> list[tuple[int, float]]:

@@ -66,12 +66,10 @@ def percent(value: float | None) -> str:
 
 
 def clock(at: float) -> str:
-    """Local time of day, `12:01:33`; blanks when the time is not known."""
     return time.strftime("%H:%M:%S", time.localtime(at)) if at > 0 else " " * 8
 
 
 def date_time(at: float) -> str:
-    """Date and time of day here, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
@@ -92,7 +90,7 @@ def shortened(text: Any, most: int = 100) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelt out: what a model or a reward wrote must not steer the terminal."""
+    """The text with control characters spelt out, so that a model or a reward cannot steer the terminal."""
     return "".join(
         char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text
     )

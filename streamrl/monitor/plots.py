@@ -10,13 +10,9 @@ _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
 
 def spark(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
-    """Draw a series on one line, oldest left.
+    """Draw a series on one line, oldest left, scaled to `low`..`high` (None: its own range).
 
-    Args:
-        values: the series; more than `width` are averaged in equal shares, so that nothing is skipped.
-        width: most characters.
-        low: value of the lowest block; the least value when None.
-        high: value of the highest block; the greatest value when None.
+    More than `width` values are averaged in equal shares, so that nothing is skipped.
     """
     if not values or width < 1:
         return ""
@@ -37,10 +33,7 @@ def bar(share: float, width: int) -> str:
 
 
 def area(points: Sequence[tuple[float, float]], width: int, height: int, low: float, high: float) -> list[str]:
-    """Draw y over x as a filled curve of `height` lines with an axis at its left; the top line is `high`.
-
-    Between two points the curve is a straight line, so that a few points fill the whole width.
-    """
+    """Draw y over x as a filled curve of `height` lines with an axis at its left; straight between two points."""
     columns = _interpolate(points, width) if points else []
     lines = []
     for row in range(height):
@@ -52,7 +45,7 @@ def area(points: Sequence[tuple[float, float]], width: int, height: int, low: fl
 
 
 def histogram(counts: Mapping[int, float], width: int, most: int = 5) -> list[tuple[str, float, str]]:
-    """Rows `(label, share, bar)` of a histogram over 0, 1, 2, ...; what is at or above `most` is one row."""
+    """Rows `(label, share, bar)` over 0, 1, 2, ...; all from `most` on are one row."""
     total = sum(counts.values())
     if not total:
         return []
@@ -66,7 +59,6 @@ def histogram(counts: Mapping[int, float], width: int, most: int = 5) -> list[tu
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of equal shares of the series, in order."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
@@ -74,7 +66,6 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def _cell(fill: float) -> str:
-    """One character of a column that is `fill` characters high above its floor."""
     eighths = round(fill * 8)
     if eighths <= 0:
         return " "
@@ -82,7 +73,6 @@ def _cell(fill: float) -> str:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], width: int) -> list[float]:
-    """Values of the curve at `width` places from the first x to the last."""
     ordered = sorted(points)
     first, last = ordered[0][0], ordered[-1][0]
     if last == first:

@@ -1,4 +1,4 @@
-"""What a run's files say of its progress: steps, tokens of each side, held-out accuracy by version."""
+"""The progress of a run from its files: steps, tokens of each side, held-out accuracy by version."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _RATE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update of the learner; None for what its line does not say."""
-
     step: int
     version: int
     at: float
@@ -34,7 +32,7 @@ class Side:
     marks: deque[tuple[float, float, float]] = field(default_factory=deque)
 
     def mark(self, mono: float, tokens: float, idle: float) -> None:
-        """Add a mark; marks older than ten seconds before it are forgotten, the last of them is kept.
+        """Add a mark; marks older than ten seconds before it are forgotten, except the last of them.
 
         A count that falls means a new process, which starts from zero.
         """
@@ -46,13 +44,11 @@ class Side:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second over the marks; None before the second one."""
         seconds = self._seconds()
         return None if seconds is None else max(0.0, self.marks[-1][1] - self.marks[0][1]) / seconds
 
     @property
     def idle_fraction(self) -> float | None:
-        """Share of the time over the marks in which this side waited; None before the second one."""
         seconds = self._seconds()
         if seconds is None:
             return None
@@ -65,7 +61,7 @@ class Side:
 
 
 class Accuracy:
-    """Held-out accuracy by version, from one line per evaluated group; a group that comes twice counts once."""
+    """Held-out accuracy by version, from one line per evaluated group; a repeated group counts once."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -73,7 +69,6 @@ class Accuracy:
         self._samples: Counter[int] = Counter()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take one line of evaluation.jsonl."""
         group_id = line.get("gid")
         if group_id is None or group_id in self._seen:
             return
@@ -84,7 +79,6 @@ class Accuracy:
 
     @property
     def groups(self) -> int:
-        """Held-out groups evaluated."""
         return len(self._seen)
 
     def points(self, least: int = 1) -> list[tuple[int, float]]:
@@ -93,12 +87,6 @@ class Accuracy:
 
 
 class Progress:
-    """Follows the files of a run directory.
-
-    Args:
-        run_dir: directory of the run.
-    """
-
     def __init__(self, run_dir: Path) -> None:
         self.steps: deque[Step] = deque(maxlen=_STEPS_KEPT)
         self.accuracy = Accuracy()
@@ -111,7 +99,6 @@ class Progress:
         self._evaluation = Tail(run_dir / "evaluation.jsonl")
 
     def refresh(self) -> None:
-        """Read what was written since the last call."""
         for path in self._folder.glob("*.jsonl"):
             self._tails.setdefault(path.stem, Tail(path))
         for name, tail in self._tails.items():

@@ -1,4 +1,4 @@
-"""What all reward workers say of their rewards, as one view of each reward."""
+"""The figures of all reward workers, as one view of each reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.queues.keys import REWARD_FIGURES
 
 @dataclass(frozen=True, slots=True)
 class RewardView:
-    """One reward in all workers that live now; docs/guides/lag.md says what each figure means."""
+    """One reward in all living workers; docs/guides/lag.md says what each figure means."""
 
     name: str
     workers: int
@@ -32,7 +32,7 @@ class RewardView:
 
 
 def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ...]:
-    """One view of each reward, in the order in which the workers have them; what cannot be read is passed over."""
+    """One view of each reward, in the order of the workers; unreadable figures are ignored."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for role, status in sorted(roles.items()):
         for name, line in _lines(status.get(REWARD_FIGURES, "")):
@@ -43,7 +43,7 @@ def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ..
 def with_reward_rates(
     now: Iterable[RewardView], before: Iterable[RewardView], seconds: float
 ) -> tuple[RewardView, ...]:
-    """The views with their rates over so many seconds; a worker that began anew counts for nothing until the next."""
+    """The views with their rates over `seconds`; a restarted worker counts from the next call on."""
     old = {view.name: view for view in before}
     return tuple(
         replace(view, per_second=max(0, view.ok - old[view.name].ok) / seconds) if view.name in old else view
@@ -62,7 +62,7 @@ def _lines(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _fits(line: dict[str, Any]) -> bool:
-    """Whether a line has numbers where `_view` adds numbers: one of another program must not take the screen along."""
+    """Whether `_view` can add these numbers; a foreign line must not crash the screen."""
     failed = line.get("failed") or {}
     if not isinstance(failed, dict):
         return False

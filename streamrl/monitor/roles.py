@@ -1,4 +1,4 @@
-"""`supervisor.json`: what the supervisor of a run knows of its roles, for `streamrl status` in another shell."""
+"""`supervisor.json`: the supervisor's states of its roles, for `streamrl status` in another shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE: Final = "supervisor.json"
 
 @dataclass(frozen=True, slots=True)
 class KnownRole:
-    """The last state of one process of a role, as the supervisor told it; `since` is seconds since 1970."""
+    """The last state of one process of a role; `since` is seconds since 1970."""
 
     state: str
     since: float
@@ -31,7 +31,7 @@ class KnownRole:
 class RoleStates:
     """Keeps `supervisor.json` up to date; one writer, the supervising process.
 
-    A run directory that cannot be written (full disk) loses the file, not the run.
+    If the run directory cannot be written (full disk), the file is lost and the run goes on.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -39,12 +39,10 @@ class RoleStates:
         self._path = run_dir / FILE
 
     def note(self, name: str, role: KnownRole) -> None:
-        """Write the new state of a role."""
         self.roles[name] = role
         self._write({"pid": os.getpid(), "host": socket.gethostname()})
 
     def close(self) -> None:
-        """Say that the supervisor has left."""
         self._write({"pid": None, "host": socket.gethostname()})
 
     def _write(self, holder: dict[str, Any]) -> None:
@@ -55,17 +53,17 @@ class RoleStates:
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """What `supervisor.json` says; `alive` when the supervisor is a living process of this machine."""
+    """Content of `supervisor.json`; `alive`: the supervisor is a living process of this machine."""
 
     alive: bool
     roles: dict[str, KnownRole]
 
 
 def read_states(run_dir: Path) -> Supervised:
-    """Read what the last supervisor wrote; nothing when there was none.
+    """States of the last supervisor; empty if there was none.
 
-    After kill -9 of the supervisor the file still names it, so it counts only while its process is there; roles
-    whose process is gone are `lost`.
+    After kill -9 of the supervisor the file still names it, so it counts only while its process is there; roles whose
+    process is gone are `lost`.
     """
     try:
         data = orjson.loads((run_dir / FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""One live screen of a run: does it learn, how stale is it, who waits for whom, is anything broken."""
+"""The live screen of a run: does it learn, how stale is it, which side waits, is anything broken."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def _balance(board: Board, width: int) -> Panel:
 
 
 def who_waits(board: Board) -> str:
-    """One sentence: which side is the slower one at the moment."""
     learner = board.progress.learner.idle_fraction
     shares = [idle for side in board.progress.rollouts.values() if (idle := side.idle_fraction) is not None]
     if learner is None or not shares:
@@ -162,7 +161,7 @@ def who_waits(board: Board) -> str:
 
 
 def _brief(board: Board) -> Text:
-    """Queue, staleness and roles on two lines, for a small terminal."""
+    """For a small terminal."""
     text = Text(no_wrap=True)
     if board.snapshot is not None:
         waiting = "  ".join(f"{stream.name} {stream.depth}" for stream in board.snapshot.train.streams)

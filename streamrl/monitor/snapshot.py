@@ -2,7 +2,7 @@
 
 `lag` of a stream is depth - pending and never the native lag of Redis (absent on 6.2, NULL or wrong after out-of-order
 deletes on 7 and 8); it is exact here because an ack deletes the entry. Ages come from the server's clock and the ids of
-the entries, so the clock of the looker does not matter.
+the entries, so the reader's clock does not matter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _KEYS: Final = (*_STREAMS, "live", "dead", "state", "dropped", "roles")
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """One process that holds or held work of a stream."""
-
     name: str
     pending: int
     idle_seconds: float
@@ -55,7 +53,7 @@ class StreamView:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """One ledger: training or evaluation. Counts are of groups; `state` is the whole state hash as text."""
+    """The training or the evaluation ledger. Counts are of groups; `state` is the whole state hash as text."""
 
     streams: tuple[StreamView, ...]
     live: int
@@ -69,7 +67,6 @@ class LedgerView:
     state: dict[str, str] = field(default_factory=dict)
 
     def stream(self, name: str) -> StreamView:
-        """The stream of that name; `KeyError` when there is none."""
         for view in self.streams:
             if view.name == name:
                 return view
@@ -78,7 +75,7 @@ class LedgerView:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """The Redis itself. Bytes; `memory_limit_bytes` 0 means no limit."""
+    """The Redis server. Bytes; `memory_limit_bytes` 0 means no limit."""
 
     version: str
     uptime_seconds: int
@@ -91,10 +88,7 @@ class ServerView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that Redis knows of a run at one instant; `at` is of its clock, `version` is -1 before the first.
-
-    `budget` and `hard_cap` are None when the caller did not say them.
-    """
+    """All that Redis knows of a run at one instant (`at`, by its clock); `version` is -1 before the first."""
 
     run: str
     at: float
@@ -109,7 +103,6 @@ class Snapshot:
 
     @property
     def role_versions(self) -> dict[str, int]:
-        """Version that the learner and each rollout replica have, by role name."""
         return {
             name: int(status["version"])
             for name, status in sorted(self.roles.items())
@@ -118,13 +111,9 @@ class Snapshot:
 
 
 async def take(connection: Connection, run: str, budget: int | None = None, hard_cap: int | None = None) -> Snapshot:
-    """Look at a run; one pipelined round trip, nothing is written.
+    """Take a snapshot in one pipelined round trip; nothing is written.
 
-    A run that has not begun gives zeros. Works on Redis 6.2 to 8.
-
-    Raises:
-        Unreachable: Redis does not answer.
-        LedgerDamaged: keys of the run hold what streamrl never writes.
+    A run that has not begun gives zeros. Works on Redis 6.2 to 8. LedgerDamaged: keys of the run hold foreign values.
     """
     spaces = (Keys(run), Keys(run, evaluation=True))
     calls = [
@@ -164,7 +153,7 @@ def _snapshot(run: str, replies: list[Any], budget: int | None, hard_cap: int | 
 
 
 def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
-    """Return `now` with the rates of its streams since `before`; unchanged when no time has passed."""
+    """`now` with the rates of its streams since `before`; unchanged if no time has passed."""
     seconds = now.at - before.at
     if seconds <= 0:
         return now
@@ -177,7 +166,7 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
 
 
 def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
-    """What one look can know of rates: the reward workers show how many samples a second they score."""
+    """Rates known from one snapshot: reward workers report how many samples a second they score."""
     rates = [read_number(status["per_second"]) for status in roles.values() if "per_second" in status]
     shown = [rate for rate in rates if rate is not None]
     if not shown or ledger.stream("rollouts").unit != "samples":
@@ -243,7 +232,7 @@ def _stream(name: str, unit: str, parts: list[Any], at: float) -> StreamView:
 
 
 def _age(entry: bytes | None, at: float) -> float | None:
-    """Seconds since an entry was put, from its id; an id that a server clock set back makes look young is 0 old."""
+    """Seconds since an entry was put, from its id; 0 if the server's clock was set back."""
     return None if entry is None else max(0.0, at - int(entry.split(b"-")[0]) / 1000)
 
 

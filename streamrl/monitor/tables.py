@@ -19,7 +19,6 @@ _GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "
 
 
 def lag_table(snapshot: Snapshot) -> RenderableType:
-    """Everything of a snapshot on one page: server, streams, admission, weights."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("STREAM", "DEPTH", "LAG", "PENDING", "IN/s", "OUT/s", "OLDEST", "LEASED", "SILENT", "RETRIED"):
         table.add_column(heading, justify="left" if heading == "STREAM" else "right", no_wrap=True)
@@ -37,7 +36,6 @@ def lag_table(snapshot: Snapshot) -> RenderableType:
 
 
 def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
-    """One row per reward, of all workers together; below it what is wrong with them."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("REWARD", "SCORED", "/s", "MEAN", "P50", "P95", "FAILED", "RETRIED", "DEAD", "TOKENS"):
         table.add_column(heading, justify="left" if heading == "REWARD" else "right", no_wrap=True)
@@ -60,7 +58,6 @@ def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
 
 
 def stream_name(stream: StreamView) -> str:
-    """Name of a stream; that of samples to score says so when its entries are whole groups."""
     return f"{stream.name} (groups)" if stream.name == "rollouts" and stream.unit == "groups" else stream.name
 
 
@@ -146,5 +143,4 @@ def _shown(value: int | None) -> str:
 
 
 def _short(value: str) -> str:
-    """A figure with a point as `number` writes it; other text, and what is no finite decimal, as it is."""
     return number(float(value)) if re.fullmatch(r"-?\d+\.\d+", value) else value

@@ -12,8 +12,8 @@ import orjson
 class Tail:
     """Whole lines of a growing JSONL file, each once.
 
-    A file that is not there yet is empty; one that was rotated or cut is read from its start. A line that is no JSON
-    object comes as `{"event": the line}`, so that nothing a role wrote is hidden.
+    A missing file is empty; one that was rotated or cut is read from its start. A line that is no JSON object comes as
+    `{"event": the line}`, so that nothing a role wrote is hidden.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,7 @@ class Tail:
         self._offset = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield what came since the last call; a last line without its newline waits for the next call."""
+        """Yield the lines since the last call; a last line without its newline waits for the next call."""
         try:
             with self.path.open("rb") as file:
                 facts = self.path.stat()
@@ -40,7 +40,7 @@ class Tail:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """A line as a JSON object; one that is none as `event`."""
+    """A line that is no JSON object is its `event`."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

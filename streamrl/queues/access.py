@@ -28,7 +28,7 @@ URL_HINT: Final = (
 
 
 class ReplyError(StreamrlError):
-    """Redis refused a command, and no repetition changes that; `code` is the first word (NOGROUP, WRONGTYPE)."""
+    """Redis refused a command for good; `code` is the first word (NOGROUP, WRONGTYPE)."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -45,7 +45,7 @@ def error_code(message: str) -> str:
 
 
 def redact(url: str) -> str:
-    """The URL without passwords and options, for logs and messages; never raises, and of a broken URL shows little."""
+    """The URL without passwords and options; never raises, and hides almost all of a broken URL."""
     scheme, there, _ = url.partition("://")
     try:
         parts = urlsplit(url)
@@ -53,7 +53,7 @@ def redact(url: str) -> str:
     except ValueError:
         return f"{scheme}://***"
     credentials, at, place = parts.netloc.rpartition("@")
-    # A password with a bare / ? or # ends the host early, and its rest looks like a path.
+    # A password with a bare / ? or # ends the host early; the rest of it looks like a path.
     if not there or (scheme != "unix" and not at and "@" in url):
         return f"{scheme}://***" if there else "***"
     user, colon, _ = credentials.partition(":")
@@ -62,12 +62,12 @@ def redact(url: str) -> str:
 
 
 def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], type[AbstractConnection]]:
-    """Arguments and class of a redis-py connection; `ConfigError` when URL or password file cannot be used."""
+    """Arguments and class of a redis-py connection; `ConfigError` if URL or password file cannot be used."""
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError:
-        # The parser's message may hold a piece of the password.
-        raise ConfigError(f"redis.url {redact(url)} is no URL of a Redis server", URL_HINT) from None
+        # The parser's message may contain part of the password.
+        raise ConfigError(f"redis.url {redact(url)} is not the URL of a Redis server", URL_HINT) from None
     kind: type[AbstractConnection] = options.pop("connection_class", Connection)
     if config.password_file is not None:
         try:
@@ -91,20 +91,18 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
 
 
 def pack(command: Sequence[Argument]) -> bytes:
-    """Bytes of a command on the wire; `TypeError` for an argument that is no bytes, text or number."""
     parts: Any = tuple(command)
     data: bytes = hiredis.pack_command(parts)
     return data
 
 
 async def open_socket(connection: AbstractConnection) -> None:
-    """Connect, HELLO, AUTH."""
     connect: Any = connection.connect
     await connect()
 
 
 async def read_reply(connection: AbstractConnection) -> Any:
-    """Next reply; an error reply is returned, not raised."""
+    """An error reply is returned, not raised."""
     try:
         return await connection.read_response()
     except ResponseError as error:
@@ -112,20 +110,20 @@ async def read_reply(connection: AbstractConnection) -> Any:
 
 
 async def ask(connection: AbstractConnection, *command: Argument) -> Any:
-    """Send one command and return its reply; an error reply is returned, not raised."""
+    """An error reply is returned, not raised."""
     await connection.send_packed_command(pack(command), check_health=False)
     return await read_reply(connection)
 
 
 def error_text(error: BaseException) -> str:
-    """Message of an error with its code, which redis-py cuts off for the codes that it knows."""
+    """Message of an error with its code, which redis-py removes for codes that it knows."""
     code = getattr(error, "status_code", None)
     message = str(error) or type(error).__name__
     return f"{code} {message}" if code and not message.startswith(code) and isinstance(error, RedisError) else message
 
 
 def is_denied(error: BaseException | None) -> bool:
-    """Whether a connection failed because of password or rights; redis-py hides that in a plain connection error."""
+    """Whether a connection failed because of password or rights; redis-py hides it in a connection error."""
     while error is not None:
         if isinstance(error, (AuthenticationError, AuthorizationError)):
             return True
@@ -134,7 +132,7 @@ def is_denied(error: BaseException | None) -> bool:
 
 
 async def check_server(connection: AbstractConnection, url: str) -> None:
-    """Refuse a server that is too old, or that throws data away when it is full."""
+    """Refuse a server that is too old, or that evicts data when it is full."""
     info = await ask(connection, "INFO", "server")
     version = re.search(rb"redis_version:(\d+)\.(\d+)", info if isinstance(info, bytes) else b"")
     if version is not None and (int(version[1]), int(version[2])) < MINIMUM:
@@ -152,12 +150,11 @@ async def check_server(connection: AbstractConnection, url: str) -> None:
 
 
 async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> None:
-    """Have a server that is not ours rewrite its append-only file, once after each of its starts.
+    """Have a foreign server rewrite its append-only file, once after each of its starts.
 
-    A tail torn inside a script is loaded correctly once; at the start after that half of the script is applied (our own
-    server's file is checked before a start, see `embedded`). A file rewritten from memory has no such tail. The server
-    knows whether it has rewritten the file since its start, so the first process that connects asks for it. A repeat
-    changes nothing; a refusal is logged.
+    A tail torn inside a script is loaded correctly once; the next start applies half of the script (our own server's
+    file is checked before a start, see `embedded`). A file rewritten from memory has no such tail. The server knows
+    whether it has rewritten the file since its start, so only the first connecting process asks for it.
     """
     info = await ask(connection, "INFO", "persistence")
     known = dict(re.findall(rb"^(aof_\w+):([\w-]+)", info, re.MULTILINE)) if isinstance(info, bytes) else {}
@@ -168,6 +165,6 @@ async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> 
     answer = await ask(connection, "BGREWRITEAOF")
     if isinstance(answer, ResponseError):
         extra = {"url": url, "error": error_text(answer), "hint": "run redis-check-aof --fix before each of its starts"}
-        logger.warning("redis cannot write its append-only file anew", extra=extra)
+        logger.warning("redis cannot rewrite its append-only file", extra=extra)
     else:
-        logger.info("redis writes its append-only file anew", extra={"url": url})
+        logger.info("redis rewrites its append-only file", extra={"url": url})

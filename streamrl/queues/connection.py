@@ -1,12 +1,12 @@
-"""The connection of a process to Redis: concurrent calls travel together, lost replies are asked for again.
+"""The connection of a process to Redis: concurrent calls travel together, calls without a reply are sent again.
 
 Any number of coroutines call at the same time. One task sends all waiting calls as one pipeline and hands out the
-replies, so sixty-four calls cost about one round trip. All that is sent here may be sent twice (scripts of the ledger,
-reads): after a broken connection the calls without a reply are sent again, with full jitter, until `patience` is over.
-The one command that must not be repeated is XREADGROUP: it goes through `block`, and `renew` finds its lost entries.
+replies, so sixty-four calls cost about one round trip. Every call may be sent twice (scripts of the ledger, reads):
+after a broken connection the calls without a reply are sent again, with full jitter, until `patience` is over.
+XREADGROUP must not be repeated: it goes through `block`, and `renew` finds entries of a lost reply.
 
-redis-py brings the socket, TLS, HELLO and AUTH. Its retries are off, because they would repeat XREADGROUP too, and so
-are its socket time-outs, because they cut blocking reads: deadlines are set here.
+redis-py brings the socket, TLS, HELLO and AUTH. Its retries are off, because they would repeat XREADGROUP, and so are
+its socket time-outs, because they cut blocking reads: deadlines are set here.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from streamrl.queues.access import (
 logger = logging.getLogger(__name__)
 
 ROUND_TRIP: Final = 10.0
-"""Seconds after which a server that holds the connection and says nothing counts as gone."""
+"""Seconds after which a silent server counts as gone."""
 LOOK_SECONDS: Final = 5.0
-"""The same for a command that looks once, while a person waits."""
+"""The same for a command for which a person waits."""
 _FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 2.0
 _BATCH_CALLS: Final = 512
@@ -75,9 +75,9 @@ _HINTS: Final = {
 
 
 def pause(failures: int, chance: float) -> float:
-    """Seconds to wait after the n-th failure in a row (n >= 1), with full jitter; `chance` is uniform in [0, 1).
+    """Seconds to wait after failure number `failures` in a row, with full jitter; `chance` is uniform in [0, 1).
 
-    Source: Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015), "full jitter".
+    Source: Brooker, Exponential Backoff And Jitter (AWS Architecture Blog, 2015).
     """
     exponent = min(failures - 1, 16)  # bounded, so that a long outage overflows nothing
     return chance * min(LONGEST_PAUSE, _FIRST_PAUSE * 2.0**exponent)
@@ -85,7 +85,7 @@ def pause(failures: int, chance: float) -> float:
 
 @dataclass
 class Outage:
-    """One outage: `failures` since the first one (`since`, None when all is well). The clock is an argument."""
+    """Failures in a row since `since` (None: all is well)."""
 
     patience: float
     since: float | None = None
@@ -99,14 +99,11 @@ class Outage:
         return None if now - self.since >= self.patience else pause(self.failures, chance)
 
     def recovered(self) -> None:
-        """Note a success."""
         self.since, self.failures = None, 0
 
 
 @dataclass(frozen=True)
 class Script:
-    """Text of a script with its includes, and its SHA-1 as EVALSHA wants it."""
-
     name: str
     text: str
     digest: str
@@ -114,7 +111,7 @@ class Script:
 
 @cache
 def load_scripts() -> dict[str, Script]:
-    """All scripts of the package, by name; the header of each file in `lua/` says what it does, also when repeated."""
+    """All scripts of the package; the header of each file in `lua/` says what it and a repeat of it do."""
     folder = files("streamrl.queues") / "lua"
     texts = {item.name.removesuffix(".lua"): item.read_text("utf-8") for item in folder.iterdir()}
     return {name: _build(name, texts) for name in texts if not name.startswith("_")}
@@ -130,7 +127,7 @@ def _build(name: str, texts: dict[str, str]) -> Script:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One command on its way. `failed_at` is when its first attempt failed: its patience runs from there."""
+    """One command on its way; its patience runs from `failed_at`, its first failure."""
 
     packed: bytes
     future: asyncio.Future[Any]
@@ -139,8 +136,6 @@ class _Call:
 
 
 class Connection:
-    """One per process; see the module. Make it with `open_connection`."""
-
     def __init__(self, config: RedisConfig, url: str, round_trip: float = ROUND_TRIP, *, looks: bool = False) -> None:
         self._url = redact(url)
         self._round_trip_seconds = round_trip
@@ -166,32 +161,22 @@ class Connection:
         """Run a script of the ledger and return its reply (bytes, int, list or None).
 
         Sent again after a lost reply, a restart of Redis, or "not now" (out of memory, loading, read-only). On
-        cancellation the script may or may not have run; a repeat makes it certain.
-
-        Raises:
-            Unreachable: no reply for `redis.patience` seconds after the first failure.
-            ConfigError: password or permissions are wrong.
-            ReplyError: Redis refused; a bug, or keys of a foreign type.
+        cancellation the script may or may not have run; a repeat makes it certain. Unreachable: no reply for
+        `redis.patience` seconds after the first failure. ConfigError: wrong password or permissions. ReplyError: Redis
+        refused: a bug, or foreign keys.
         """
         return await self._send(("EVALSHA", self._scripts[script], len(keys), *keys, *args))
 
     async def read(self, *command: Argument) -> Any:
-        """Send a command that may be repeated (a read, or one that sets something absolute). Errors as in `call`."""
+        """Send a command that may be repeated (a read, or one that sets an absolute value). Errors as in `call`."""
         return await self._send(command)
 
     async def block(self, *command: Argument, milliseconds: int) -> Any:
-        """Send a blocking read on a connection of its own and return its reply.
+        """Send a blocking read (BLOCK included) on a connection of its own and return its reply.
 
-        None means "nothing now": time is over, or the connection broke (after a pause, so that a loop does not spin).
-        The command is never repeated. Cancelling closes the connection: entries of a reply on its way stay pending.
-
-        Args:
-            command: the whole command, its BLOCK included.
-            milliseconds: how long the server may block; the deadline is this and one round trip.
-
-        Raises:
-            Unreachable: nothing but failures for `redis.patience` seconds.
-            ConfigError, ReplyError: as in `call`; ReplyError also for a stream that was deleted (NOGROUP, UNBLOCKED).
+        None means "nothing now": `milliseconds` are over, or the connection broke (after a pause, so that a loop does
+        not spin). The command is never repeated. On cancellation the connection closes: entries of a reply on its way
+        stay pending. Errors as in `call`; ReplyError also for a deleted stream (NOGROUP, UNBLOCKED).
         """
         packed = pack(command)
         connection = self._idle.pop() if self._idle else self._kind(**self._options)
@@ -220,14 +205,14 @@ class Connection:
         return None
 
     def leave(self) -> None:
-        """Wait only some seconds for a Redis that cannot write: this process is to end, and a full disk stays full."""
+        """Wait only seconds for a Redis that cannot write: this process is to end, and a full disk stays full."""
         self._leaving = True
 
     def since_error(self) -> float:
-        """Seconds since the last connection error of this process; infinite when there was none."""
+        """Seconds since the last connection error of this process; infinite if there was none."""
         return asyncio.get_running_loop().time() - self._last_error
 
-    # The rest is the owned task.
+    # From here on: the task that `open_connection` owns.
 
     async def _send(self, command: Sequence[Argument]) -> Any:
         if self._ended is not None:
@@ -238,7 +223,7 @@ class Connection:
         return await call.future
 
     async def serve(self) -> None:
-        """Send waiting calls until cancelled. Owned by `open_connection`; when it ends, every call gets its error."""
+        """Send waiting calls until cancelled; when it ends, every waiting call gets its error."""
         try:
             while True:
                 await self._wake.wait()
@@ -334,7 +319,6 @@ class Connection:
             call.future.set_exception(self._refused(reply))
 
     def _pause(self, call: _Call, code: str, reply: ResponseError) -> None:
-        """Send a call again later, unless its patience is over."""
         loop = asyncio.get_running_loop()
         if not self._still_patient(call, loop.time(), error_text(reply)):
             return
@@ -361,7 +345,6 @@ class Connection:
         return False
 
     async def _failed(self, error: BaseException, batch: Sequence[_Call]) -> None:
-        """The connection broke: calls without a reply go back to the front of the queue."""
         now = asyncio.get_running_loop().time()
         self._note(error)
         await self._drop()
@@ -390,14 +373,13 @@ class Connection:
         self._last_error = now
 
     def _warn(self, what: str, **fields: str) -> None:
-        """Log a warning, unless the same has just been said: a full disk refuses hundreds of calls in a second."""
+        """Log a warning at most every `_WARN_SECONDS`: a full disk refuses hundreds of calls in a second."""
         now = asyncio.get_running_loop().time()
         if now - self._warned.get(what, -math.inf) >= _WARN_SECONDS:
             self._warned[what] = now
             logger.warning(what, extra=fields)
 
     async def _drop(self) -> None:
-        """Close the connection; the next round trip makes a new one."""
         connection, self._connection, self._stale = self._connection, None, False
         if connection is not None:
             await connection.disconnect(nowait=True)
@@ -409,8 +391,8 @@ class Connection:
 
     def _no_access(self, error: Exception) -> ConfigError:
         text = error_text(error)
-        if "already authenticated" in text:  # the reply to HELLO without a password says all but this
-            text = "it wants a password (NOAUTH)"
+        if "already authenticated" in text:  # the reply to HELLO without a password is misleading
+            text = "the server requires a password (NOAUTH)"
         return ConfigError(
             f"Redis at {self._url} refuses access: {text}",
             "set redis.password_file (or the user and password in redis.url) to those of the server",
@@ -426,7 +408,6 @@ class Connection:
         )
 
     async def close(self) -> None:
-        """Close all sockets."""
         for connection in (*self._idle, *([self._connection] if self._connection is not None else [])):
             await connection.disconnect(nowait=True)
         self._idle.clear()
@@ -437,13 +418,10 @@ class Connection:
 async def open_connection(
     config: RedisConfig, url: str, round_trip: float = ROUND_TRIP, *, looks: bool = False
 ) -> AsyncIterator[Connection]:
-    """Connect, own the task that serves the calls, and close.
+    """Connect, own the task that serves the calls, and close. Returns once the server has answered.
 
-    Returns once the server has answered; calls still waiting at the end of the block get `Unreachable`.
-
-    Raises:
-        Unreachable: the server did not answer for `redis.patience` seconds.
-        ConfigError: URL, password, version or eviction policy of the server are wrong.
+    Calls that wait at the end of the block get `Unreachable`. ConfigError: wrong URL, password, version or eviction
+    policy of the server.
     """
     connection = Connection(config, url, round_trip, looks=looks)
     task = asyncio.create_task(connection.serve(), name="redis connection")
@@ -458,7 +436,7 @@ async def open_connection(
 
 @contextlib.asynccontextmanager
 async def open_to_look(config: RedisConfig, url: str) -> AsyncIterator[Connection]:
-    """As `open_connection`, for a person who waits: the first failure or `LOOK_SECONDS` without a reply is final.
+    """As `open_connection`, while a person waits: the first failure or `LOOK_SECONDS` without a reply is final.
 
     It asks no foreign server to rewrite its append-only file.
     """

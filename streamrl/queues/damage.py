@@ -1,6 +1,6 @@
 """Damage of a run's keys in Redis: values that the ledger never writes, from another program or a deletion.
 
-It is looked for only when something has failed, and by `streamrl audit`. The message then names the key, and not the
+It is searched for only after a failure, and by `streamrl audit`. The message then names the damaged key instead of the
 line of a script or of Python that failed on it.
 """
 
@@ -29,7 +29,7 @@ _GROUP: Final = ("n", "m", "todo", "left", "nx", "a", "v")
 
 
 async def damages(connection: Connection, run: str, *, groups: bool = True) -> list[str]:
-    """Every damage of the keys of a run, in words; with `groups` also of the hashes of its live groups."""
+    """Every damage of the keys of a run, in words; `groups`: also of the hashes of its live groups."""
     found: list[str] = []
     for keys in (Keys(run), Keys(run, evaluation=True)):
         names, arguments = _look(keys, groups=groups)
@@ -38,9 +38,9 @@ async def damages(connection: Connection, run: str, *, groups: bool = True) -> l
 
 
 async def blame_damage(connection: Connection, run: str, error: BaseException, *, groups: bool = True) -> None:
-    """Raise `LedgerDamaged` from an error that a damage of the ledger explains; return when there is none.
+    """Raise `LedgerDamaged` if a damage of the ledger explains an error; otherwise return.
 
-    It looks only for errors that Redis answered and for those that would be bugs of ours. `groups` as of `damages`.
+    Only errors that Redis answered, and those that would be bugs of streamrl, start the search.
     """
     if not any(_unexplained(leaf) for leaf in leaves(error)):
         return
@@ -70,7 +70,6 @@ def _refusal(run: str, found: Sequence[str]) -> LedgerDamaged:
 
 
 def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
-    """Names of the keys and arguments of the script."""
     types = {
         keys.state: "hash",
         keys.live: "zset",
@@ -121,6 +120,6 @@ def _named(keys: Keys, reply: Sequence[Any]) -> list[str]:
 
 
 def shown(value: bytes) -> str:
-    """Foreign bytes for people: on one line, at most sixty, escaped where they cannot be printed."""
+    """Foreign bytes for people: one line, at most sixty bytes, escaped if not printable."""
     text = value[:60].decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text) or "nothing"

@@ -1,9 +1,9 @@
 """The lock on devices that the learner shares with engines (`rollout.placement: colocated`).
 
-Engines share it, the learner has it alone, and a learner that asks goes before engines that ask. It is made of leases
-in Redis: a process that dies loses it when its lease ends, and by then its memory is free, because a supervisor kills
-what is silent for longer. Both sides do the same: ask, wait until it is granted, load; later free the memory, then
-give the lock back.
+Engines share it, the learner has it alone, and a learner that asks goes before engines that ask. It consists of leases
+in Redis: a dead process loses it when its lease ends, and by then its memory is free, because a supervisor kills a
+process that is silent for longer. Both sides ask, wait until it is granted, load; later they free the memory, then give
+the lock back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _RENEWALS: Final = 3
 
 
 class EngineLock(Protocol):
-    """What `EngineDevices` asks whether its engine may be on the devices: `DeviceLock`, or one that knows more."""
-
     seconds: float
     """Length of a lease."""
 
@@ -34,21 +32,19 @@ class EngineLock(Protocol):
         """False for one lease after a connection error.
 
         A Redis that was away may have forgotten which side is on the devices, and the holder could not renew yet:
-        neither side may come onto them in that time.
+        neither side may load in that time.
         """
         ...
 
     async def use(self, engine: str, *, on_devices: bool) -> bool:
-        """Whether an engine may use the devices; renews when it is on them. False: it has to get off and `leave`."""
+        """Whether an engine may use the devices; renews if it is on them. False: it has to get off and `leave`."""
         ...
 
     async def leave(self, engine: str) -> None:
-        """Say that an engine has left the devices. A repeat does nothing."""
+        """Record that an engine has left the devices. A repeat does nothing."""
 
 
 class DeviceLock(EngineLock):
-    """The lock in Redis; a lease lasts `seconds`."""
-
     def __init__(self, connection: Connection, keys: Keys, seconds: float) -> None:
         self._connection = connection
         self._keys = [keys.device_lock, keys.device_engines]
@@ -69,11 +65,10 @@ class DeviceLock(EngineLock):
         await self._connection.call("device_leave", self._keys[1:], [engine])
 
     async def take(self, learner: str) -> int:
-        """Ask for the devices, or renew; returns how many engines still use them, -1 when another learner has them."""
+        """Ask for the devices, or renew; returns how many engines still use them, -1 if another learner has them."""
         return int(await self._connection.call("device_take", self._keys, [learner, int(self.seconds * 1000)]))
 
     async def give(self, learner: str) -> None:
-        """Give the devices back to the engines. Does nothing when this learner does not have them."""
         await self._connection.call("device_give", self._keys[:1], [learner])
 
 
@@ -82,12 +77,12 @@ async def _nothing() -> None:
 
 
 class LearnerDevices:
-    """The learner's side: brings the learner onto the devices and off them again.
+    """The learner's side: moves the learner onto the devices and off them again.
 
-    `take` and `give` may be called in any order and again. An interruption (error, cancellation, kill) leaves the
-    learner on the devices with the lock, or off them without it, or a dead process whose lease ends. A load that is
-    cancelled counts as being on the devices until `give`. `nonce` is this process alone; engines may take `deadline`
-    seconds to leave.
+    `take` and `give` may be called in any order and repeated. An interruption (error, cancellation, kill) leaves the
+    learner on the devices with the lock, or off them without it, or a dead process whose lease ends. A cancelled load
+    counts as being on the devices until `give`. `nonce` identifies this process; engines may take `deadline` seconds to
+    leave.
     """
 
     def __init__(self, lock: DeviceLock, nonce: str, *, deadline: float) -> None:
@@ -98,15 +93,14 @@ class LearnerDevices:
         self._on_devices = False
 
     def attach(self, *, load: Callable[[], Awaitable[None]], unload: Callable[[], Awaitable[None]]) -> None:
-        """Say how the learner comes onto the devices and how it leaves them, each whole or not at all."""
+        """Set how the learner moves onto the devices and off them, each whole or not at all."""
         self._load, self._unload = load, unload
 
     async def take(self) -> None:
         """Return when the engines have left and the learner is on the devices. A repeat does nothing.
 
-        Raises:
-            DeadlineExceeded: an engine did not leave in time; the learner is off the devices and asks no more.
-            Unreachable: another learner has the devices.
+        DeadlineExceeded: an engine did not leave in time; the learner is off the devices and asks no more. Unreachable:
+        another learner has the devices.
         """
         if self._on_devices:
             return
@@ -143,11 +137,7 @@ class LearnerDevices:
             await self._lock.give(self._nonce)
 
     async def run(self) -> None:
-        """Renew until cancelled; owned by the caller's task group.
-
-        Raises:
-            Unreachable: the lock was lost while the learner was on the devices: this process must end to leave them.
-        """
+        """Renew until cancelled; Unreachable: the lock was lost, so this process must end to leave the devices."""
         while True:
             await asyncio.sleep(self._lock.seconds / _RENEWALS)
             if self._asking and await self._ask() and self._on_devices:
@@ -161,9 +151,9 @@ class LearnerDevices:
 
 
 class EngineDevices:
-    """An engine's side: takes it off the devices when the learner asks, and brings it back afterwards.
+    """An engine's side: moves it off the devices when the learner asks, and back afterwards.
 
-    `wake` and `sleep` move it; a repeat of them does nothing. `name` is that of the replica.
+    Repeats of `wake` and `sleep` do nothing.
     """
 
     def __init__(
@@ -178,7 +168,6 @@ class EngineDevices:
         self._wake, self._sleep = wake, sleep
 
     async def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the devices and start the engine on them."""
         while not await self._may_come():  # noqa: ASYNC110 (the lock is in Redis)
             await asyncio.sleep(_ASK_SECONDS)
         await self._renewing(work)
@@ -186,7 +175,7 @@ class EngineDevices:
     async def run(self) -> None:
         """Follow the lock until cancelled; the engine is on the devices when it begins.
 
-        An error of `wake` or `sleep` ends it: the engine is not where it should be, so its process has to end. The
+        An error of `wake` or `sleep` ends it, and the process has to end, because the engine is on the wrong side. The
         caller ends the engine and then calls `DeviceLock.leave`.
         """
         awake = True
@@ -205,7 +194,7 @@ class EngineDevices:
         return self._lock.settled and await self._lock.use(self._name, on_devices=False)
 
     async def _renewing(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do work that may take longer than a lease; the engine counts as using the devices meanwhile."""
+        """Work that may outlast a lease: the engine counts as using the devices meanwhile."""
 
         async def renew() -> None:
             while True:

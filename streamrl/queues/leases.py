@@ -43,7 +43,7 @@ __all__ = ["Lease", "Leases", "NotNow"]
 logger = logging.getLogger(__name__)
 
 UNOWNED: Final = "handed-back"
-"""Consumer in whose name work is pending that was handed back, until a process takes it."""
+"""Consumer that holds handed-back work until a process takes it."""
 _BLOCK_MS: Final = 250
 _PAGE: Final = 32
 """Expired entries in one reply."""
@@ -58,12 +58,12 @@ _Place: TypeAlias = tuple[str, str]
 
 
 class NotNow(Exception):
-    """Raised by a handler for work that cannot be done now: it is handed back without a death."""
+    """Raised by a handler for work that cannot be done now: it is handed back and does not count as a delivery."""
 
 
 @dataclass(eq=False)
 class _Work:
-    """One lease in this process; without a task it is reserved for probation and not begun."""
+    """One lease in this process; without a task it is reserved for probation and has not begun."""
 
     lease: Lease
     place: _Place
@@ -78,19 +78,14 @@ class Leases:
     """Leases of one kind of work for one process, over several ledgers that share a connection.
 
     Args:
-        ledgers: where to lease from.
-        stage: the stream of work.
-        consumer: name of the role; the name in Redis gets a nonce.
-        config: lease seconds, longest hold, deliveries.
         width: handlers at the same time; a function is asked each time, for work of unequal size. With several
             ledgers, each may exceed it by one.
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
-            lease is lost, has lasted for too long, or the drain is over. An exception other than a cancellation is
-            logged and ends `run`: a handler turns failures of the work into dead letters itself. Work that it leaves
-            unsettled counts as one more delivery; work that it ends with `NotNow` does not, and the next that has
-            room takes it.
+            lease is lost, exceeds `max_hold`, or the drain is over. An exception is logged and ends `run`: a handler
+            turns failures of the work into dead letters itself. Work that it leaves unsettled counts as one more
+            delivery; work that it ends with `NotNow` does not, and another process takes it.
         drain: seconds that work in flight gets after `stop`.
-        first: the one of `ledgers` whose entries are taken before those of the others; None: no order.
+        first: the one of `ledgers` whose entries are taken first; None: no order.
     """
 
     def __init__(  # noqa: PLR0917
@@ -128,22 +123,18 @@ class Leases:
 
     @property
     def leased(self) -> int:
-        """Leases of this process now."""
         return len(self._leased)
 
     def recount(self) -> None:
-        """Ask the `width` function again at once: some work within a lease has ended."""
+        """Ask the `width` function again at once, because some work within a lease has ended."""
         self._freed.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lease and handle work until `stop`; then wait up to `drain` seconds for it and hand the rest back.
 
-        Unsettled work is always handed back without a death, except work whose handler raised: its lease expires and
-        counts as one. Cancelling does the same at once.
-
-        Raises:
-            Exception: what a handler raised; of several at once what `errors.unwrap` finds.
-            Unreachable, ConfigError: from the connection.
+        Cancellation hands back at once. Handed-back work does not count as a delivery, except work whose handler
+        raised: its lease expires and counts. Raises what a handler raised; of several errors the one that
+        `errors.unwrap` finds.
         """
         self._started = asyncio.get_running_loop().time()
         self._stop = stop
@@ -174,13 +165,12 @@ class Leases:
                 await self._remake(error)
 
     async def _read(self, room: int) -> None:
-        """Take new entries. A read is never cancelled in normal running, so it blocks for a short time only."""
+        """Take new entries. It blocks for a short time only, because cancelling a read loses its reply."""
         if self._first and await self._read_from(self._first, room):
             return
         await self._read_from(list(self._streams), max(1, room // len(self._streams)), wait_ms=_BLOCK_MS)
 
     async def _read_from(self, streams: Sequence[str], each: int, wait_ms: int = 0) -> bool:
-        """Take up to `each` new entries of each stream; False when there was none."""
         block = ("BLOCK", wait_ms) if wait_ms else ()
         command = ("XREADGROUP", "GROUP", GROUP, self.consumer, "COUNT", each, *block, "STREAMS")
         found = replies.streams(
@@ -194,7 +184,7 @@ class Leases:
         return bool(found)
 
     async def _note(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> _Work | None:
-        """Note a lease; None for an entry that is leased already or is none of ours (which is removed)."""
+        """Note a lease; None for an entry that is leased already, or foreign (which is removed)."""
         if place in self._leased:
             return None
         stream, entry = place
@@ -208,7 +198,6 @@ class Leases:
         return work
 
     def _lease(self, place: _Place, fields: dict[bytes, bytes], deliveries: int) -> Lease | None:
-        """The lease of an entry; None for a foreign one."""
         stream, entry = place
         try:
             number = fields[b"k"].decode() if self.stage == "rollouts" else None
@@ -227,12 +216,12 @@ class Leases:
         try:
             await self._handle(work.lease)
         except asyncio.CancelledError:
-            raise  # the caller that cancelled decides what becomes of the lease
+            raise  # the canceller decides what happens to the lease
         except NotNow as why:
             await self._give_back(work, str(why))
             return
         except Exception as error:
-            work.suspect = not isinstance(error, RewardImpossible)  # any other sample would have met it
+            work.suspect = not isinstance(error, RewardImpossible)  # any other sample would have failed too
             extra = {"group": work.lease.group_id, "sample": work.lease.sample, "deliveries": work.lease.deliveries}
             logger.exception("handler failed", extra=extra)
             raise
@@ -255,7 +244,7 @@ class Leases:
         self._freed.set()
 
     async def _wait_freed(self) -> None:
-        """Wait until a handler ends, for a short time at most, so that `stop` and expired entries are noticed."""
+        """Wait until a handler ends, but not for long, so that `stop` and expired entries are noticed."""
         self._freed.clear()
         try:
             async with asyncio.timeout(_BLOCK_MS / 1000):
@@ -266,7 +255,6 @@ class Leases:
     # Taking over.
 
     async def _take_over(self) -> bool:
-        """Take expired entries when it is time to scan; True when there was one to take."""
         now = asyncio.get_running_loop().time()
         if now < self._scan_at or self._connection.since_error() < self._config.seconds:
             return False
@@ -279,7 +267,6 @@ class Leases:
         return any(took)
 
     async def _take_over_from(self, stream: str, patient: bool) -> bool:
-        """Take expired entries of one stream while there is room; True when there was one to take."""
         owners: set[str] = set()
         start = "-"
         while True:
@@ -301,7 +288,6 @@ class Leases:
         return bool(owners)
 
     async def _begin_undelivered(self) -> bool:
-        """Begin entries that Redis gave to us in a reply that was lost."""
         if not self._undelivered or len(self._leased) >= self._width():
             return False
         place, before, count = self._undelivered.pop()
@@ -345,7 +331,7 @@ class Leases:
             await self._wait_freed()
 
     async def _take(self, place: _Place, before: int, count: int, *, counted: bool = True) -> _Work | None:
-        """Claim an entry that had `before` deliveries and note its lease with `count`; None: another process has it."""
+        """Claim an entry and note its lease with `count` deliveries; None: another process has it."""
         fields = await self._claim(place, before, count if counted else before)
         return None if fields is None else await self._note(place, fields, count)
 
@@ -371,7 +357,7 @@ class Leases:
             await asyncio.sleep(self._config.seconds / 3)
             found: set[_Place] = set()
             self._unsettled |= self._ended
-            self._ended = set()  # what ends from here on may not be in the replies
+            self._ended = set()  # the replies may not cover handlers that end from here on
             for stream in self._streams:
                 try:
                     await self._expire(stream)
@@ -382,7 +368,7 @@ class Leases:
             self._unsettled &= found
 
     async def _renew(self, stream: str) -> set[_Place]:
-        """Renew all leases of a stream; return the entries that are pending as ours and not leased here."""
+        """Renew all leases of a stream; return the entries that are pending for this process and not leased in it."""
         mine = [work for place, work in self._leased.items() if place[0] == stream]
         entries = [work.lease.entry for work in mine]
         taken, gone, undelivered = await self._connection.call("renew", [stream], [self.consumer, *entries])
@@ -416,7 +402,7 @@ class Leases:
             work.task.cancel()
 
     async def _expire(self, stream: str) -> None:
-        """Make dead letters of work that is leased for too long, since the lease of a hung handler never ends."""
+        """Make dead letters of work that is leased for too long: a hung handler would be renewed forever."""
         end = asyncio.get_running_loop().time() - self._config.max_hold
         for work in [work for place, work in self._leased.items() if place[0] == stream and work.since <= end]:
             if work.task is not None:
@@ -426,7 +412,6 @@ class Leases:
     # Beginning and end.
 
     async def _remake(self, error: ReplyError) -> None:
-        """A stream was deleted under us: make it again, and go on. Any other refusal is raised."""
         if error.code not in _STREAM_GONE:
             raise error
         logger.warning("a work stream was gone and is made again", extra={"stage": self.stage, "error": error.message})
@@ -434,7 +419,7 @@ class Leases:
             await ledger.ensure()
 
     async def _tidy(self) -> None:
-        """Forget the names of processes that died without holding anything."""
+        """Remove the names of dead processes without work."""
         for stream in self._streams:
             try:
                 await self._connection.call("reap", [stream], ["", 10 * self._idle_ms])
@@ -453,7 +438,7 @@ class Leases:
             await asyncio.wait(running, timeout=_LEAVE_SECONDS)
 
     async def _leave(self) -> None:
-        """Hand back all that is pending as ours, except what a handler failed on, and remove our name from Redis."""
+        """Hand back all that is pending for this process, except what a handler failed on; remove its name."""
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 for stream in self._streams:

@@ -256,11 +256,11 @@ class Ledger:
         await self.connection.call("set_group_scored", [self.keys.state, self.keys.scored], [int(group_scored)])
 
     async def make_group_scored(self, lease: Lease) -> None:
-        """Put up a group as one piece of work of which one sample is leased; this ends the lease.
+        """Turn a group, of which one sample is leased, into one piece of work; this ends the lease.
 
-        It is needed where groups were admitted before their rewards compared samples: in the first seconds of a run,
-        after `up --resume` with other rewards, and when Redis went back. Scores that samples of the group have so far
-        are dropped: all are scored again, together. For a group that is gone, closed or on another attempt only the
+        It is needed for groups that were admitted before their rewards compared samples: in the first seconds of a run,
+        after `up --resume` with other rewards, and when Redis went back. Scores of single samples are dropped: all are
+        scored again, together. For a group that is gone, closed or on another attempt only the
         entry is removed.
         """
         names = [self.keys.rollouts, self.keys.group(lease.group_id), self.keys.state]
@@ -523,7 +523,7 @@ class Ledger:
         return found
 
     async def drop_dead(self, entries: Sequence[str]) -> int:
-        """Throw dead letters away; whole groups count as dropped from then on. Returns how many were removed now."""
+        """Delete dead letters; whole groups count as dropped from then on. Returns how many were removed now."""
         keys, why = self.keys, DROPPED_BY_HAND
         removed = 0
         for start in range(0, len(entries), CHUNK):
@@ -533,12 +533,12 @@ class Ledger:
 
 
 def _ids(members: Sequence[bytes]) -> list[int]:
-    """Ids of groups; a foreign member is left out, and `streamrl audit` names it."""
+    """Without foreign members, which `streamrl audit` names."""
     return [int(member) for member in members if member.isdigit()]
 
 
 def _letters_of(group_ids: Sequence[int], letters: Sequence[DeadLetter]) -> dict[int, list[str]]:
-    """The letters of each group, that of the whole group first; none of a group that is not dead."""
+    """The letters of each group, that of the whole group first; groups that are not dead are left out."""
     found: dict[int, list[str]] = {group_id: [] for group_id in group_ids}
     whole = {letter.group_id: letter.entry for letter in letters if letter.sample is None}
     for letter in letters:

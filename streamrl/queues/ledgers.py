@@ -50,7 +50,7 @@ class WeightsStream:
     async def after(self, version: int, seconds: float) -> tuple[int, bytes] | None:
         """The newest version above `version`; waits up to `seconds` for one, then None.
 
-        Versions in between are skipped. When Redis went back, a version that was seen is gone until the next one.
+        Versions in between are skipped. If Redis went back, a version seen before is missing until the next one.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -69,8 +69,6 @@ class WeightsStream:
 
 @dataclass(frozen=True)
 class Ledgers:
-    """What `open_ledgers` yields."""
-
     train: Ledger
     evaluation: Ledger
     weights: WeightsStream
@@ -82,14 +80,9 @@ class Ledgers:
 
 @contextlib.asynccontextmanager
 async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledgers]:
-    """Connect to the Redis of a run and make the streams that are missing.
+    """Connect to the Redis of a run and make missing streams; errors as of `open_connection`.
 
-    Waits up to `redis.patience` for the server. Calls that wait at the end of the block get `Unreachable`.
-
-    Raises:
-        Unreachable: the server does not answer.
-        ConfigError: URL, password, version or eviction policy are wrong.
-        LedgerDamaged: in place of an error of the block that a damage of the run's keys explains.
+    LedgerDamaged replaces an error of the block that a damage of the run's keys explains.
     """
     train, held_out = Keys(config.name), Keys(config.name, evaluation=True)
     async with open_connection(config.redis, embedded.url(config.redis, run_dir)) as connection:

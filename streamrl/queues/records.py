@@ -24,8 +24,6 @@ _REWARD: Final = re.compile(r"\[([^\]]*)\]$")
 
 
 class AdmitOutcome(Enum):
-    """What became of an attempt to admit a group."""
-
     ADMITTED = "admitted"
     MOVED = "moved"
     """The cursor is elsewhere: a repeat of a lost reply, a second feeder, or Redis went back."""
@@ -36,15 +34,13 @@ class AdmitOutcome(Enum):
 
 @dataclass(frozen=True)
 class Admission:
-    """Outcome of `admit` and the cursor to go on with."""
-
     outcome: AdmitOutcome
     cursor: int
 
 
 @dataclass(frozen=True)
 class OpenWork:
-    """A leased prompt: `missing` are the samples that have neither payload nor cause of death."""
+    """A leased prompt; `missing` samples have neither payload nor cause of death."""
 
     prompt: bytes
     missing: tuple[int, ...]
@@ -52,8 +48,6 @@ class OpenWork:
 
 @dataclass(frozen=True)
 class LeasedSample:
-    """A leased sample with the prompt it answers."""
-
     prompt: bytes
     payload: bytes
     sample: int
@@ -61,9 +55,9 @@ class LeasedSample:
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A leased group with its prompt: the payload of each sample that was generated and is not dead, by its number.
+    """A leased group: the payload of each sample that was generated and is not dead, by its number.
 
-    `least` is the number of scores below which the group is dead when it closes, `size` of samples that were wanted.
+    With fewer than `least` scores it is dead when it closes; `size` samples were wanted.
     """
 
     prompt: bytes
@@ -73,7 +67,7 @@ class LeasedGroup:
 
     @classmethod
     def of(cls, reply: Mapping[bytes, bytes], attempt: int) -> LeasedGroup | None:
-        """From HGETALL of a group; None unless it is open, and on this attempt."""
+        """None unless the group is open, and on this attempt."""
         known = pairs(reply)
         if known.get(b"st") != b"open" or int(known[b"a"]) != attempt:
             return None
@@ -84,15 +78,11 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a sample dies, with the end of a traceback."""
-
     why: str
     detail: str = ""
 
 
 class ScoreOutcome(IntEnum):
-    """What became of a score."""
-
     LOST = 0
     """Another process committed this entry first (or this is a repeat): nothing was written."""
     GONE = -1
@@ -140,7 +130,7 @@ class ClosedGroup:
 
     @classmethod
     def of(cls, group_id: int, reply: Mapping[bytes, bytes]) -> ClosedGroup | None:
-        """From HGETALL of a group; None unless it is closed."""
+        """None unless the group is closed."""
         known = pairs(reply)
         if known.get(b"st") != b"closed":
             return None
@@ -162,7 +152,6 @@ class ClosedGroup:
 
 
 def group_trace(group_id: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """Everything that HGETALL of a live group says, for people."""
     known = pairs(reply)
     return {
         "gid": group_id,
@@ -221,7 +210,6 @@ class LedgerState:
 
     @classmethod
     def of(cls, reply: Sequence[Any]) -> LedgerState:
-        """From the script `state`."""
         fields, live, dead, replays = reply
         known = pairs(fields)
 
@@ -277,7 +265,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
-        """From an entry of the stream of dead letters; a count that is none is shown as 0."""
+        """An invalid count is shown as 0."""
 
         def count(name: bytes) -> int:
             value = fields.get(name, b"")
@@ -301,8 +289,6 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class DeadCause:
-    """Dead letters of one cause, oldest first."""
-
     letters: tuple[DeadLetter, ...]
 
     @property
@@ -312,17 +298,15 @@ class DeadCause:
 
     @property
     def samples(self) -> int:
-        """Samples that died of it."""
         return sum(letter.sample is not None for letter in self.letters)
 
     @property
     def groups(self) -> int:
-        """Groups that died as a whole of it."""
         return len(self.letters) - self.samples
 
 
 def by_cause(letters: Sequence[DeadLetter]) -> list[DeadCause]:
-    """Letters with the same stage and the same words, numbers and quotations apart; the largest cause first."""
+    """Letters with the same stage and words (numbers and quotations aside); the largest cause first."""
     found: dict[tuple[str, str], list[DeadLetter]] = {}
     for letter in letters:
         found.setdefault((letter.stage, _OF_ONE_SAMPLE.sub("...", letter.why)), []).append(letter)
@@ -340,13 +324,11 @@ def _kind(why: str) -> tuple[str, str]:
 
 
 class ReplayOutcome(Enum):
-    """What became of an attempt to admit a dead group again."""
-
     REPLAYED = "replayed"
     QUEUED = "queued"
     """It is admitted again as soon as there is room."""
     GONE = "gone"
-    """There is no such letter: replayed or dropped before, or a repeat."""
+    """No such letter: it was replayed or dropped, or this is a repeat."""
     LIVE = "live"
     """The group is live already (Redis went back after a replay): only its letters were removed."""
     FULL = "full"
@@ -355,10 +337,7 @@ class ReplayOutcome(Enum):
 
 
 def queued_replays(reply: Mapping[bytes, bytes]) -> dict[int, list[str]]:
-    """From HGETALL of the queue of replays: entries of letters by group, ascending, that of the group first.
-
-    Foreign noise is left out.
-    """
+    """From HGETALL of the queue of replays: letters by group, ascending, that of the group first."""
     known = {
         int(group_id): [entry for entry in text(listed).split(",") if _ENTRY.fullmatch(entry)]
         for group_id, listed in pairs(reply).items()

@@ -20,43 +20,34 @@ REPORT_SECONDS: Final = 10.0
 
 
 class RoleRegistry:
-    """What each role says of itself: a hash with a time to live for each, so the silent ones vanish."""
-
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection = connection
         self._keys = keys
 
     async def beat(self, name: str, fields: Mapping[str, str | int | float], ttl: float) -> None:
-        """Replace the fields of a role (at least one); they vanish `ttl` seconds later. Works when Redis is full."""
+        """Replace the fields of a role (at least one); they vanish after `ttl` seconds. Works when Redis is full."""
         flat = [part for pair in fields.items() for part in pair]
         keys = [self._keys.role(name), self._keys.roles]
         await self._connection.call("beat", keys, [name, int(ttl * 1000), *flat])
 
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
-        """Fields of all living roles by name; with `prefix` only of roles whose names begin with it."""
+        """Fields of living roles whose names begin with `prefix`."""
         found = await _living(self._connection, self._keys.roles, self._keys.role, prefix)
         return {name: {text(key): text(value) for key, value in fields.items()} for name, fields in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Enlisted:
-    """What a person said of a server.
+    """A server that a person added or removed; `number` counts the added ones from 1, 0: from the configuration."""
 
-    Attributes:
-        present: added; False: removed.
-        number: of those that were added, from 1; 0 for one that the run's configuration names.
-    """
-
-    present: bool
+    present: bool  # False: removed
     number: int
 
     def owner(self, replicas: int) -> int:
-        """Index of the replica that an added server belongs to."""
         return (self.number - 1) % replicas
 
 
 async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
-    """Read what the script `enlist` has written: servers by name."""
     fields = pairs(await connection.read("HGETALL", key))
     return {
         text(name): Enlisted(value[:1] == b"+", int(value[1:]))
@@ -73,22 +64,21 @@ class ServerList:
         self._keys = keys
 
     async def enlisted(self) -> dict[str, Enlisted]:
-        """Servers that were added or removed since the run began; those of the configuration alone are not here."""
+        """Servers added or removed since the run began; servers of the configuration alone are missing."""
         return await read_enlisted(self._connection, self._keys.engines)
 
     async def enlist(self, name: str, *, present: bool) -> bool:
-        """Add or remove a server; False when it was so already."""
+        """Add or remove a server; False if it was so already."""
         return bool(await self._connection.call("enlist", [self._keys.engines], [name, int(present)]))
 
     async def report(self, replica: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace what a replica says of its servers; it vanishes `REPORT_SECONDS` later."""
+        """Replace the report of a replica; it vanishes `REPORT_SECONDS` later."""
         flat = [part for name, row in rows.items() for part in (name, orjson.dumps(row))]
         keys = [self._keys.server_report(replica), self._keys.servers]
         # never empty: a hash needs a field
         await self._connection.call("beat", keys, [replica, int(REPORT_SECONDS * 1000), _COUNTER, len(rows), *flat])
 
     async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """What living replicas say: replica to server to its figures."""
         found = await _living(self._connection, self._keys.servers, self._keys.server_report)
         return {name: {text(server): row for server, row in _rows(fields)} for name, fields in found.items()}
 
@@ -96,14 +86,13 @@ class ServerList:
 async def _living(
     connection: Connection, names: str, key: Callable[[str], str], prefix: str = ""
 ) -> dict[str, dict[bytes, bytes]]:
-    """Hashes with a time to live that are still there, by name; `names` is the set of all names there ever were."""
+    """`names` is the set of all names ever used; expired hashes are left out."""
     known = sorted(name for name in map(text, await connection.read("SMEMBERS", names)) if name.startswith(prefix))
     found = await asyncio.gather(*(connection.read("HGETALL", key(name)) for name in known))
     return {name: pairs(fields) for name, fields in zip(known, found, strict=True) if fields}
 
 
 def _rows(fields: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Figures of each server; foreign fields are left out."""
     for server, row_text in fields.items():
         with contextlib.suppress(orjson.JSONDecodeError):
             if server != _COUNTER and isinstance(row := orjson.loads(row_text), dict):

@@ -1,8 +1,8 @@
-"""Reading what Redis answers (RESP3, bytes), and removing stream entries that no role of ours wrote.
+"""Reading what Redis answers (RESP3, bytes), and removing stream entries of other programs.
 
 Any program that has the URL of Redis can add to a stream. Every later reader would meet such an entry, and a role that
-fails on it would fail again after each restart. So it is removed where it is found, and the log shows it. No group and
-no sample is lost with it: those live in hashes.
+fails on it would fail again after each restart. So it is removed where it is found, and logged. No group and no sample
+is lost with it: those live in hashes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Row: TypeAlias = tuple[str, dict[bytes, bytes]]
 
 
 def is_number(value: bytes) -> bool:
-    """Whether bytes are a decimal number as we write them; longer ones fit into nothing."""
+    """Whether bytes are a decimal number as streamrl writes them."""
     return _NUMBER.fullmatch(value) is not None
 
 
 def read_number(shown: str) -> float | None:
-    """A number that a role shows of itself; None for anything else, which must not take the screen along."""
+    """A number from a role's heartbeat; None for anything else, so that the screen survives it."""
     try:
         found = float(shown)
     except ValueError:
@@ -39,29 +39,27 @@ def read_number(shown: str) -> float | None:
 
 
 def text(value: bytes) -> str:
-    """Bytes of a key or a field for people; what is no UTF-8 is replaced."""
     return value.decode(errors="replace")
 
 
 def pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """Fields of a hash or of an entry: flat in scripts and streams, a map in the reply of HGETALL."""
+    """Fields of a hash or an entry: flat in scripts and streams, a map in the reply of HGETALL."""
     if isinstance(flat, Mapping):
         return dict(flat)
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def entries(reply: Iterable[Sequence[Any]] | None) -> list[Row]:
-    """Entries of XRANGE, or of one stream of XREADGROUP; deleted ones are left out."""
+    """Entries of XRANGE, or of one stream of XREADGROUP, without deleted ones."""
     return [(entry.decode(), pairs(fields)) for entry, fields in reply or () if fields is not None]
 
 
 def streams(reply: Mapping[bytes, Any] | None) -> dict[str, list[Row]]:
-    """Reply of XREAD or XREADGROUP: entries by stream; empty when time was over."""
+    """Reply of XREAD or XREADGROUP: entries by stream; empty after a time-out."""
     return {name.decode(): entries(rows) for name, rows in (reply or {}).items()}
 
 
 def is_ours(fields: Mapping[bytes, bytes], numbers: Sequence[bytes], others: Sequence[bytes] = ()) -> bool:
-    """Whether an entry has the fields of one of ours: `numbers` as decimal numbers, and `others`."""
     return all(is_number(fields.get(name, b"")) for name in numbers) and all(name in fields for name in others)
 
 
@@ -72,17 +70,11 @@ async def read_ours(
     numbers: Sequence[bytes],
     others: Sequence[bytes] = (),
 ) -> list[Row]:
-    """Read a stream, return the entries that are ours and remove the others. A repeat changes nothing.
+    """Read a stream, return our entries and remove the others. A repeat changes nothing.
 
-    A program that adds faster than this removes cannot block it: each page starts behind the last one, and there are
-    at most `MAX_PAGES`. After those (with an error in the log) fewer entries than COUNT may be returned.
-
-    Args:
-        read: `Connection.read`.
-        stream: key.
-        command: XRANGE or XREVRANGE, then what follows the key: two ends, then nothing or COUNT and a number.
-        numbers: fields that hold decimal numbers.
-        others: further fields of one of our entries.
+    A program that adds faster than this removes cannot block it: each page starts behind the last one, and there are at
+    most `MAX_PAGES`; then fewer entries than COUNT may be returned. `command` is XRANGE or XREVRANGE and what follows
+    the key: two ends, then nothing or COUNT and a number.
     """
     name, start, end, *limit = command
     wanted = int(limit[1]) if limit else None
@@ -97,15 +89,14 @@ async def read_ours(
         if wanted is None or page is None or len(found) >= wanted or len(rows) < page:
             return found[:wanted]
         start, page = f"({rows[-1][0]}", max(wanted, _PAGE)
-    logger.error("somebody fills a stream with entries that are none of ours", extra={"stream": stream})
+    logger.error("another program fills a stream with foreign entries", extra={"stream": stream})
     return found
 
 
 def report_foreign(stream: str, removed: Sequence[Mapping[bytes, bytes]]) -> None:
-    """Log what was removed; of many entries the first ones are shown."""
     for fields in removed[:_SHOWN]:
         extra = {"stream": stream, "fields": repr(fields)[:500], "of": len(removed)}
-        logger.error("removed an entry that is none of ours", extra=extra)
+        logger.error("removed a foreign entry", extra=extra)
 
 
 async def _remove(read: Callable[..., Awaitable[Any]], stream: str, rows: Sequence[Row]) -> None:

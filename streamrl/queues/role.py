@@ -1,4 +1,4 @@
-"""What every role's coroutine gets: its configuration, the ledgers, the stop signal, and a voice."""
+"""What every role's coroutine gets: configuration, ledgers, stop signal, heartbeat and records."""
 
 from __future__ import annotations
 
@@ -32,13 +32,8 @@ BEAT_SECONDS: Final = 1.0
 class Role:
     """One role of a run, as its coroutine sees it: `async def run_feeder(role: Role) -> None`.
 
-    Attributes:
-        name: `feeder`, `rollout.0`, ...
-        config: of the run.
-        run_dir: of the run.
-        ledgers: connected.
-        stop: set by the first SIGTERM: drain and return.
-        status: shown on the board of roles next to pid, host and state; version, progress numbers.
+    `stop` is set by the first SIGTERM: drain and return. `status` (version, progress) is shown beside pid, host and
+    state.
     """
 
     name: str
@@ -54,21 +49,19 @@ class Role:
     _began: float = field(default_factory=time.time)
 
     def ready(self) -> None:
-        """Say that the role can do work. A repeat changes nothing."""
         if not self._ready.is_set():
             logger.info("role ready", extra={"seconds": round(time.time() - self._began, 3)})
         self._ready.set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether `ready` was called."""
         return self._ready.is_set()
 
     def record(self, line: dict[str, Any]) -> None:
         """Append one line to `metrics/<name>.jsonl`, with `at` (wall clock) and `mono` (monotonic clock), in seconds.
 
-        One write per line, so that a line is whole after a kill; numbers that are not finite become null. Safe from any
-        thread. On a full disk the line is lost, with a warning: figures are not worth a role.
+        One write per line, so a kill leaves no half line; numbers that are not finite become null. Safe from any
+        thread. On a full disk the line is lost, with a warning, because the role matters more.
         """
         data = {"at": 0.0, "mono": 0.0, **line} | {"at": time.time(), "mono": time.monotonic()}
         try:
@@ -90,15 +83,11 @@ class Role:
             self._unwritable = False
 
     async def beat(self) -> None:
-        """Write one heartbeat to the board of roles."""
         state = "draining" if self.stop.is_set() else "ready" if self.is_ready else "starting"
         await self.ledgers.roles.beat(self.name, self._shown(state), BEAT_TTL)
 
     def say_blocked(self, why: str) -> None:
-        """Write one heartbeat that says why the event loop stands still, from another thread that has seen it.
-
-        Over a connection of its own. Without Redis nothing is said: it is the event loop's part to wait for it.
-        """
+        """Write a heartbeat from another thread, with a connection of its own: the event loop is blocked by `why`."""
         redis = self.config.redis
 
         async def say() -> None:
@@ -114,10 +103,9 @@ class Role:
         return {**self.status, **about, "started": self._began, "beat": time.time()}
 
     async def keep_beating(self) -> None:
-        """Write a heartbeat each second, and at once when the role becomes ready. Runs until it is cancelled.
+        """Write a heartbeat each second, and at once when the role becomes ready, until cancelled.
 
-        Raises:
-            Unreachable: Redis was away for longer than `redis.patience`: the role cannot go on.
+        Unreachable: Redis was away for longer than `redis.patience`, so the role cannot go on.
         """
         while True:
             await self.beat()
@@ -129,7 +117,6 @@ class Role:
                     await self._ready.wait()
 
     def close(self) -> None:
-        """Close the file of records. A repeat changes nothing."""
         if self._records is not None:
             os.close(self._records)
             self._records = None
@@ -139,9 +126,9 @@ class Role:
 async def open_role(
     name: str, config: RunConfig, run_dir: Path, stop: asyncio.Event | None = None
 ) -> AsyncIterator[Role]:
-    """Connect to the run and give a role its heartbeat for the length of this block.
+    """Connect to the run and keep the heartbeat of a role for this block.
 
-    When the heartbeat fails (Redis away for too long) the block is cancelled and the error raised from here.
+    If the heartbeat fails (Redis away for too long), the block is cancelled and the error raised from here.
     """
     async with open_ledgers(config, run_dir) as ledgers:
         role = Role(name, config, run_dir, ledgers, stop or asyncio.Event())

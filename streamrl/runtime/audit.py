@@ -71,8 +71,6 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Places(msgspec.Struct):
-    """Ids of one key space by where they are; a later place gives way to an earlier one."""
-
     done: set[int]
     dropped: set[int]
     dead: set[int]
@@ -82,14 +80,10 @@ class _Places(msgspec.Struct):
 
 
 async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
-    """Say where every group of a run is.
+    """Find where every group of a run is.
 
-    It may run beside the roles: places are read in the order in which groups move through them, so that a group on the
-    move is seen at least once.
-
-    Raises:
-        Unreachable: Redis does not answer.
-        WireError: `evaluation.jsonl` holds a line that is not valid.
+    It may run beside the roles: places are read in the order in which groups move through them, so that a moving group
+    is seen at least once. WireError: `evaluation.jsonl` holds an invalid line.
     """
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
@@ -129,7 +123,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
 
 
 async def _look(ledger: Ledger) -> tuple[int, _Places]:
-    """Cursor and places as Redis has them; the cursor first and the live ones second, since groups only move on."""
+    """Cursor and places in Redis; the cursor first and the live ones second, since groups only move on."""
     cursor = (await ledger.state()).cursor
     live = set(await ledger.live())
     letters = await ledger.dead_letters()
@@ -154,7 +148,7 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
 
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
-    """The greatest valid checkpoint, the ids of its chain, and why they prove nothing."""
+    """The greatest valid checkpoint, the ids of its chain, and reasons why they prove nothing."""
     checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
@@ -182,11 +176,7 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
 
 
 def read_evaluated(run_dir: Path) -> set[int]:
-    """Ids of the evaluated held-out groups; a last line that a crash cut off is left out.
-
-    Raises:
-        WireError: another line is no JSON object with a `group_id`.
-    """
+    """Ids of the evaluated held-out groups, without a last line that a crash cut off."""
     path = run_dir / EVALUATION_FILE
     return set(_evaluated(path)) if path.exists() else set()
 
@@ -259,12 +249,11 @@ def _entries(
         if is_ours(fields, numbers[:-1] if group else numbers):
             ours.append((entry, fields))
         else:
-            foreign.append(f"{stream}: entry {entry} is none of ours")
+            foreign.append(f"{stream}: entry {entry} is foreign")
     return ours
 
 
 async def _hashes(ledger: Ledger) -> set[bytes]:
-    """Ids of all groups that have a hash, as the names of the keys have them."""
     found: set[bytes] = set()
     prefix = ledger.keys.group(0).removesuffix("0")
     cursor = b"0"
@@ -276,7 +265,6 @@ async def _hashes(ledger: Ledger) -> set[bytes]:
 
 
 def _group_faults(group_id: int, known: Sequence[Any], waiting: bool, samples: set[str], closed: bool) -> list[str]:
-    """What is wrong with one live group: names of its fields, and the values of `_COUNTS` and `st`."""
     if len(known) == 1:
         return [f"group {group_id}: its key holds a {known[0].decode()}, not a hash"]
     names = {name.decode(errors="replace") for name in known[0]}

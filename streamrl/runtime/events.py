@@ -1,7 +1,7 @@
-"""The supervisor's events, for whatever shows them: a live screen, plain lines, a test.
+"""The supervisor's events, for a live screen, plain lines or a test.
 
-The callback is called from one thread of its own, event after event, so a terminal that does not read blocks neither
-the supervisor nor a role. Log lines that do not fit into the queue are dropped and counted; changes of state never are.
+The callback runs in one thread of its own, event after event, so a terminal that does not read blocks neither the
+supervisor nor a role. Log lines that do not fit into the queue are dropped and counted; changes of state never are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LONGEST_LINGER: Final = 15
 class StateChanged:
     """A process of a role has a new state.
 
-    `role` is its name (`rollout.0`); `reason` says why when it is not plain; `restarts` counts its restarts, `pid` is
-    None without a process, `exit_code` is the last one (negative for a signal), `pause` the seconds until a restart.
+    `exit_code` is the last one (negative for a signal), `pause` the seconds until a restart, `pid` None without a
+    process.
     """
 
     role: str
@@ -40,10 +40,7 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a role's log, a JSON object without its newline.
-
-    `tail` marks lines that are shown again because their role has just died.
-    """
+    """One line of a role's log, a JSON object without its newline; `tail`: shown again because the role died."""
 
     role: str
     line: bytes
@@ -52,14 +49,14 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class LinesDropped:
-    """So many log lines were not shown because the reader was slow; all of them are in the log files."""
+    """Log lines not shown because the reader was slow; all are in the log files."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainStage:
-    """The drain has reached these roles; they have `seconds` before they are killed."""
+    """These roles have `seconds` before they are killed."""
 
     roles: tuple[str, ...]
     seconds: float
@@ -68,8 +65,6 @@ class DrainStage:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something a person should read: the supervisor started, a signal was taken, the run finished or failed."""
-
     text: str
     error: bool = False
     hint: str = ""
@@ -80,10 +75,10 @@ OnEvent: TypeAlias = Callable[[Event], None]
 
 
 class EventPump:
-    """Carries events to a callback in a thread of its own; a context manager, whose end waits for it.
+    """Carries events to a callback in a thread of its own; the end of the block waits for it.
 
-    What the callback raises ends the delivery and is kept in `broken`. At most `capacity` log lines wait. The end waits
-    `linger` seconds for a reader that takes nothing; one that goes on reading gets more.
+    An exception of the callback ends the delivery and is kept in `broken`. At most `capacity` log lines wait. The end
+    waits `linger` seconds for a reader that takes nothing, longer for one that goes on reading.
     """
 
     def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:

@@ -18,8 +18,6 @@ from streamrl.restarts import Deaths, RestartPolicy
 
 
 class RoleState(StrEnum):
-    """State of a role instance."""
-
     PENDING = "pending"
     """Waits for the roles that must be ready before it."""
     STARTING = "starting"
@@ -44,11 +42,8 @@ ALIVE = frozenset({RoleState.STARTING, RoleState.READY, RoleState.DRAINING})
 class Instance:
     """State of one role instance. All times are seconds of one monotonic clock.
 
-    Args:
-        policy: limits of its restarts.
-        finishes: whether exit code 0 without being asked is the end of its work (learner, feeder) or a death.
-
-    `reason` says why it is in its state, and is empty while all is well; `until` is the end of a pause in `backoff`.
+    `finishes`: exit code 0 without being asked is the end of its work (learner, feeder), not a death. `reason` says why
+    it is in its state; `until` is the end of a pause in `backoff`.
     """
 
     policy: RestartPolicy
@@ -64,7 +59,6 @@ class Instance:
         self._deaths = Deaths(self.policy)
 
     def start(self) -> None:
-        """Record that its process is being started."""
         self._expect(RoleState.PENDING, RoleState.BACKOFF)
         if self.state is RoleState.BACKOFF:
             self.restarts += 1
@@ -72,23 +66,23 @@ class Instance:
         self.state = RoleState.STARTING
 
     def ready(self, now: float) -> None:
-        """Record that it is ready. A repeat, or a call while draining, changes nothing."""
+        """A repeat, or a call while draining, changes nothing."""
         if self.state is RoleState.STARTING:
             self.state, self.reason = RoleState.READY, ""
             self._deaths.ready(now)
 
     def drain(self, reason: str) -> None:
-        """Record that it is asked to end. Without a process it is stopped at once. A repeat changes nothing."""
+        """Ask it to end. Without a process it is stopped at once. A repeat changes nothing."""
         if self.state in {RoleState.STARTING, RoleState.READY}:
             self.state, self.reason = RoleState.DRAINING, reason
         elif self.state in {RoleState.PENDING, RoleState.BACKOFF}:
             self.state, self.reason = RoleState.STOPPED, reason
 
     def died(self, now: float, code: int, cause: str, jitter: float, *, fenced: bool = False) -> None:
-        """Record that its process ended with `code` (negative for a signal); `cause` is a line for people.
+        """Its process ended with `code` (negative for a signal); `cause` is for people.
 
-        `jitter` from [0, 1) is for the length of the pause. One that is `fenced` ended because a newer process took
-        over: it is restarted like after a crash, and takes over in turn.
+        `jitter` in [0, 1) decides the pause. `fenced`: it ended because a newer process took over. It is restarted as
+        after a crash, and takes over in turn.
         """
         self._expect(*ALIVE)
         self.exit_code = code

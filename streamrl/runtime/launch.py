@@ -1,4 +1,4 @@
-"""The run directory: made, resumed or put aside before a run, one supervisor at a time, cleaned after a death."""
+"""The run directory: made, resumed or moved away before a run, locked by one supervisor, cleaned after a death."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.json.draft", "r
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A run directory that a supervisor can take over; `changed` are keys whose values differ from the last time."""
+    """A run directory for a supervisor; `changed` are keys whose values differ from the last time."""
 
     run_dir: Path
     config: RunConfig
@@ -59,15 +59,11 @@ class PreparedRun:
 def prepare_run(
     loaded: LoadedConfig, run_dir: Path | None = None, *, fresh: bool = False, resume: bool = False
 ) -> PreparedRun:
-    """Check everything, then make the run directory or take up the one that is there, and write `run.json`.
+    """Check everything, then make or resume the run directory, and write `run.json`.
 
-    A directory with a run in it is resumed, or with `fresh` put aside as `DIR.old-TIME`. A repeat does no harm.
-
-    Raises:
-        UsageError: both flags, or `resume` without a run.
-        Refused: the run is running.
-        ConfigError: the run in the directory has other values that it must keep, or the preflight found a mistake.
-        CannotCreate: no permission or no space.
+    A directory that holds a run is resumed, or with `fresh` moved to `DIR.old-TIME`. A repeat does no harm. Refused:
+    the run is running. ConfigError: keys that the run must keep have changed, or the preflight failed. UsageError: both
+    flags, or `resume` without a run.
     """
     config = loaded.config
     folder = run_dir if run_dir is not None else RUNS / config.name
@@ -92,12 +88,11 @@ def prepare_run(
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
     if config.weights.pulled:
-        make_token(folder)  # here, so that no replica has to wait for the learner, wherever it was copied to
+        make_token(folder)  # here, so that no replica waits for the learner to write it
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
 
 
 def describe(config: RunConfig, run_dir: Path) -> list[str]:
-    """What a supervisor would start, one line per process with what it is given (`up --dry-run`). Starts nothing."""
     lines = []
     for unit in plan(config, run_dir):
         for position, name in enumerate(unit.processes):
@@ -108,7 +103,7 @@ def describe(config: RunConfig, run_dir: Path) -> list[str]:
 
 
 def _changed(config: RunConfig, folder: Path) -> tuple[str, ...]:
-    """Return the dotted keys whose values differ from those the run was started with; refuse those it must keep."""
+    """Dotted keys whose values differ from the run's; raises for those that it must keep."""
     before, now = read_saved(folder / "run.json").config, config
     differ = tuple(sorted(_differences(before.model_dump(mode="json"), now.model_dump(mode="json"))))
     kept = [key for key in differ if key in FIXED]
@@ -143,7 +138,7 @@ def _put_aside(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def supervisor_lock(run_dir: Path) -> Iterator[None]:
-    """Hold `supervisor.lock` of a run for this block; Refused when another process does.
+    """Hold `supervisor.lock` of a run for this block; Refused if another process holds it.
 
     No child inherits the lock, and the kernel releases it when its holder dies.
     """
@@ -174,7 +169,7 @@ def _holder(path: Path) -> str:
 
 
 async def sweep(run_dir: Path) -> list[str]:
-    """Remove what dead processes of a run left behind; return it, one line each. A repeat finds nothing.
+    """Remove what dead processes of a run left behind; return one line each. A repeat finds nothing.
 
     | what | where |
     |---|---|
@@ -183,8 +178,8 @@ async def sweep(run_dir: Path) -> list[str]:
     | files in which the ranks of a learner found each other | `rendezvous/` |
     | weights in shared memory | `/dev/shm/streamrl-UID-HASH*` |
 
-    Call it only while holding the supervisor's lock: then no process of the run is alive, except for a few seconds the
-    roles of a killed supervisor (they keep what they have mapped) and commands that read the run with their own Redis.
+    Only for the holder of the supervisor's lock: then no process of the run is alive except, for a few seconds, roles
+    of a killed supervisor (which keep what they have mapped) and commands that read the run with a Redis of their own.
     """
     found = ["a Redis server of a killed process"] if await embedded.end_orphan(run_dir) else []
     rendezvous = run_dir / RENDEZVOUS

@@ -1,8 +1,8 @@
-"""Disk, memory and open files: what a run needs, and what this machine lets it have.
+"""Disk, memory and open files: what a run needs, and what this machine has.
 
-Of memory and files there are two counts. A run is refused for what it certainly needs. What its run file allows at
-most, like samples scored at the same time, may never be used, so it is a warning. Activations, keys and values, and
-what rewards do are not counted.
+Memory and files have two counts. A run is refused for what it certainly needs. What its run file allows at most, like
+samples scored at the same time, may never be used, so it is a warning. Activations, keys and values, and what rewards
+do are not counted.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ _HINT_MEMORY: Final = (
 
 
 class Need(NamedTuple):
-    """What a run certainly needs of something, and what its run file allows it to need."""
-
     least: int
     most: int
 
 
 def look_at_files(config: RunConfig, model_bytes: int) -> str:
-    """Return how many files a process may open, with a warning when the run file allows some process to need more.
+    """Report the limit of open files, with a warning if the run file allows some process to need more.
 
-    Roles raise their soft limit to the hard one. CannotCreate when some process certainly needs more than that.
+    Roles raise their soft limit to the hard one. CannotCreate if some process certainly needs more than that.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needs = open_files(config, model_bytes)
@@ -87,7 +85,6 @@ def look_at_files(config: RunConfig, model_bytes: int) -> str:
 
 
 def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
-    """Files that one process of each kind has open at the same time, by kind."""
     counts = processes(config)
     total = sum(counts.values())
     ranks = config.learner.ranks
@@ -110,7 +107,7 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
 
 
 def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
-    """Return how much memory is free, with a warning when the run may come to need more; CannotCreate when it will."""
+    """Report the free memory, with a warning if the run may need more; CannotCreate if it certainly will."""
     free = free_memory(root)
     least, most = memory(config, model_float32)
     if free is None:
@@ -124,7 +121,7 @@ def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")
 def memory(config: RunConfig, model_float32: int) -> Need:
     """Bytes of host memory that a run takes: processes, weights on the CPU, versions in /dev/shm.
 
-    The two counts differ in the versions: a version that a replica still pulls, or has staged, is not always there.
+    The counts differ in the versions: one that a replica still pulls, or has staged, is not always there.
     """
     counts = processes(config)
     sizes = {"float32": model_float32, "bfloat16": model_float32 // 2}
@@ -139,7 +136,7 @@ def memory(config: RunConfig, model_float32: int) -> Need:
     engine = config.engine
     if "rollout" in counts and not engine.url and computes_on_cpu(engine.device):
         least += counts["rollout"] * engine.servers * sizes[engine.dtype]
-    # With deltas a version is there whole once, and then as what has changed.
+    # With deltas one version is stored whole, the others only as changes.
     certain = min(copies, 1 if config.weights.delta.enabled else _OWN_COPIES)
     if config.weights.transport == "directory":
         certain = 0
@@ -148,7 +145,7 @@ def memory(config: RunConfig, model_float32: int) -> Need:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be taken, swap included, within the limits of the control groups; None: not known."""
+    """Free bytes, swap included, within the limits of the control groups; None: not known."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         known = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
@@ -159,7 +156,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left in each control group of this process that has a limit, of both versions of Linux's interface."""
+    """Of cgroup v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -192,7 +189,6 @@ def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
 
 
 def look_at_disk(config: RunConfig, run_dir: Path) -> str:
-    """Return how much room the disk of a run has, and needs; CannotCreate when it has less."""
     # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
     checkpoint, steps = config.checkpoint, config.learner.steps
     milestones = steps // checkpoint.keep_every if steps and checkpoint.keep_every else 0
@@ -206,7 +202,6 @@ def look_at_disk(config: RunConfig, run_dir: Path) -> str:
 
 
 def look_at_shared_memory(config: RunConfig) -> str:
-    """Return how much room /dev/shm has, and needs; CannotCreate when it has less, ConfigError when there is none."""
     copies = shared_memory_copies(config)
     if not copies:
         return "not used"
@@ -239,11 +234,11 @@ def model_bytes(config: RunConfig, dtype: str) -> int:
 
 
 def shared_memory_copies(config: RunConfig) -> int:
-    """Copies of the weights that lie in /dev/shm at the same time, at most, when all replicas run on this host.
+    """Most copies of the weights in /dev/shm at the same time, with all replicas on this host.
 
-    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more
-    where a replica may still be pulling, and two in the staging folder of each replica that fetches versions or
-    completes deltas.
+    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more if a
+    replica may still be pulling, and two in the staging folder of each replica that fetches versions or completes
+    deltas.
     """
     weights = config.weights
     staging_folders = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0

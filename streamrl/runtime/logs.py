@@ -20,13 +20,13 @@ from typing_extensions import override
 from streamrl.errors import writing
 
 RECORD_FIELDS: Final = frozenset({"at", "level", "role", "logger", "event", "exception"})
-"""What a line says of itself. Something else that is given under such a name is written as `NAME_`."""
+"""Fields of every line. An extra of the same name is written as `NAME_`."""
 _ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """What every record has; all else was given as `extra=`."""
 
 
 def log_as_json(role: str, level: int = logging.INFO) -> None:
-    """Send all logging of this process, `warnings` included, as JSON lines to stderr. A repeat replaces the set-up."""
+    """Send all logging of this process, `warnings` included, as JSON lines to stderr. A repeat starts anew."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine(role))
     root = logging.getLogger()
@@ -36,7 +36,7 @@ def log_as_json(role: str, level: int = logging.INFO) -> None:
 
 
 class _LossyFile(RotatingFileHandler):
-    """Loses lines while the file cannot be written, and says so once on stderr: a log is not worth a run."""
+    """Loses lines while the file cannot be written, and says so once on stderr: the run goes on."""
 
     _said = False
 
@@ -60,10 +60,7 @@ class _LossyFile(RotatingFileHandler):
 
 @contextlib.contextmanager
 def log_to_file(role: str, path: Path, max_bytes: int, level: int = logging.INFO) -> Iterator[None]:
-    """Send what is logged in this process to a file of JSON lines, for the length of this block.
-
-    The file is rotated at `max_bytes`; one old file is kept. `CannotCreate` when it cannot be opened.
-    """
+    """Log to a file of JSON lines for this block; at `max_bytes` it is rotated, and one old file is kept."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LossyFile(path, maxBytes=max_bytes, backupCount=1)

@@ -1,4 +1,4 @@
-"""The part of the preflight that looks for models: in directories, in the cache of the hub, on the hub itself."""
+"""The part of the preflight that checks models: in directories, in the cache of the hub, on the hub itself."""
 
 from __future__ import annotations
 
@@ -27,22 +27,18 @@ _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 
 
 def look_at_models(config: RunConfig) -> str:
-    """Return where each model of the run that is not served elsewhere comes from.
+    """Where each model of the run comes from, unless others serve it.
 
-    Raises:
-        ConfigError: a directory is missing or holds no model, or the hub has no such model for us.
-        Unreachable: a model is not complete on this machine, and the hub does not answer within `DEADLINE`.
+    Unreachable: a model is not complete on this machine, and the hub does not answer within `DEADLINE`.
     """
     return ", ".join(dict.fromkeys(_place(config, key, name) for key, name in _named(config)))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files with weights in a directory."""
     return [*path.glob("*.safetensors"), *path.glob("*.bin")]
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys of the run file that name a model, with the name."""
     learner = config.learner
     yield "model.path", config.model.path
     if config.model.tokenizer is not None:
@@ -86,9 +82,9 @@ def _check_directory(path: Path) -> None:
 
 
 def _is_cached(key: str, name: str) -> bool:
-    """Whether the cache has all that is read: a download that was interrupted leaves the small files without weights.
+    """Whether the cache is complete: an interrupted download leaves the small files without weights.
 
-    Of a tokenizer one file is looked for: which others it has differs between kinds.
+    Of a tokenizer only one file is checked, because the others differ between kinds.
     """
     if key == "model.tokenizer":
         return any(_cached(name, file) for file in (_CONFIG, "tokenizer_config.json"))
@@ -103,7 +99,7 @@ def _cached(name: str, file: str) -> Path | None:
 
 
 def _has_weights(name: str, file: str) -> bool:
-    """Whether the cache has this file of weights, or an index in its place and every file that the index names."""
+    """The file itself, or its index and every file that the index names."""
     if _cached(name, file):
         return True
     index = _cached(name, f"{file}.index.json")
@@ -115,7 +111,7 @@ def _has_weights(name: str, file: str) -> bool:
 
 
 def _ask_hub(key: str, name: str) -> None:
-    """See that the hub has a model. In a thread that may be left behind: the look-up of a host has no deadline."""
+    """Ask the hub for a model, in a thread that may be left behind: the look-up of a host has no deadline."""
     found: Future[StreamrlError | None] = Future()
     threading.Thread(target=lambda: found.set_result(_asked(key, name)), name="hub", daemon=True).start()
     try:

@@ -28,25 +28,17 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 def with_model(config: RunConfig, path: str) -> RunConfig:
-    """The same run with other weights and the tokenizer it was trained with."""
     tokenizer = config.model.tokenizer or config.model.path
     model = config.model.model_copy(update={"path": path, "tokenizer": tokenizer})
     return config.model_copy(update={"model": model})
 
 
 async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: int, on_progress: OnProgress) -> float:
-    """Sample the first `evaluation.final_prompts` held-out prompts at the run's temperature and score them.
+    """Share of scored responses above `evaluation.threshold`, on the first `evaluation.final_prompts` held-out prompts.
 
-    With transformers in this process, whatever engine the run had: its servers have ended or belong to others, and
-    what is measured is the model as it was saved (`config.model.path`). Runs whose rewards cannot measure it then are
-    refused before they start.
-
-    Returns:
-        Share of scored responses above `evaluation.threshold`; a response whose reward fails counts neither way.
-
-    Raises:
-        StreamrlError: no response could be scored, or model, data or rewards cannot be used.
-        Unreachable: as of `PatientScorer.score_group`.
+    Responses are sampled at the run's temperature with transformers in this process, whatever engine the run had: its
+    servers have ended or belong to others. Runs whose rewards cannot measure it then are refused at their start. A
+    response whose reward fails does not count; StreamrlError if none could be scored.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")

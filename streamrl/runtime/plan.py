@@ -19,18 +19,13 @@ from streamrl.runtime.process import RoleCommand
 
 @dataclass(frozen=True, slots=True)
 class RoleKind:
-    """What the supervisor has to know of a kind of role.
-
-    Args:
-        waits_for: kinds that it needs before it can be ready. All units start at once, and each waits for these itself.
-        drain_share: share of the drain's budget that its stage may use; what one leaves over goes to the next.
-        finishes: whether exit code 0 without being asked is the end of its work.
-        ends_run: whether its end is that of the run.
-    """
-
+    # All units start at once; each waits for these kinds before it is ready.
     waits_for: frozenset[str] = frozenset({"redis"})
+    # Share of the drain deadline; what a stage leaves over goes to the next.
     drain_share: float = 0.0
+    # Exit code 0 without being asked is the end of its work.
     finishes: bool = False
+    # Its end is the end of the run.
     ends_run: bool = False
 
 
@@ -54,8 +49,8 @@ RENDEZVOUS: Final = "rendezvous"
 class Checkup:
     """Health checks for a process that sends no heartbeats (Redis).
 
-    `ready` returns when it can do its work. `answers` is asked once a second from then on: after `silence` seconds
-    without an answer the process is killed, and what `describe` knows of it by its pid goes to the log.
+    `ready` returns when it can work. `answers` is asked once a second from then on: after `silence` seconds without an
+    answer the process is killed, and `describe(pid)` goes to the log.
     """
 
     ready: Callable[[], Awaitable[None]]
@@ -66,41 +61,31 @@ class Checkup:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Processes that live and die together: one role instance, or all ranks of the learner.
-
-    Args:
-        kind: one of `ROLE_KINDS`.
-        processes: names of the processes, `rollout.0`, `reward_model.judge.0`; several for the ranks of a learner.
-        command: makes the command of the process at a position; the second argument is a token that is new for each
-            start of the unit (the ranks of one start find each other by it).
-        finishes: whether exit code 0 without being asked is the end of its work.
-        checkup: for a process that cannot say itself how it is; None: it does.
-        start_seconds: that it may take to be ready, where that is longer than `supervisor.start_deadline`.
-        starts_after: kinds that have to be ready before its first start.
-        waits_for: kinds that it waits for after its start; the time to its readiness does not run meanwhile.
-    """
+    """Processes that live and die together: one role instance, or all ranks of the learner."""
 
     kind: str
     processes: tuple[str, ...]
+    # Command of the process at a position; the token is new for each start, and the ranks of a start meet by it.
     command: Callable[[int, str], RoleCommand]
     finishes: bool = False
+    # None: the processes send heartbeats.
     checkup: Checkup | None = None
+    # Time to be ready, if longer than supervisor.start_deadline.
     start_seconds: float = 0.0
+    # Kinds that must be ready before the first start.
     starts_after: frozenset[str] = frozenset()
+    # Kinds that it waits for after its start; its start deadline does not run meanwhile.
     waits_for: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
-        """Name of the unit: that of its process, or its kind when it has several."""
         return self.processes[0] if len(self.processes) == 1 else self.kind
 
 
 def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
-    """Kinds that have to be ready before one of `kind` is started; all others start at once.
+    """Kinds that must be ready before one of `kind` is started; all others start at once.
 
-    Args:
-        kind: one of `ROLE_KINDS`.
-        colocated: engines share the devices with the learner, which has them first.
+    `colocated`: engines share the devices with the learner, which has them first.
     """
     if kind == "reward":
         return frozenset({REWARD_MODEL})  # a reward may ask its model as soon as it is opened
@@ -108,7 +93,7 @@ def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
 
 
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
-    """Return the units of a run; those on the way to the first sampled token come first."""
+    """The units of a run; those on the way to the first sampled token come first."""
     units = [] if config.redis.url is not None else [_redis(config, run_dir)]
     for kind, count in processes(config).items():
         places: list[Sequence[int]] = [range(count)] if kind == "learner" else [[index] for index in range(count)]
@@ -117,10 +102,7 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 
 
 def processes(config: RunConfig) -> dict[str, int]:
-    """How many processes a run has of each kind besides Redis.
-
-    A server of a reward model is of the kind `reward_model.NAME`.
-    """
+    """Besides Redis; servers of a reward model are `reward_model.NAME`."""
     producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
     producing |= {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
@@ -131,7 +113,6 @@ def processes(config: RunConfig) -> dict[str, int]:
 
 
 def role_names(config: RunConfig) -> list[str]:
-    """Names of all processes of a run."""
     redis = [] if config.redis.url is not None else ["redis"]
     return redis + [f"{kind}.{index}" for kind, count in processes(config).items() for index in range(count)]
 
@@ -146,7 +127,7 @@ def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
     checkup = Checkup(
         ready=ready,
         answers=partial(embedded.answers, run_dir),
-        silence=min(config.supervisor.liveness_deadline, config.redis.patience / 2),  # the roles ride it out
+        silence=min(config.supervisor.liveness_deadline, config.redis.patience / 2),  # the roles survive the outage
         describe=partial(embedded.describe, run_dir),
     )
     return UnitSpec("redis", ("redis",), command, checkup=checkup)
@@ -173,7 +154,7 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
-    """A replica is ready when its first server is, and when that has the weights; a learner when it has its devices."""
+    """A replica is ready when its first server has the weights; a learner when it has its devices."""
     if kind == "learner" and config.rollout.placement == "colocated":
         return config.supervisor.start_deadline + config.turn_deadline
     if kind.startswith(f"{REWARD_MODEL}."):
@@ -191,8 +172,8 @@ def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> RoleC
 def threads(config: RunConfig, kind: str) -> dict[str, str]:
     """Environment that bounds the CPU threads of a role: the configured number, else the library's choice.
 
-    Feeder and reward workers get one: their numerics are tiny, and a pool per process would only fight for cores.
-    Servers of reward models, which inherit it, are given theirs when they are started.
+    Feeder and reward workers get one thread: their numerics are tiny, and a pool per process would only fight for
+    cores. Servers of reward models, which inherit it, are given theirs when they are started.
     """
     served = {f"{REWARD_MODEL}.{name}": None for name in config.reward_models}
     wanted = {"learner": config.learner.threads, "rollout": config.engine.threads, **served}.get(kind, 1)
@@ -205,6 +186,6 @@ def threads(config: RunConfig, kind: str) -> dict[str, str]:
 def _rank(rank: int, world: int, run_dir: Path, token: str) -> dict[str, str]:
     env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     if world > 1:
-        # A file store wants a file that no earlier group has used: a rank of a dead gang may still hold the old one.
+        # A file store needs an unused file: a rank of a dead group may still hold the old one.
         env["STREAMRL_RENDEZVOUS"] = f"file://{run_dir.resolve() / RENDEZVOUS / token}"
     return env

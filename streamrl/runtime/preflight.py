@@ -1,4 +1,4 @@
-"""What is looked at before anything starts, so that a mistake is an error now and not an hour later."""
+"""Checks before anything starts, so that a mistake is an error now and not an hour later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-mo
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one look: `found` when all is well, `error` when the run cannot start."""
+    """`found` if all is well, `error` if the run cannot start."""
 
     name: str
     found: str = ""
@@ -45,7 +45,7 @@ class Check:
 
 
 def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
-    """Look at everything and return what was found; nothing is started or written, the order is that of the roles."""
+    """In the order of the roles; nothing is started or written."""
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
@@ -73,7 +73,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
 
 
 def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
-    """Return the checks when all are well; otherwise raise the error of the first that is not."""
+    """Raises the error of the first check that failed."""
     checks = check_all(config, run_dir)
     for check in checks:
         if check.error is not None:
@@ -117,7 +117,7 @@ def _recording(config: RunConfig) -> str:
 
 
 def _first_prompt(path: Path) -> dict[str, Any]:
-    """Return the first line; only this one is looked at: the feeder reads the whole file before it admits anything."""
+    """Only the first line is checked: the feeder reads the whole file before it admits anything."""
     try:
         with path.open("rb") as file:
             line = next((line for line in file if line.strip()), None)
@@ -146,7 +146,7 @@ def _rewards(config: RunConfig) -> str:
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
-    """See that functions of other systems find what they need in the first line of each file."""
+    """Functions of other systems must find their columns in the first line of each file."""
     adapted = [(reward.name, reward.call) for reward in rewards if isinstance(reward.call, Adapted)]
     if not adapted:
         return
@@ -160,7 +160,7 @@ def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
 
 
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
-    """See that the rewards can measure versions after the run. Only a reward with its own `open` can ask a model."""
+    """The rewards must be able to measure versions after the run. Only one with its own `open` can ask a model."""
     asking = [reward.spec for reward in rewards if getattr(type(reward.life), "open", None) not in (None, Reward.open)]
     started = [name for name, model in models_asked(asking, config.reward_models).items() if model.managed]
     if started:
@@ -178,13 +178,6 @@ def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
 
 
 def look_at_engine(config: RunConfig) -> str:
-    """Return what responses are generated with.
-
-    Raises:
-        ConfigError: the GPU, the environment or our plug-in is missing, the environment is made for another machine, or
-            keys do not fit together.
-        Unreachable: a server at `engine.url` does not answer within ten seconds.
-    """
     engine = config.engine
     if engine.url:
         return ", ".join(_answers(engine, url) for url in engine.url)
@@ -195,11 +188,7 @@ def look_at_engine(config: RunConfig) -> str:
 
 
 def look_at_reward_models(config: RunConfig) -> str:
-    """Return which servers answer for which reward model. Those that run already may be down: workers wait for them.
-
-    Raises:
-        ConfigError: what is started lacks its environment, or is given flags or a sleep that it cannot have.
-    """
+    """Which servers answer for which reward model. Running servers may be down: workers wait for them."""
     found = []
     for name, model in config.reward_models.items():
         if model.managed:
@@ -241,7 +230,6 @@ def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
 
 
 def _answers(engine: EngineConfig, url: str) -> str:
-    """Return the URL when something that speaks HTTP is there and takes the key."""
     from streamrl.http import read_key  # an HTTP client, which takes a while
     from streamrl.servers.kinds import DIALECTS
 
@@ -271,12 +259,6 @@ def _answers(engine: EngineConfig, url: str) -> str:
 
 
 def look_at_way(config: RunConfig) -> str:
-    """Return how versions reach the engines.
-
-    Raises:
-        ConfigError: this machine cannot use the transport, or the address is not one of this host.
-        CannotCreate: the port is taken.
-    """
     weights = config.weights
     if weights.pulled:
         _bindable(weights.host, weights.port)

@@ -44,8 +44,6 @@ OnLines = Callable[[Sequence[bytes]], None]
 
 @dataclass(frozen=True, slots=True)
 class RoleCommand:
-    """What to execute: program and arguments, and what is added to the environment."""
-
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: Path | None = None
@@ -58,7 +56,7 @@ class Lifeline:
         self.read_end, self._write_end = os.pipe()
 
     def close(self) -> None:
-        """Close both ends; children that still run then end by themselves."""
+        """Children that still run then end by themselves."""
         os.close(self.read_end)
         os.close(self._write_end)
 
@@ -67,7 +65,7 @@ class Lifeline:
 class _Pipe:
     """The reading end of a pipe whose other end a child has.
 
-    Not the pipes of asyncio's subprocess: their end would be awaited by `Process.wait`, and a grandchild may hold them.
+    Not the pipes of asyncio's subprocess: `Process.wait` would await their end, and a grandchild may hold them.
     """
 
     reader: asyncio.StreamReader
@@ -75,7 +73,7 @@ class _Pipe:
 
     @classmethod
     async def open(cls, ours: contextlib.ExitStack) -> tuple[_Pipe, int]:
-        """Return the pipe and the end for the child, which is closed here when `ours` ends."""
+        """The pipe and the child's end, which is closed here when `ours` ends."""
         read_end, write_end = os.pipe()
         ours.callback(os.close, write_end)
         reader = asyncio.StreamReader()
@@ -86,7 +84,7 @@ class _Pipe:
 
 
 class RoleProcess:
-    """A running child. Made by `spawn`; `wait` must be awaited once, until it returns or the supervisor ends."""
+    """A running child, made by `spawn`; await `wait` exactly once."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: RoleLog, output: _Pipe, status: _Pipe) -> None:
         self.pid = process.pid
@@ -100,11 +98,7 @@ class RoleProcess:
 
     @classmethod
     async def spawn(cls, command: RoleCommand, log: RoleLog, lifeline: Lifeline) -> RoleProcess:
-        """Start a child in a session of its own, so that the terminal's Ctrl-C reaches only the supervisor.
-
-        Raises:
-            OSError: the program cannot be executed, or there are too many processes or files.
-        """
+        """Start a child in a session of its own, so that the terminal's Ctrl-C reaches only the supervisor."""
         with contextlib.ExitStack() as ours:
             output, output_end = await _Pipe.open(ours)
             status, status_end = await _Pipe.open(ours)
@@ -126,12 +120,12 @@ class RoleProcess:
         return cls(process, log, output, status)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it has started in its session. Does nothing when all are gone."""
+        """Send SIGKILL to the process and to all that it has started in its session. Does nothing if all are gone."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process alone. Does nothing when it is gone."""
+        """To the process alone. Does nothing if it is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -181,12 +175,12 @@ class RoleProcess:
 
 
 class RoleLog:
-    """The log of one process: takes what it writes to stdout and stderr.
+    """The log of one process: its stdout and stderr.
 
-    Lines that are JSON objects are kept as they are; anything else (a traceback of the interpreter, a warning of a
-    library) becomes one with `event`, `role`, `at` and `level: "raw"`. A line over 64 KiB is cut. When the file cannot
-    be written (full disk) lines are lost from the file, counted in `lost`, and the process goes on. At `max_bytes`
-    the file is rotated: its predecessor is `path` with `.1` appended.
+    JSON objects are kept; any other line (a traceback of the interpreter, a warning of a library) becomes one with
+    `event`, `role`, `at` and `level: "raw"`. A line over 64 KiB is cut. If the file cannot be written (full disk), its
+    lines are lost and counted in `lost`, and the process goes on. At `max_bytes` the file is rotated to `path` with
+    `.1` appended.
     """
 
     def __init__(self, role: str, path: Path, max_bytes: int) -> None:
@@ -268,7 +262,7 @@ class RoleLog:
 class StatusPipe:
     """Writes lines to the supervisor; without one (Kubernetes, Ray, a shell) it writes nothing.
 
-    A supervisor that is gone or does not read is no concern of the role: the lifeline and the log see to that.
+    Errors are ignored: if the supervisor is gone or does not read, the lifeline and the log handle it.
     """
 
     def __init__(self) -> None:
@@ -279,19 +273,15 @@ class StatusPipe:
             os.set_blocking(self._handle, False)
 
     def ready(self) -> None:
-        """The role can do work. A repeat changes nothing."""
         self._tell("READY", "1")
 
     def beat(self) -> None:
-        """The event loop of the role lives."""
         self._tell("BEAT", "1")
 
     def error(self, text: str) -> None:
-        """Why the role is about to end, for the supervisor to show."""
         self._tell("ERROR", text)
 
     def fenced(self, text: str) -> None:
-        """The role ends because a newer process has taken over."""
         self._tell("FENCED", text)
 
     def _tell(self, name: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""The role of one server of a reward model: keeps it running, says where it is, lets it sleep while there is no work.
+"""The role of one server of a reward model: keeps it running, publishes its URL, lets it sleep without work.
 
 ```
 start -> heartbeat with the URL -> its death: this role ends, and the supervisor starts both anew
@@ -45,15 +45,8 @@ class Demand:
     awake  --nothing waits, for as long as `linger`-------------------> asleep
     asleep --`wake_at` samples wait, or fewer for `wake_after`--------> awake
     ```
-    Fewer than `wake_at` samples wake it too, after a while: the rest of the run may be waiting for exactly these.
-
-    Args:
-        wake_at: samples without a score that wake it.
-        wake_after: seconds for which fewer of them let it sleep on.
-        linger: seconds without any work after which it sleeps: to sleep and wake costs more than a moment's idling.
-
-    Attributes:
-        awake: whether it should be awake now.
+    Fewer than `wake_at` samples wake it too, after a while: the rest of the run may wait for exactly these. `linger`
+    avoids sleeping and waking for a short pause.
     """
 
     def __init__(self, wake_at: int, wake_after: float, linger: float) -> None:
@@ -62,12 +55,7 @@ class Demand:
         self._since: float | None = None
 
     def see(self, waiting: int, now: float) -> bool:
-        """Note how much work waits now, and return whether the server should be awake.
-
-        Args:
-            waiting: samples without a score.
-            now: any clock's, in seconds; one that goes back starts the time anew.
-        """
+        """Whether the server should be awake while `waiting` samples wait; a clock that goes back restarts the time."""
         wanted = waiting > 0
         if wanted == self.awake:
             self._since = None
@@ -83,9 +71,7 @@ class Demand:
 async def run_reward_model(role: Role) -> None:
     """Run one server of a reward model until `role.stop` is set.
 
-    Raises:
-        ConfigError: there is no such model, no environment for its servers, or a flag that they do not take.
-        Unreachable: the server ended, hangs or does not wake; the supervisor starts the role again.
+    Unreachable: the server ended, hangs or does not wake; the supervisor starts the role again.
     """
     name, _, number = role.name.removeprefix(f"{REWARD_MODEL_ROLE}.").rpartition(".")
     config = role.config.reward_models.get(name)
@@ -97,8 +83,6 @@ async def run_reward_model(role: Role) -> None:
 
 
 class ServedModel:
-    """Owns one server of a model: starts it, watches it, lets it sleep; `config` is that of `reward_models.NAME`."""
-
     def __init__(self, role: Role, name: str, number: int, config: RewardModelConfig) -> None:
         section = f"reward_models.{name}"
         self._role = role
@@ -151,7 +135,6 @@ class ServedModel:
         self._role.ready()
 
     async def _end(self) -> None:
-        """Take the server off the list, and end it."""
         self._role.status.pop("url", None)
         try:
             with suppress(StreamrlError):  # Redis may be away; the entry then ends with the heartbeat
@@ -168,7 +151,7 @@ class ServedModel:
         raise Unreachable(f"{self._server.name}: {cause}", f"its log: {self._server.log}")
 
     async def _check(self) -> None:
-        """Treat a server that hangs as dead. A server that sleeps need not answer."""
+        """Treat a server that hangs as dead. A sleeping server need not answer."""
         answered = time.monotonic()
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
@@ -185,7 +168,6 @@ class ServedModel:
     # --- sleep -------------------------------------------------------------------------------------------------------
 
     async def _count(self) -> None:
-        """Count the samples that wait for a score."""
         loop = asyncio.get_running_loop()
         config, servers = self._role.config, RewardServers(self._role.ledgers)
         sizes = config.sampling.responses, config.evaluation.samples
@@ -194,7 +176,7 @@ class ServedModel:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _take_turns(self) -> None:
-        """Sleep and wake by demand; whatever ends this, a server that is awake is put to sleep."""
+        """Sleep and wake by demand; at the end a server that is awake is put to sleep."""
         try:
             await self._switch.run()
         finally:
@@ -204,7 +186,7 @@ class ServedModel:
                         await self._sleep()
 
     async def _sleep(self) -> None:
-        """Give the memory back. A repeat does nothing, and neither does one after the server has refused."""
+        """Free the memory. No effect on a repeat, or after the server has refused."""
         if self._asleep or not self._can_sleep:
             return
         self._asleep = True
@@ -225,7 +207,6 @@ class ServedModel:
         self._note("asleep", began)
 
     async def _wake(self) -> None:
-        """Take the memory again. A repeat does nothing."""
         if not self._asleep:
             return
         began = time.monotonic()
@@ -244,7 +225,6 @@ class ServedModel:
         self._role.record({"server": what, "seconds": seconds})
 
     async def _tell(self, state: str) -> None:
-        """Say at once whether the server may be asked."""
         self._role.status["server"] = state
         await self._role.beat()
 
@@ -260,7 +240,7 @@ class ServedModel:
 class WorkTurn:
     """A turn that also ends when there is no work, and does not begin without.
 
-    `shared` is the device lock where the learner shares its devices, None where it does not.
+    `shared` is the device lock if the learner shares its devices, else None.
     """
 
     def __init__(self, demand: Demand, shared: DeviceLock | None) -> None:
@@ -270,17 +250,15 @@ class WorkTurn:
 
     @property
     def settled(self) -> bool:
-        """See `DeviceLock.settled`."""
         return self.shared is None or self.shared.settled
 
     async def use(self, engine: str, *, on_devices: bool) -> bool:
-        """As `DeviceLock.use`. Who is on the devices is counted there until it has left, also without work."""
+        """Who is on the devices is counted in the lock until it has left, also without work."""
         if not on_devices and not self._demand.awake:
             return False
         granted = self.shared is None or await self.shared.use(engine, on_devices=on_devices)
         return granted and self._demand.awake
 
     async def leave(self, engine: str) -> None:
-        """See `DeviceLock.leave`."""
         if self.shared is not None:
             await self.shared.leave(engine)

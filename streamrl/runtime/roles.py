@@ -1,8 +1,8 @@
-"""One role as one process: what `streamrl run ROLE`, the supervisor, Ray and Kubernetes start.
+"""One role as one process, as `streamrl run ROLE`, the supervisor, Ray and Kubernetes start it.
 
 Signals: the first SIGTERM, SIGINT, SIGHUP or SIGQUIT sets `role.stop` (drain and return), the second cancels the role,
-the third ends the process on the spot. SIGUSR1 writes the stacks of all threads to the log. The exit code is the truth
-about the end; the table is in `errors.classify`.
+the third ends the process at once. SIGUSR1 writes the stacks of all threads to the log. The exit code tells how it
+ended; the table is in `errors.classify`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _BEAT: Final = 1.0
 
 
 def run(kind: str, index: int, run_dir: Path) -> NoReturn:
-    """Run one role in this process, and end the process with its exit code.
+    """Run one role, and end the process with its exit code.
 
     It does not wait for threads: a reward that hangs, or a collective without peers, must not delay the end.
     """
@@ -75,7 +75,7 @@ def run(kind: str, index: int, run_dir: Path) -> NoReturn:
 
 
 async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
-    """Run one role of a run until it is finished, stopped or failed, and return the exit code of its process.
+    """Run one role until it is finished, stopped or failed, and return the exit code of its process.
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
     logging, signals and the lifeline.
@@ -106,11 +106,7 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
 
 
 async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
-    """Wait for the run's own Redis, which starts at the same time. Returns False when the role is to stop first.
-
-    Raises:
-        Unreachable: it does not answer within `supervisor.start_deadline`.
-    """
+    """It starts at the same time. False: the role is to stop first."""
     if config.redis.url is not None:
         return True
     answering = asyncio.create_task(embedded.wait_ready(run_dir, config.supervisor.start_deadline))
@@ -134,7 +130,6 @@ async def _live(role: Role, runner: Runner, status: StatusPipe) -> None:
 
 
 async def _pulse(role: Role, status: StatusPipe) -> None:
-    """Report to the supervisor when the role becomes ready, then send heartbeats of its event loop."""
     while not role.is_ready:  # noqa: ASYNC110 (the role sets it without an event to wait for)
         await asyncio.sleep(_READY_POLL)
     status.ready()
@@ -144,7 +139,7 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
 
 
 def _runner(name: str, config: RunConfig) -> Runner:
-    """Import the coroutine of a role. Only the roles that need torch load it, and not before this."""
+    """Import the coroutine of a role; roles without torch must not load it."""
     kind, index = name.partition(".")[0], name.rpartition(".")[2]
     if kind not in _RUNNERS:
         raise UsageError(f"there is no role {kind}", f"roles: {', '.join(_RUNNERS)}")
@@ -168,7 +163,7 @@ def _runner(name: str, config: RunConfig) -> Runner:
 
 
 def _do_without_torch() -> None:
-    """Hide torch from transformers, which imports it with every tokenizer: 200 MB and a second of a processor."""
+    """Hide torch from transformers, which imports it with every tokenizer: 200 MB and a second of CPU."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # or it says that PyTorch was not found
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
@@ -207,7 +202,6 @@ class StopSignals:
 
     @property
     def code(self) -> ExitCode:
-        """Exit code of a role that was cancelled by a signal."""
         return self._code
 
     def _take(self, number: int) -> None:
@@ -222,7 +216,6 @@ class StopSignals:
 
 
 def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
-    """Report the error that ended a role to log and supervisor, and return its exit code."""
     worst = unwrap(error)
     if isinstance(worst, Fenced):
         logger.warning("a newer process has taken over", extra={"why": worst.message})
@@ -239,7 +232,7 @@ def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
 
 
 def _become_redis(run_dir: Path) -> ExitCode:
-    """Replace this process by the run's Redis server. Returns only when that fails."""
+    """Replace this process by the run's Redis server. Returns only if that fails."""
     status = StatusPipe()
     log_as_json("redis")
     try:

@@ -37,10 +37,9 @@ _MEASURING_SEED: Final = 0x5EED
 
 @dataclass(frozen=True, slots=True)
 class Accuracies:
-    """Share of right responses with the first and with the last weights; None when it was not measured.
+    """Share of right responses with the first and the last weights; None: not measured.
 
-    Attributes:
-        failure: why the measurement ended early.
+    `failure` says why the measurement ended early.
     """
 
     before: float | None = None
@@ -51,8 +50,8 @@ class Accuracies:
 async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> Accuracies:
     """Measure first and last weights, on the same held-out prompts at the run's temperature.
 
-    Nothing is measured when `evaluation.final_prompts` is 0; `after` is None when the run has exported no model. A
-    model, data or rewards that cannot be used are a `failure`: the other figures of a run do not need them.
+    Nothing is measured if `evaluation.final_prompts` is 0; `after` is None if the run has exported no model. A model,
+    data or rewards that cannot be used are a `failure`, so that the other figures are still written.
     """
     if not config.evaluation.final_prompts:
         return Accuracies()
@@ -72,7 +71,6 @@ async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> 
 def write_summary(
     config: RunConfig, run_dir: Path, counts: Mapping[str, int], accuracies: Accuracies
 ) -> dict[str, Any]:
-    """Write `summary.json` and `curve.png`, and return the summary; CannotCreate when a file cannot be written."""
     learner = read_learner(run_dir)
     summary = summarize(config, run_dir, learner, counts, accuracies)
     with writing(run_dir / SUMMARY_FILE):
@@ -126,7 +124,6 @@ def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, float
 def draw_curve(
     path: Path, name: str, steps: Mapping[int, Mapping[str, Any]], summary: Mapping[str, Any], rounds: Sequence[Any]
 ) -> None:
-    """Write the learning curve as a PNG of 1,600 x 1,000 pixels; `rounds` as of `read_rounds`."""
     # A figure of its own: no pyplot, so no global state and no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -185,7 +182,7 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class LearnerFigures:
-    """What the lines of the learner add up to.
+    """The learner's lines in sum.
 
     Attributes:
         steps: by number, the last line of each step (a step of a lost branch is done again).
@@ -206,16 +203,14 @@ class LearnerFigures:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of `train_seconds` in which the learner did not compute."""
         return 1 - length(self.busy) / self.train_seconds if self.train_seconds else 0.0
 
     def total(self, key: str) -> float:
-        """Sum of a number over all steps."""
         return float(sum(line.get(key, 0) for line in self.steps.values()))
 
 
 def read_learner(run_dir: Path) -> LearnerFigures:
-    """Add up the lines of the learner's first rank; zeros when it never made a step."""
+    """Figures of rank 0; zeros if it never made a step."""
     figures = LearnerFigures()
     spans: dict[int, Interval] = {}
     busy: list[Interval] = []
@@ -224,7 +219,7 @@ def read_learner(run_dir: Path) -> LearnerFigures:
             continue
         figures.steps[int(line["step"])] = line
         # A line is written at the end of its step, and its step began that much earlier: the first one with the
-        # first groups. What was computed before (loading, the first version) is no training.
+        # first groups. Loading and the first version come before that, and do not count as training.
         began = line["mono"] - line["step_seconds"]
         work = [(max(float(start), began), float(end)) for start, end in line["busy"] if end > began]
         busy.extend(work)
@@ -238,7 +233,6 @@ def read_learner(run_dir: Path) -> LearnerFigures:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
@@ -255,7 +249,7 @@ def overlap(
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as ascending intervals that do not overlap."""
+    """The same time, ascending and without overlap."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -267,12 +261,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class RolloutFigures:
-    """What the lines of all rollout replicas add up to.
+    """The lines of all replicas in sum.
 
     Attributes:
-        ticks: `(seconds, tokens sampled in the tick that ends then)` of all replicas.
-        idle_seconds: time of all replicas, within the learner's spans, in which an engine had nothing to decode.
-        covered_seconds: time within the spans that the lines speak of, of all replicas.
+        ticks: `(seconds, tokens sampled in the tick that ends then)`.
+        idle_seconds: time within the learner's spans in which an engine had nothing to decode.
+        covered_seconds: time within the spans that the lines cover.
     """
 
     ticks: list[tuple[float, int]] = field(default_factory=list)
@@ -281,12 +275,11 @@ class RolloutFigures:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of the replicas' time within the spans in which they had nothing to decode."""
         return self.idle_seconds / self.covered_seconds if self.covered_seconds else 0.0
 
 
 def read_rollouts(run_dir: Path, spans: Sequence[Interval]) -> RolloutFigures:
-    """Add up the lines of all replicas; idle time is counted within `spans` only (the learner's)."""
+    """Idle time is counted within `spans` (the learner's) only."""
     figures = RolloutFigures()
     for path in sorted((run_dir / "metrics").glob("rollout.*.jsonl")):
         lines = [line for line in Tail(path).read() if "idle_seconds" in line]
@@ -308,9 +301,8 @@ def read_rollouts(run_dir: Path, spans: Sequence[Interval]) -> RolloutFigures:
 def share_within(ticks: Sequence[tuple[float, int]], busy: Sequence[Interval]) -> float:
     """Share of all sampled tokens that were sampled while the learner computed.
 
-    Args:
-        ticks: `(end of a tick, tokens sampled in it)`; within its 50 ms the pace is taken to be even.
-        busy: ascending intervals that do not overlap.
+    `ticks` are `(end of a tick, tokens sampled in it)`, with an even pace within their 50 ms; `busy` intervals are
+    ascending and do not overlap.
     """
     total = sum(tokens for _, tokens in ticks)
     if not total or not busy:

@@ -1,4 +1,4 @@
-"""Runs a whole run on one machine: starts the roles, restarts what dies, drains in the order of the data."""
+"""Supervises a whole run on one machine: starts the roles, restarts dead ones, drains in the order of the data."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _KILL_DEADLINE: Final = 6 * KILL_SECONDS
 _ASKED: Final = frozenset(
     {int(ExitCode.OK), int(ExitCode.INTERRUPTED), int(ExitCode.TERMINATED), -signal.SIGTERM, -signal.SIGKILL}
 )
-"""Exit codes of a role that ended because it was asked to, or was killed after that."""
+"""Exit codes of a role that was asked to end, or killed after that."""
 
 
 class Haste(IntEnum):
-    """How fast the run is to end. Each signal raises it by one."""
+    """How fast to end the run. Each signal raises it by one."""
 
     NONE = 0
     DRAIN = 1
@@ -52,11 +52,10 @@ class Haste(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a supervised run ended.
+    """How a supervised run ended; `restarts` counts restarts by unit.
 
-    `exit_code` is for the shell: 0 finished or drained after the first signal, 1 a role failed for good (78 and 73 when
-    configuration or disk is the reason), 130 or 143 when a second signal cut the drain short. `restarts` counts the
-    restarts by unit.
+    `exit_code` for the shell: 0 finished or drained after the first signal, 1 a role failed for good (78 and 73 if
+    configuration or disk is the reason), 130 or 143 if a second signal cut the drain short.
     """
 
     exit_code: ExitCode
@@ -70,16 +69,10 @@ async def supervise(
 ) -> RunOutcome:
     """Run all roles of a run on this machine until it is finished, stopped by a signal, or failed.
 
-    Must be called in the main thread: it takes SIGINT, SIGTERM, SIGHUP and SIGQUIT for as long as it runs. The first
-    drains, the second sends SIGTERM to all, the third SIGKILL. Whatever way it returns or raises, no process and no
-    shared memory of the run is left; and if this process is killed, its children notice and end by themselves.
-    Refused when another supervisor runs this run.
-
-    Args:
-        config: resolved configuration; the roles read the same from `run.json`.
-        run_dir: a prepared run directory.
-        on_event: is told everything that a person may want to see (see `events`), in a thread of its own.
-        units: what to run instead of the plan of `config`.
+    Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. The first drains, the second
+    sends SIGTERM to all, the third SIGKILL. However it ends, no process and no shared memory of the run is left; if
+    this process is killed, its children notice and end. `on_event` is called in a thread of its own. Refused if another
+    supervisor runs this run.
     """
     log = run_dir / "logs" / "supervisor.jsonl"
     with (
@@ -124,7 +117,7 @@ def _signals(hurry: Callable[[int], None]) -> Iterator[None]:
 
 
 def _detach_terminals(terminals: Sequence[int]) -> None:
-    """Send all output to /dev/null from now on: every write to a closed terminal fails."""
+    """Send all output to /dev/null, because every write to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     for terminal in terminals:
         os.dup2(nowhere, terminal)
@@ -132,8 +125,6 @@ def _detach_terminals(terminals: Sequence[int]) -> None:
 
 
 class Supervisor:
-    """The units of a run and the decision when and how to end them."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -151,7 +142,6 @@ class Supervisor:
         self._outcome: RunOutcome | None = None
 
     async def run(self) -> RunOutcome:
-        """Start everything, wait for a reason to end, drain, and say how it went."""
         async with asyncio.TaskGroup() as tasks:
             running = {
                 tasks.create_task(
@@ -165,13 +155,13 @@ class Supervisor:
         if self._outcome is None:
             raise AssertionError("the drain began without an outcome")
         outcome = self._final(self._outcome)
-        failed = outcome.exit_code != ExitCode.OK  # then the reason has been told, and is told again at the very end
+        failed = outcome.exit_code != ExitCode.OK  # the reason was sent already, and is shown again at the very end
         text = "run finished" if outcome.finished else "run ended" if failed else f"run ended: {outcome.reason}"
         self._send(Notice(text, error=failed))
         return outcome
 
     def hurry(self, number: int) -> None:
-        """Take a signal: drain, then terminate, then kill."""
+        """The first signal drains, the second terminates, the third kills."""
         name = signal.Signals(number).name
         self._haste = Haste(min(self._haste + 1, Haste.KILL))
         if self._haste is Haste.DRAIN:
@@ -193,14 +183,12 @@ class Supervisor:
         return [unit for unit in self.units if unit.spec.kind in kinds]
 
     def _end(self, outcome: RunOutcome) -> None:
-        """Set the outcome, if there is none yet, and begin the drain."""
         if self._outcome is None:
             self._outcome = outcome
         self._haste = max(self._haste, Haste.DRAIN)
         self._hurried.set()
 
     async def _watch(self, running: dict[asyncio.Task[None], Unit]) -> None:
-        """Wait until a unit's final state, or a signal, ends the run."""
         hurried = asyncio.create_task(self._hurried.wait())
         pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {*running, hurried}
         try:
@@ -214,7 +202,6 @@ class Supervisor:
             hurried.cancel()
 
     def _unit_ended(self, unit: Unit) -> None:
-        """Decide what the final state of a unit means for the run."""
         instance = unit.instance
         if instance.state is RoleState.FAILED:
             self._end(
@@ -225,7 +212,7 @@ class Supervisor:
             self._end(RunOutcome(ExitCode.OK, finished=True, reason="finished"))
 
     async def _drain(self, running: dict[Unit, asyncio.Task[None]]) -> None:
-        """End all units in the order of the data, each stage within its share of the budget."""
+        """End all units in the order of the data, each stage within its share of the deadline."""
         loop = asyncio.get_running_loop()
         started, share = loop.time(), 0.0
         for unit in self.units:
@@ -272,7 +259,7 @@ class Supervisor:
         return not pending
 
     def _final(self, outcome: RunOutcome) -> RunOutcome:
-        """Add the restarts; a learner that could not save at its end makes the end a failure."""
+        """Add the restarts. A learner that could not save at its end makes the end a failure."""
         restarts = {unit.spec.name: unit.instance.restarts for unit in self.units}
         outcome = replace(outcome, restarts=restarts)
         for unit in self.units:
@@ -285,7 +272,6 @@ class Supervisor:
 
 
 def _exit_code(code: int | None) -> ExitCode:
-    """The supervisor's exit code for a role that failed for good with `code`."""
     if code is not None and classify(code) is ExitClass.HOPELESS and code in {ExitCode.CONFIG, ExitCode.CANNOT_CREATE}:
         return ExitCode(code)
     return ExitCode.FAILURE

@@ -69,11 +69,8 @@ class Unit:
     async def run(self, *, after: Sequence[Unit] = (), waits_for: Sequence[Unit] = ()) -> None:
         """Start the unit, and again after each death, until its state is final.
 
-        On cancellation all its processes get SIGKILL.
-
-        Args:
-            after: units that must be ready before the first start.
-            waits_for: units whose readiness its processes wait for: until then its start deadline does not run.
+        Units in `after` must be ready before the first start; while units in `waits_for` are not ready, the start
+        deadline does not run. On cancellation all its processes get SIGKILL.
         """
         self._waits_for = waits_for
         await self._wait_unless_stopped(_all_ready(after))
@@ -107,13 +104,12 @@ class Unit:
         self.signal(signal.SIGTERM)
 
     def forbid_restart(self) -> None:
-        """Let it finish its work, but do not restart it when it dies."""
         self._no_restart = True
         if not self._processes:
             self.request_stop("the run ends")
 
     def terminate(self, reason: str) -> None:
-        """Ask for a drain. If it was asked before, ask for an end without a drain (a second SIGTERM)."""
+        """Ask for a drain, or, if it was asked before, for an end without a drain (a second SIGTERM)."""
         if self._stop.is_set():
             self.signal(signal.SIGTERM)
         else:
@@ -187,9 +183,9 @@ class Unit:
     async def _end(self, waits: dict[asyncio.Task[int], str]) -> int:
         """Wait for the first process to end, then end the others. Returns the exit code that decides.
 
-        When one rank dies, the other ranks hang in a collective or die of it soon, so they are killed. Rank 0 may work
-        on alone (last checkpoint, export) after the others have finished. A process that does not end after SIGKILL is
-        stuck in the kernel and is left behind.
+        When one rank dies, the other ranks hang in a collective or soon die of it, so they are killed. Rank 0 may work
+        alone (last checkpoint, export) after the others have finished. A process that survives SIGKILL is stuck in the
+        kernel and is left behind.
         """
         leader = self.spec.processes[0]
         codes: dict[str, int] = {}
@@ -211,7 +207,7 @@ class Unit:
         return codes[name]
 
     async def _next_ends(self, pending: set[asyncio.Task[int]], limit: float | None) -> set[asyncio.Task[int]]:
-        """Return the processes that end next; none `limit` seconds later, or `KILL_SECONDS` after SIGKILL."""
+        """The processes that end next; none `limit` seconds later, or `KILL_SECONDS` after SIGKILL."""
         killed = asyncio.create_task(_wait(self._killed))
         either: set[asyncio.Task[Any]] = {*pending, killed}
         try:
@@ -241,7 +237,6 @@ class Unit:
             self._changed()
 
     async def _watch(self) -> None:
-        """Enforce the deadlines of the unit: readiness after the start, then a heartbeat of each process."""
         started = self._now()
         if self.spec.checkup is None:
             await self._check_deadlines(started)
@@ -302,7 +297,7 @@ class Unit:
         return ""
 
     def _give_up(self, cause: str) -> None:
-        """Kill a unit that hangs, after its log has got its stacks (SIGUSR1) or what the checkup sees of it."""
+        """Kill a unit that hangs, after its stacks (SIGUSR1) or the checkup's findings went to its log."""
         self._cause = cause
         logger.warning("unit hangs", extra={"unit": self.spec.name, "why": cause})
         for name, process in self._processes.items():

@@ -92,7 +92,7 @@ def test_what_is_no_recording_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="schema"):
         read_header(tmp_path / "b")
     (tmp_path / "c.txt").write_text("hello")
-    with pytest.raises(ConfigError, match="no file of a recording"):
+    with pytest.raises(ConfigError, match="not a file of a recording"):
         read_header(tmp_path / "c.txt")
 
 

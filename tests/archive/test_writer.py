@@ -313,7 +313,7 @@ async def test_a_damaged_file_is_read_up_to_there_and_named(tmp_path):
     first.write_bytes(b"what is this")
     assert [group.group_id for group in reading] == [2]
     assert len(reading.problems) == 1
-    with pytest.raises(ConfigError, match="no file of a recording"):
+    with pytest.raises(ConfigError, match="not a file of a recording"):
         read_archive(first)
     await archived(tmp_path, configured(), closed(3))  # and nobody stops writing for it
     assert [group.group_id for group in reading] == [2]

@@ -179,7 +179,7 @@ async def test_a_role_whose_event_loop_stands_still_is_not_ready(live_run: Path)
     assert found["reward.0"] == ("blocked", trouble)
     assert found["rollout.0"] == (
         "silent",
-        "no heartbeat for more than 10 s: its event loop stands still, or it does not reach Redis",
+        "no heartbeat for more than 10 s: its event loop is blocked, or it does not reach Redis",
     )
     assert found["feeder.0"] == ("ready", "")
 

@@ -140,7 +140,7 @@ async def test_a_restarted_server_writes_its_file_anew_while_we_run(foreign: For
         reading = asyncio.create_task(until_async(lambda: opened.read("PING")))
         assert await restart_twice(foreign) == [b"before", b"d", b"e"]
         await reading
-    assert "redis writes its append-only file anew" in caplog.text
+    assert "redis rewrites its append-only file" in caplog.text
 
 
 @both_versions
@@ -162,7 +162,7 @@ async def test_one_rewrite_for_each_start_of_the_server(foreign: ForeignRedis, c
     for _ in range(3):
         async with open_connection(foreign.config, foreign.url):
             await until(lambda: rewritten(foreign))
-    assert caplog.text.count("redis writes its append-only file anew") == 1
+    assert caplog.text.count("redis rewrites its append-only file") == 1
 
 
 async def test_a_look_asks_for_no_rewrite(foreign: ForeignRedis, caplog):
@@ -191,4 +191,4 @@ async def test_what_cannot_be_rewritten_is_left(foreign: ForeignRedis, caplog, t
     url = foreign.url.replace("redis://", "redis://weak:pw@")
     async with open_connection(RedisConfig(url=url), url) as weak:
         assert await weak.read("GET", "x") is None
-    assert "cannot write its append-only file anew" in caplog.text
+    assert "cannot rewrite its append-only file" in caplog.text

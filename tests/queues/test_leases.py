@@ -318,7 +318,7 @@ async def test_a_foreign_entry_is_removed_with_an_error(ledgers: Ledgers, caplog
     async with working(ledgers, score, stage="rollouts"):
         await until(lambda: done)
         await until_async(lambda: is_empty(ledgers.train.keys.rollouts, ledgers))
-    assert caplog.text.count("none of ours") == 2
+    assert caplog.text.count("foreign entry") == 2
     assert await ledgers.train.closed() == [0]
 
 
