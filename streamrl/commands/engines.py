@@ -18,6 +18,7 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption, change_line, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
+from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError, ExitCode, Unreachable, UsageError, need_packages
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ _UNUSED: Final = (
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-
-ServerKind = Literal["vllm", "sglang"]
 
 
 @app.command("install")
@@ -67,7 +65,7 @@ def install(
 
 @app.command("check")
 def check(
-    kind: Annotated[Literal["vllm", "sglang", "hf"], typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
+    kind: Annotated[Literal[ServerKind, "hf"], typer.Argument(metavar="vllm|sglang|hf", help="Which engine.")],
     environment: Annotated[
         Path | None,
         typer.Option("--environment", metavar="DIR", help="Environment of its servers; .engines/KIND if left out."),

@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl, Size
+from streamrl.config.base import (
+    MODEL,
+    SERVER_KINDS,
+    Duration,
+    Fraction,
+    Natural,
+    Positive,
+    Section,
+    ServerKind,
+    ServerUrl,
+    Size,
+)
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
@@ -86,7 +97,7 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """The engine that generates for a rollout replica."""
 
-    kind: Literal["hf", "vllm", "sglang", "openai"] = Field(
+    kind: Literal["hf", ServerKind, "openai"] = Field(
         "hf",
         description="hf: transformers in the replica's process, or `streamrl engines serve` at `url`;"
         " vllm, sglang: servers that streamrl starts, or those at `url`;"
@@ -127,7 +138,7 @@ class EngineConfig(Section):
     @property
     def managed(self) -> bool:
         """Whether streamrl starts the servers."""
-        return self.kind in {"vllm", "sglang"} and not self.url
+        return self.kind in SERVER_KINDS and not self.url
 
     @model_validator(mode="after")
     def _check_servers(self) -> EngineConfig:
@@ -338,7 +349,7 @@ class RunConfig(Section):
             return self
         if self.weights.delta.enabled:
             raise ValueError("learner.lora.publish adapter: such versions are small; weights.delta is for merged ones")
-        if kind in {"vllm", "sglang"} and lora.dora:
+        if kind in SERVER_KINDS and lora.dora:
             raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
         if kind == "vllm" and lora.rank > 512:
             raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 from urllib.parse import urlparse
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+ServerKind: TypeAlias = Literal["vllm", "sglang"]
+"""Servers that streamrl installs, starts and checks."""
+SERVER_KINDS: Final[tuple[ServerKind, ...]] = get_args(ServerKind)
 
 _UNITS = {
     "": 1,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from streamrl.config.base import Duration, Positive, Section, ServerUrl, Size, is_loopback
+from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, is_loopback
 
 Bounds = tuple[float, float]
 REWARD_MODEL_ROLE: Final = "reward_model"
@@ -110,7 +110,7 @@ class RewardWorkerConfig(Section):
 class RewardModelConfig(Section):
     """A model that rewards ask over HTTP: servers of others (`url`), or servers that streamrl starts."""
 
-    kind: Literal["vllm", "sglang", "openai", "template"] = Field("vllm", description="what the servers are")
+    kind: Literal[ServerKind, "openai", "template"] = Field("vllm", description="what the servers are")
     task: Literal["classify", "pooling", "chat"] = Field("classify", description="what is asked of them")
     model: str = Field("", description="directory or hub name; as the server knows it")
     url: tuple[ServerUrl, ...] = Field((), description="servers that run already; empty: streamrl starts them")

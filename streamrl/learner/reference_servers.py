@@ -14,11 +14,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from streamrl.config import RunConfig
+from streamrl.config.base import SERVER_KINDS, ServerKind
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
 from streamrl.http import BadRequest, Call, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
@@ -38,7 +39,7 @@ _SGLANG_LAST: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class About:
-    kind: Literal["vllm", "sglang"]
+    kind: ServerKind
     model: str  # name under which it serves its model
     context: int | None  # most tokens of a request; None when it does not say
 
@@ -56,7 +57,7 @@ def read_about(answer: Any, url: str) -> About:
         raise ConfigError(
             f"learner.reference.url {url} lists no models as vLLM and SGLang do", "name servers of one of them"
         ) from error
-    if kind not in {"vllm", "sglang"}:
+    if kind not in SERVER_KINDS:
         raise ConfigError(f"learner.reference.url {url} is a server of {kind!r}", "name servers of vLLM or SGLang")
     return About(kind, model, context if isinstance(context, int) else None)
 

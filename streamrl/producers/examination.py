@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.config.base import ServerKind
 from streamrl.engine import Completion, Request, StreamingEngine
 from streamrl.errors import Refused, StreamrlError, WeightsError
 from streamrl.http import HttpClient
@@ -26,7 +27,7 @@ from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 
-Kind: TypeAlias = Literal["vllm", "sglang", "hf"]
+Kind: TypeAlias = Literal[ServerKind, "hf"]
 
 TOLERANCE: Final = 0.02
 """Largest difference of a log-probability in bfloat16."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from streamrl.config import EngineConfig, RedisConfig, RunConfig
+from streamrl.config.base import ServerKind
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
@@ -205,7 +206,7 @@ def look_at_reward_models(config: RunConfig) -> str:
     return "; ".join(found) or "none"
 
 
-def _environment(engine: EngineConfig, kind: environments.Kind) -> str:
+def _environment(engine: EngineConfig, kind: ServerKind) -> str:
     wants_cpu = environments.on_cpu(engine)
     folder = environments.find_environment(engine.environment, kind)
     taken = sorted({flag.lstrip("-").replace("_", "-") for flag in engine.flags} & _OWN_FLAGS)

@@ -13,16 +13,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import orjson
 
 from streamrl.config import EngineConfig
+from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError
 
-Kind: TypeAlias = Literal["vllm", "sglang"]
-
-KINDS: Final[tuple[Kind, ...]] = ("vllm", "sglang")
 FOLDER: Final = ".engines"
 VARIABLE: Final = "STREAMRL_ENGINES"
 MARKER: Final = "streamrl-engine.json"
@@ -37,7 +35,7 @@ _TORCH: Final = ("torch==2.13.0",)
 class EnvironmentRecipe:
     """How an environment is made: arguments of `pip install`, one call for each of `steps`."""
 
-    kind: Kind
+    kind: ServerKind
     cpu: bool
     steps: tuple[tuple[str, ...], ...]
     distribution: str
@@ -51,7 +49,7 @@ class EnvironmentRecipe:
         return digest.hexdigest()[:16]
 
 
-def recipe(kind: Kind, *, cpu: bool) -> EnvironmentRecipe:
+def recipe(kind: ServerKind, *, cpu: bool) -> EnvironmentRecipe:
     """Return how the environment of `kind` is made.
 
     The CPU lists are what the released wheels truly need there: the wheels' own requirements less what exists as CUDA
@@ -105,7 +103,7 @@ def on_cpu(engine: EngineConfig) -> bool:
     return False
 
 
-def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.environment") -> Path:
+def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:
     """Return the folder of the virtual environment that servers of `kind` run in.
 
     Looks at `given` alone when the configuration gives one (as `key`); else at $STREAMRL_ENGINES/KIND, at
@@ -128,7 +126,7 @@ def find_environment(given: Path | None, kind: Kind, *, key: str = "engine.envir
     raise ConfigError(f"there is no environment for {kind} servers: {looked[0]} does not exist", command)
 
 
-def default_folder(kind: Kind) -> Path:
+def default_folder(kind: ServerKind) -> Path:
     root = os.environ.get(VARIABLE)
     if root:
         return Path(root).expanduser() / kind
@@ -145,7 +143,7 @@ def installed(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _places(kind: Kind) -> Iterator[Path]:
+def _places(kind: ServerKind) -> Iterator[Path]:
     root = os.environ.get(VARIABLE)
     if root:
         yield Path(root).expanduser() / kind

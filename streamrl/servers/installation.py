@@ -17,12 +17,12 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from streamrl.atomic import draft_of, write_whole
+from streamrl.config.base import ServerKind
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, StreamrlError
 from streamrl.servers.environments import (
     MARKER,
     UNFINISHED,
     EnvironmentRecipe,
-    Kind,
     install_command,
     installed,
     recipe,
@@ -44,7 +44,7 @@ print(json.dumps({"packages": packages, "python": platform.python_version(), "cu
 """
 
 
-def install(kind: Kind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
+def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> dict[str, Any]:
     """Make the environment of `kind` in `folder` and return what its marker says; `say` gets one line per step.
 
     A finished environment of the same recipe stays as it is, half an environment is finished, one of another recipe is

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Final
 from typing_extensions import override
 
 from streamrl.config import RewardModelConfig
+from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError
 from streamrl.http import Call
-from streamrl.servers.environments import Kind, computes_on_cpu, find_environment, installed
+from streamrl.servers.environments import computes_on_cpu, find_environment, installed
 from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, Startable, merged, python_path, words
 
 _CPU_CACHE_BYTES: Final = 1 << 30
@@ -28,7 +29,7 @@ class ModelServer(Startable):
     `environment` is the folder of the virtual environment, `cpu` whether it is one for a CPU.
     """
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[ServerKind]
 
     def __init__(self, name: str, config: RewardModelConfig) -> None:
         self._config = config
@@ -59,7 +60,7 @@ class ModelServer(Startable):
 
 
 class VllmModel(ModelServer):
-    kind: ClassVar[Kind] = "vllm"
+    kind: ClassVar[ServerKind] = "vllm"
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
@@ -96,7 +97,7 @@ class VllmModel(ModelServer):
 
 
 class SglangModel(ModelServer):
-    kind: ClassVar[Kind] = "sglang"
+    kind: ClassVar[ServerKind] = "sglang"
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:

@@ -10,9 +10,10 @@ import pytest
 import pytest_asyncio
 import torch
 
+from streamrl.config.base import SERVER_KINDS
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.group.group import EngineGroup, ServerSpec
-from streamrl.servers.environments import KINDS, find_environment
+from streamrl.servers.environments import find_environment
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from tests.engines.conformance_kit import LORA, Bench, HeardServer, run_config
@@ -22,7 +23,7 @@ from tests.engines.conformance_kit import LORA, Bench, HeardServer, run_config
 def environments() -> None:
     """Both environments are there, or the command that makes them is the failure of every test here."""
     torch.set_num_threads(1)
-    for kind in KINDS:
+    for kind in SERVER_KINDS:
         find_environment(None, kind)
 
 
@@ -33,7 +34,7 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     `served` is the Hugging Face engine behind `streamrl engines serve`.
     """
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
-    lora = LORA if kind in KINDS else None
+    lora = LORA if kind in SERVER_KINDS else None
     bench = Bench(kind, run_config("hf" if kind == "served" else kind, folder, lora=lora), folder)
     if kind == "hf":
         bench.engine = HfEngine(bench.config, seed=7)

@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.config.base import SERVER_KINDS
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.servers import environments, installation
 from streamrl.servers.environments import MARKER, UNFINISHED, EnvironmentRecipe, find_environment, installed
@@ -85,9 +86,9 @@ def test_a_missing_or_half_environment_is_an_error_with_the_command_that_mends_i
 
 
 def test_recipes_differ_and_their_lists_are_part_of_them():
-    prints = {environments.recipe(kind, cpu=cpu).fingerprint for kind in environments.KINDS for cpu in (True, False)}
+    prints = {environments.recipe(kind, cpu=cpu).fingerprint for kind in SERVER_KINDS for cpu in (True, False)}
     assert len(prints) == 4
-    for kind in environments.KINDS:
+    for kind in SERVER_KINDS:
         (listed,) = (
             word for step in environments.recipe(kind, cpu=True).steps for word in step if word.endswith("txt")
         )

@@ -225,7 +225,7 @@ async def test_a_server_that_hangs_is_lost_at_the_deadline():
 
 async def test_json_that_is_none_and_an_answer_without_end():
     async with client_of(status(200, "{"), status(200, '"%s"' % ("a" * 2000)), max_body=1000) as (client, _):
-        with pytest.raises(WireError, match="no JSON"):
+        with pytest.raises(WireError, match="did not answer with JSON"):
             await client.call(GET, 5)
         with pytest.raises(WireError, match="more than 1000 bytes"):
             await client.call(GET, 5)
@@ -270,7 +270,7 @@ async def test_a_stream_that_is_refused(code, error):
 @pytest.mark.parametrize("literal", [b"NaN", b"-Infinity", b"{", b"\xff"])
 async def test_an_event_that_is_no_json(literal):
     async with client_of(stream(b"data: " + literal + b"\n\n")) as (client, _):
-        with pytest.raises(WireError, match="no JSON"):
+        with pytest.raises(WireError, match="did not answer with JSON"):
             await events_of(client)
 
 
