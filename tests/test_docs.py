@@ -134,7 +134,7 @@ def test_every_mark_is_filled():
 
 def test_every_place_to_change_something_exists():
     rows = re.findall(r"^\| .+ \| (.+) \|$", (DOCS / "internals" / "where-things-are.md").read_text(), re.MULTILINE)
-    paths = [path for row in rows[1:] for path in re.findall(r"`([\w/]+(?:\.py|\.yaml)?)`", row)]
+    paths = [path for row in rows[1:] for path in re.findall(r"`([\w/]+(?:\.py|\.yaml|\.lua)?)`", row)]
     assert len(paths) > 40
     for path in paths:
         assert any((folder / path).exists() for folder in (ROOT, ROOT / "streamrl")), path

@@ -35,7 +35,7 @@ def export(
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.export import choose_checkpoint, export_checkpoint
 
-    checkpoints = Checkpoints(target.path / "checkpoints", make=False)
+    checkpoints = Checkpoints.of(target.path, make=False)
     meta = choose_checkpoint(checkpoints, checkpoint)
     folder = checkpoints.path(meta.position)
     with output.ProgressLine() as progress:

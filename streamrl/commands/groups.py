@@ -86,7 +86,7 @@ def _trained(run_dir: Path, group_id: int, state: LedgerState) -> dict[str, Any]
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.lineage import read_record
 
-    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+    checkpoints = Checkpoints.of(run_dir, make=False)
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
     try:
         frames = read_record(run_dir, newest.record) if newest else ()

@@ -1,9 +1,9 @@
 """Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
 
-Every rank writes its shard into `draft-EPOCH-STEP` (shards.py). When all are there, rank 0 writes `meta.json`, makes
-everything durable and renames the directory. There is no "latest" file: the name carries epoch and step, so a learner
-that was paused and wakes up cannot replace the file of its successor, and Redis says which files are void
-(`Checkpoints.eligible`).
+Every rank writes its shard into `draft-EPOCH-STEP` (checkpoint_files.py). When all are there, rank 0 writes
+`meta.json`, makes everything durable and renames the directory. There is no "latest" file: the name carries epoch and
+step, so a learner that was paused and wakes up cannot replace the file of its successor, and Redis says which files
+are void (`Checkpoints.eligible`).
 
 This module imports no torch, so that the audit can read `meta.json` and checksums without it.
 """
@@ -49,7 +49,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     kind: Kind = "model"  # `recording`: groups were recorded and not trained, there are no weights
     parts: list[str] = []  # parts of the learner whose tensors are in the shards
-    numbers: dict[str, dict[str, Any]] = {}  # what the parts keep besides tensors (shards.py)
+    numbers: dict[str, dict[str, Any]] = {}  # what the parts keep besides tensors (checkpoint_files.py)
     epoch: int
     step: int
     version: int
@@ -99,6 +99,10 @@ class Checkpoints:
         self.folder = folder
         if make:
             folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of(cls, run_dir: Path, *, make: bool = True) -> Checkpoints:
+        return cls(run_dir / "checkpoints", make=make)
 
     def positions(self) -> list[Position]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
-from streamrl.learner.loading import SMALL, load_model, prepare
 from streamrl.learner.model import Backbone
+from streamrl.learner.model_loading import SMALL, load_model, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import RowModel, TrainableModel, check_fit

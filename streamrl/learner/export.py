@@ -18,8 +18,8 @@ from streamrl.atomic import whole_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
-from streamrl.learner.loading import load_model
-from streamrl.learner.shards import ShardReader, open_shards
+from streamrl.learner.checkpoint_files import ShardReader, open_shards
+from streamrl.learner.model_loading import load_model
 from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
 from streamrl.weight_sync.manifest import Adapter
 
@@ -59,7 +59,7 @@ def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
 
 def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
     """Write the model at the end of a run to `RUN_DIR/model`, with `learner.ema` its average to `model-ema` as well."""
-    checkpoints = Checkpoints(run_dir / "checkpoints")
+    checkpoints = Checkpoints.of(run_dir)
     folder = checkpoints.path(meta.position)
     export_checkpoint(config, folder, meta, run_dir / "model")
     if config.learner.ema:

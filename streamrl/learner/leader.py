@@ -127,7 +127,7 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
 
 async def _begin(role: Role, ranks: RankGroup) -> Start:
     """Take over, and keep the other ranks from timing out while a large checkpoint is read."""
-    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    checkpoints = Checkpoints.of(role.run_dir)
     async with asyncio.TaskGroup() as tasks:
         talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
         start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
@@ -153,7 +153,7 @@ class Leader:
         self._sinks: Sinks
 
     async def run(self) -> None:
-        checkpoints = Checkpoints(self._role.run_dir / "checkpoints")
+        checkpoints = Checkpoints.of(self._role.run_dir)
         start = self._start
         if start.meta is not None:
             await self._ranks.order(Command.LOAD, *start.meta.position)

@@ -16,8 +16,8 @@ from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
-from streamrl.learner.loading import SMALL, load_model, prepare
 from streamrl.learner.model import LogProbModel
+from streamrl.learner.model_loading import SMALL, load_model, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import TrainableModel

@@ -27,11 +27,11 @@ from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import DeadlineExceeded
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.checkpoint_files import Part, RankState
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
-from streamrl.learner.shards import Part, RankState
 from streamrl.learner.snapshot import Copies, PolicySnapshot
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
 from streamrl.queues.device_lock import LearnerDevices
@@ -110,7 +110,7 @@ class RankWorker:
         self.digest = TrainedDigest()
         self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+        self._checkpoints = Checkpoints.of(run_dir, make=False)
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
             parts["lora"] = actor.lora

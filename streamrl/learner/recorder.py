@@ -49,7 +49,7 @@ async def run_recorder(role: Role) -> None:
     if await is_over(role.config, role.run_dir, ledger):
         role.ready()
         return
-    checkpoints = Checkpoints(role.run_dir / "checkpoints")
+    checkpoints = Checkpoints.of(role.run_dir)
     start = await take_over(ledger, checkpoints, kind="recording", model=role.config.model.path)
     try:
         await Recorder(role, checkpoints, start).run()
@@ -95,7 +95,7 @@ class Recorder:
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
         """Publish the model of the run, which is its only version."""
-        from streamrl.learner.loading import load_model
+        from streamrl.learner.model_loading import load_model
 
         def write() -> bytes:
             import torch

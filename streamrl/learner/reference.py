@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.loading import SMALL, load_model, prepare
 from streamrl.learner.model import LogProbModel
+from streamrl.learner.model_loading import SMALL, load_model, prepare
 from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote

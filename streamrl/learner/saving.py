@@ -24,8 +24,8 @@ import msgspec
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
+from streamrl.learner.checkpoint_files import RankState, WriteProgress, take_notes
 from streamrl.learner.lineage import Lineage, TrainedDigest, greatest_logged_epoch
-from streamrl.learner.shards import RankState, WriteProgress, take_notes
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -75,7 +75,7 @@ class Saver:
     ) -> None:
         self._config, self._start, self._buffer = config, start, buffer
         self._trained, self._copy, self._progress, self._tasks = trained, copy, progress, tasks
-        self._checkpoints = Checkpoints(run_dir / "checkpoints")
+        self._checkpoints = Checkpoints.of(run_dir)
         self._lineage = Lineage(run_dir, start.epoch)
         self.newest = start.meta
         self._begun = start.step

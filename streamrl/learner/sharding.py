@@ -1,8 +1,8 @@
 """A model whose parameters are spread over the ranks of the learner (FSDP2): from samples to updated weights.
 
 ```
-loading.prepare -> RowModel         lays samples out in rows and runs them: the reference policy
-                   TrainableModel   with gradients and an optimizer: the actor and a critic
+model_loading.prepare -> RowModel   lays samples out in rows and runs them: the reference policy
+                         TrainableModel   with gradients and an optimizer: the actor and a critic
 ```
 A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
 is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step

@@ -1,4 +1,4 @@
-"""Tables of `streamrl lag` and `streamrl status`."""
+"""Tables of `streamrl lag` and `streamrl status`. Their values come from `snapshot`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The cursor lives in Redis. This module only guesses it, and each `admit` corrects the guess. So a restart neither skips
 nor repeats a group, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
-the same ids.
+the same ids. How many groups may be in flight is computed in the configuration (`budget`, `hard_cap`) and enforced by
+`admit.lua`.
 """
 
 from __future__ import annotations

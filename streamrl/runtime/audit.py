@@ -149,7 +149,7 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
     """The greatest valid checkpoint, the ids of its chain, and reasons why they prove nothing."""
-    checkpoints = Checkpoints(run_dir / "checkpoints", make=False)
+    checkpoints = Checkpoints.of(run_dir, make=False)
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     for _ in range(_LOOKS):

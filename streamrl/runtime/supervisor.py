@@ -1,4 +1,7 @@
-"""Supervises a whole run on one machine: starts the roles, restarts dead ones, drains in the order of the data."""
+"""Supervises a whole run on one machine: starts the roles, restarts dead ones, drains in the order of the data.
+
+The order is that of `plan.ROLE_KINDS`.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def trained(tmp_path: Path, tiny: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from streamrl.learner.shards import take_notes, write_shard
+    from streamrl.learner.checkpoint_files import take_notes, write_shard
 
     run_dir = tmp_path / "run"
     make_run(run_dir, f"model.path={tiny / 'model'}")

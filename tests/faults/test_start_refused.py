@@ -14,7 +14,7 @@ import transformers
 
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.loading import load_model as load_for_training
+from streamrl.learner.model_loading import load_model as load_for_training
 from streamrl.producers.engines.model import load_model as load_for_sampling
 from streamrl.producers.feeder import run_feeder
 from tests.cli.run_kit import cli, process

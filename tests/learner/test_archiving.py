@@ -60,7 +60,7 @@ async def check(run) -> set[int]:
 KILLS = {
     "groups read, nothing trained": "streamrl.learner.rank_group:RankWorker.train:before:2",
     "archived, no checkpoint": "streamrl.archive.writer:Archive.sync:after:3",
-    "not archived, checkpoint begun": "streamrl.learner.shards:RankState.save:after:1",
+    "not archived, checkpoint begun": "streamrl.learner.checkpoint_files:RankState.save:after:1",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
 }

@@ -10,7 +10,7 @@ import pytest
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 
-HELD = "streamrl.learner.shards:write_shard:wait:"
+HELD = "streamrl.learner.checkpoint_files:write_shard:wait:"
 
 
 def configure(run, **checkpoint):

@@ -21,8 +21,8 @@ from streamrl.learner.checkpoint import (
     parse_name,
     shard_name,
 )
+from streamrl.learner.checkpoint_files import open_shards, rows_of, take_notes, write_shard
 from streamrl.learner.lineage import EpochFile, trained_file
-from streamrl.learner.shards import open_shards, rows_of, take_notes, write_shard
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),

@@ -16,9 +16,9 @@ from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, shard_name
+from streamrl.learner.checkpoint_files import RankState, rows_of, take_notes, write_shard
 from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
-from streamrl.learner.shards import RankState, rows_of, take_notes, write_shard
 
 
 def train(config, ranks):

@@ -17,8 +17,8 @@ from leader_kit import DEADLINE, stopped
 from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
+from streamrl.learner.checkpoint_files import open_shards
 from streamrl.learner.lineage import read_record
-from streamrl.learner.shards import open_shards
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from weights_kit import export, full_tensors
 
 from streamrl.errors import ConfigError, Refused
-from streamrl.learner.loading import load_model
 from streamrl.learner.lora import Lora
+from streamrl.learner.model_loading import load_model
 from streamrl.learner.policy import Actor
 from streamrl.learner.snapshot import Copies
 from streamrl.weight_sync.adapter import write_adapter

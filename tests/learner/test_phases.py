@@ -14,7 +14,7 @@ import torch
 from leader_kit import Run
 
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.shards import open_shards
+from streamrl.learner.checkpoint_files import open_shards
 from tests.redis_kit import RedisRun
 
 STEPS = 8
@@ -28,7 +28,7 @@ EVERYTHING = {
     "kl": {"where": "loss", "controller": "adaptive", "coefficient": 0.1, "horizon": 50},
 }  # fmt: skip
 """Several updates per step, and all parts that keep state: critic and controller of the KL as well."""
-FILES = "streamrl.learner.shards"
+FILES = "streamrl.learner.checkpoint_files"
 PHASES = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
     "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
@@ -36,7 +36,7 @@ PHASES = {
     "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
-    "state copied, nothing written": "streamrl.learner.shards:RankState.save:after:2",
+    "state copied, nothing written": "streamrl.learner.checkpoint_files:RankState.save:after:2",
     "in the background write, before the file": f"{FILES}:write_shard:before:2",
     "in the background write, file not read back": f"{FILES}:describe:before:2",
     "shard written": f"{FILES}:write_shard:after:2",

@@ -13,8 +13,8 @@ from leader_kit import DEADLINE
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
+from streamrl.learner.checkpoint_files import open_shards
 from streamrl.learner.rank_group import PartWriter
-from streamrl.learner.shards import open_shards
 from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.chain import pin

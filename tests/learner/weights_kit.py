@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.checkpoint_files import RankState, WriteProgress, take_notes
 from streamrl.learner.export import export_checkpoint
 from streamrl.learner.policy import Actor
 from streamrl.learner.sharding import TrainableModel
-from streamrl.learner.shards import RankState, WriteProgress, take_notes
 
 
 def full_tensors(model: TrainableModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -4,6 +4,8 @@ A request goes to the server with the least work. A late answer, a broken connec
 unreadable answer are faults of that server: the request goes to another one while there is time, and not back. The
 next attempt for the same sample also prefers another server. A server that answers "not now" (429, 503) rests. A
 refusal (400) ends the request, since every server would refuse it.
+
+Above it, a judge asks for several votes (`judge.py`), and every reward makes several attempts (`consumers/calls.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
-from streamrl.consumers.models.rate_limit import LocalStore, Quota, RateLimit, RedisStore, Turn
+from streamrl.consumers.models.rate_limit import Quota, RateLimit, Turn, limit_of
 from streamrl.consumers.models.router import Claim, PoolServer, PoolServerState, RequestOutcome, Router
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import AskedModel, RewardContext
@@ -417,7 +419,7 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
     clients = {}
     for name, model in config.reward_models.items():
         key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
-        clients[name] = ModelClient(name, model, api_key=key, limit=_limit(name, model, ledgers))
+        clients[name] = ModelClient(name, model, api_key=key, limit=limit_of(name, model, ledgers))
     try:
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
@@ -438,11 +440,3 @@ def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: 
     quota = Quota(model.requests_per_minute, model.tokens_per_minute)
     most = quota.within(_WAITING_SHARE * context.deadline, tokens)
     return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))
-
-
-def _limit(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
-    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
-    if quota == Quota(None, None):
-        return None
-    store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
-    return RateLimit(name, quota, store)

@@ -21,9 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from streamrl.config import RewardModelConfig
 from streamrl.errors import RewardUnavailable, Unreachable
 from streamrl.queues.connection import Connection
 from streamrl.queues.keys import Keys
+from streamrl.queues.ledgers import Ledgers
 
 logger = logging.getLogger(__name__)
 
@@ -160,3 +162,12 @@ class RateLimit:
             f"reward_models.{self._model}.requests_per_minute and tokens_per_minute bound all workers together;"
             " a longer deadline of the reward, or a lower concurrency, lets samples wait",
         )
+
+
+def limit_of(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
+    """The limit of the entry `name` of `reward_models`; without `ledgers` it holds for this process alone."""
+    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    if quota == Quota(None, None):
+        return None
+    store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)
+    return RateLimit(name, quota, store)

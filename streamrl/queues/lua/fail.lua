@@ -1,5 +1,5 @@
 -- Samples die: they get a cause of death and a dead letter each; the last open sample closes its group.
--- include _letter _close
+-- include _group_letter _close
 -- KEYS    stream group scored dead live state rollouts       stream: prompts, or rollouts for the stage reward
 -- ARGV    stage entry gid k attempt why deliveries detail doom
 --         stage prompt: every sample without payload and cause; generate: sample k; reward: sample k, * for all that have

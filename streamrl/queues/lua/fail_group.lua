@@ -1,5 +1,5 @@
 -- A whole group dies at the learner's hand: it killed the learner too often, or it was lost with a checkpoint.
--- include _letter
+-- include _group_letter
 -- KEYS    state scored live dead dropped group
 -- ARGV    nonce gid why detail
 -- returns -1 fenced; 0 open, dropped, not yet admitted, or dead already; 1 a closed group became a dead letter;

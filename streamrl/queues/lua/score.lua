@@ -1,5 +1,5 @@
 -- Write the score of one sample; the last one closes its group.
--- include _letter _close
+-- include _group_letter _close
 -- KEYS    rollouts group scored dead live state
 -- ARGV    entry gid k attempt score
 -- returns 0 somebody else committed this entry; -1 the group is gone (the entry is removed); 1 written;

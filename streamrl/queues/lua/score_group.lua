@@ -1,5 +1,5 @@
 -- Settle a group that is scored whole: each of its samples gets a score or a cause of death, and the group is closed.
--- include _letter _close
+-- include _group_letter _close
 -- KEYS    rollouts group scored dead live state
 -- ARGV    entry gid attempt deliveries doom scored k score... k why detail...
 --         doom: why the whole group dies, empty: it does not; scored: number of pairs of k and score

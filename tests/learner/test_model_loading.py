@@ -10,10 +10,10 @@ from tiny_policy import KINDS, VOCABULARY, run_config, train_sample
 from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
-from streamrl.learner import loading as module
+from streamrl.learner import model_loading as module
 from streamrl.learner.critic import Critic
-from streamrl.learner.loading import load_model, row_limits
 from streamrl.learner.model import LogProbModel, decoder_layers
+from streamrl.learner.model_loading import load_model, row_limits
 from streamrl.learner.policy import Actor
 
 SMALL = {
@@ -149,7 +149,7 @@ def test_what_is_causal_as_it_is_configured_is_taken(made, kind, values):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_families_that_keep_to_masks_have_the_fast_layout(model_of, caplog, kind):
-    with caplog.at_level(logging.WARNING, "streamrl.learner.loading"):
+    with caplog.at_level(logging.WARNING, "streamrl.learner.model_loading"):
         found = limits_of(model_of(kind), context=128)
     assert not caplog.records
     assert not found.alone

@@ -8,7 +8,7 @@ import torch
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.shards import RankState, WriteProgress, rows_of, take_notes
+from streamrl.learner.checkpoint_files import RankState, WriteProgress, rows_of, take_notes
 from streamrl.learner.takeover import check_fit
 
 
