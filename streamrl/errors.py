@@ -209,27 +209,29 @@ def unwrapped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: object = None) -> Iterator[None]:
-    """Raise CannotCreate for an OSError of this block; it names `path`, or the file that the error names."""
+def writing(path: object = None, *, inside: object = None) -> Iterator[None]:
+    """Raise CannotCreate for an OSError of this block; it names `path`, or the file of the error, or `inside`."""
     try:
         yield
     except StreamrlError:
         raise
     except OSError as error:
-        what = f"{path or error.filename}: {error.strerror or error}"
+        what = f"{path or error.filename or inside}: {error.strerror or error}"
         raise CannotCreate(what, "check space and permissions") from error
 
 
-def need_packages(purpose: str, *names: str, extra: str = "train") -> None:
+def need_packages(purpose: str, *names: str, extra: str = "train", otherwise: str = "") -> None:
     """Raise ConfigError when packages are missing that an extra of streamrl installs.
 
     Args:
         purpose: what needs them, as the subject of a sentence.
         names: of the packages.
         extra: of streamrl.
+        otherwise: what to do without them.
     """
     if missing := [name for name in names if find_spec(name) is None]:
-        raise ConfigError(f"{purpose} needs {', '.join(missing)}", f"pip install 'streamrl[{extra}]'")
+        or_else = f", or {otherwise}" if otherwise else ""
+        raise ConfigError(f"{purpose} needs {', '.join(missing)}", f"pip install 'streamrl[{extra}]'{or_else}")
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -27,6 +27,10 @@ KEYS = {
 }
 
 
+DRAWS = 3
+"""Responses per prompt, so that the three points are three standard deviations of the difference and more."""
+
+
 def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     """Share of right answers when sampled with transformers' own `generate`, in batches of equal prompt length."""
     import torch
@@ -39,14 +43,14 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, str]]) -> float:
     for row in rows:
         lengths.setdefault(len(row["prompt"]), []).append(row)
     right = 0
-    for same in lengths.values():
+    for same in (batch for batch in lengths.values() for _ in range(DRAWS)):
         prompts = tokenizer([row["prompt"] for row in same], return_tensors="pt")
         output = model.generate(**prompts, max_new_tokens=42, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         for row, ids in zip(same, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
             ended = tokenizer.eos_token_id in ids
             answer = ids[: ids.index(tokenizer.eos_token_id)] if ended else ids
             right += ended and tokenizer.decode(answer) == row["answer"]
-    return right / len(rows)
+    return right / (DRAWS * len(rows))
 
 
 @contextlib.contextmanager
@@ -87,8 +91,7 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     assert summary["staleness_max"] >= 1
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
     rows = [json.loads(line) for line in (sort_cache / "held_out.jsonl").read_text().splitlines()]
-    # of 1,024 prompts each: the standard deviation of the difference is 1.3 points
-    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.04
+    assert abs(plain_accuracy(run_dir / "model", rows) - summary["accuracy_after"]) <= 0.03
     assert summary["groups_trained"] == audit(run_dir)["trained"] == summary["steps"] * 32
     assert (run_dir / "curve.png").stat().st_size > 10_000
 
@@ -99,10 +102,11 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     "words",
     [
         [],
+        ["RANKS=2"],
         pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
         pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
     ],
-    ids=["hf", "vllm", "sglang"],
+    ids=["hf", "ranks", "vllm", "sglang"],
 )
 def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
     """With the settings of `make demo`, which installs the engine first."""
@@ -110,7 +114,7 @@ def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Pa
     said = asked.stdout.replace("\\\n", " ").split()
     overrides = [said[index + 1] for index, word in enumerate(said) if word == "--set"]
     assert f"learner.ranks={2 if 'RANKS=2' in words else 1}" in overrides
-    if words:
+    if words and words[0].startswith("ENGINE="):
         kind = words[0].partition("=")[2]
         assert {f"engine.kind={kind}", f"name=demo-{kind}"} < set(overrides)
     with up(tmp_path / "demo", *overrides) as process:

@@ -211,9 +211,10 @@ def export_rows(
     """Write rows to a file, or to stdout (None), and return their number. A failure leaves no file."""
     rows = (row for group in groups for row in rows_of(group, tokens=tokens))
     if out is None:
-        return _to_jsonl(rows, lambda line: sys.stdout.write(line.decode()))
+        binary = getattr(sys.stdout, "buffer", None)  # UTF-8 whatever the locale is
+        return _to_jsonl(rows, binary.write if binary else lambda line: sys.stdout.write(line.decode()))
     if kind == "parquet":
-        need_packages("Parquet", "pyarrow", extra="parquet")
+        need_packages("Parquet", "pyarrow", extra="parquet", otherwise="--format jsonl")
     if out.exists() and not force:
         raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
     draft = out.with_name(f".{out.name}.draft")

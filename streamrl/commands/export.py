@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ def export(
     with output.ProgressLine() as progress:
 
         def written(done: int, total: int) -> None:
-            progress.show(f"exported {size(done)} of {size(total)}")
+            progress.show(f"exported {size(done)} of {size(total)}", last=done == total and sys.stderr.isatty())
 
         found = export_checkpoint(target.config, folder, meta, out, average=average, on_progress=written)
     data = {

@@ -42,7 +42,7 @@ def init(
     if there and not force:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another directory, or --force")
     templates = resources.files("streamrl.commands") / "templates"
-    with writing():
+    with writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)
         if template == "sort":
             _make_sort_task(folder)

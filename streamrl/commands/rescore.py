@@ -120,17 +120,18 @@ def rescore(
     with unwrapped(), output.ProgressLine() as progress:
         outcome, folder = asyncio.run(score(progress))
     note_problems(reading)
+    problems = list(reading.problems)  # `_different` reads the archive again
     keys = [key[:2] for key in outcome.keys]
     comparison = compare(outcome.old, outcome.new, keys, threshold) if keys else None
     rewards = [spec.name or spec.use for spec in config.rewards]
     data = {"run": target.name, "into": into, "directory": str(folder), "rewards": rewards, **_counts(outcome)}
     data["comparison"] = None if comparison is None else dataclasses.asdict(comparison)
-    data |= {"differ": _different(reading, outcome, differ), "problems": list(reading.problems)}
+    data |= {"differ": _different(reading, outcome, differ), "problems": problems}
     output.answer("streamrl.rescore/1", data, report(data, comparison, threshold), json=json)
     if picture is not None and comparison is not None:
         draw(picture, into, comparison, outcome.old, outcome.new)
         output.note(f"wrote {picture}")
-    return int(ExitCode.FAILURE if outcome.failures or reading.problems else ExitCode.OK)
+    return int(ExitCode.FAILURE if outcome.failures or problems else ExitCode.OK)
 
 
 def _check(into: str, threshold: float, picture: Path | None) -> None:
@@ -142,7 +143,7 @@ def _check(into: str, threshold: float, picture: Path | None) -> None:
     if picture is not None:
         if not picture.absolute().parent.is_dir():
             raise CannotCreate(f"{picture}: there is no directory {picture.parent}", "make it first")
-        need_packages("a picture", "matplotlib")
+        need_packages("a picture", "matplotlib", otherwise="leave --picture out")
 
 
 def _on(progress: output.ProgressLine) -> Callable[[RescoreResult], None]:

@@ -97,7 +97,7 @@ def new(
     }
     if there := [path.name for path in files if path.exists()]:
         raise CannotCreate(f"{folder.resolve()} has {', '.join(there)} already", "another name, or --in DIR")
-    with contextlib.ExitStack() as undo, writing():
+    with contextlib.ExitStack() as undo, writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that appeared meanwhile

@@ -41,8 +41,10 @@ _LOOK_SECONDS: Final = 0.1
 _STACK_LINES: Final = 8
 _CALL: Final = RewardCalls._call.__code__  # noqa: SLF001 (the locals of its frame tell reward and sample)
 _WORK: Final = CallThreads._work.__code__  # noqa: SLF001 (the locals of its frame tell the job of a thread)
+_OURS: Final = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES: Final = (
-    str(Path(__file__).parents[1]) + os.sep,
+    _OURS,
+    "<frozen ",
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
 )
 _END: Final = signal.SIGVTALRM
@@ -243,11 +245,16 @@ def _call_in_thread(frame: FrameType | None, known: Sequence[RewardCalls]) -> tu
 
 
 def _place(frame: FrameType) -> str:
-    """File, line and source of the innermost frame outside of libraries, else of the innermost frame."""
-    shown: FrameType | None = frame
-    while shown is not None and shown.f_code.co_filename.startswith(_LIBRARIES):
-        shown = None if shown.f_code in {_CALL, _WORK} else shown.f_back
-    code, line = (shown or frame).f_code, (shown or frame).f_lineno
+    """File, line and source of the innermost frame outside of libraries; a reward in a library: where it is entered."""
+    entered, shown = frame, frame
+    while shown.f_code.co_filename.startswith(_LIBRARIES):
+        if not shown.f_code.co_filename.startswith(_OURS):
+            entered = shown
+        if shown.f_code in (_CALL, _WORK) or shown.f_back is None:
+            shown = entered
+            break
+        shown = shown.f_back
+    code, line = shown.f_code, shown.f_lineno
     return f"{code.co_filename}:{line} in {code.co_name}: {linecache.getline(code.co_filename, line).strip()}"
 
 

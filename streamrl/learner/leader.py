@@ -22,7 +22,7 @@ from functools import partial
 from typing import Final
 
 from streamrl.archive.writer import Archive
-from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, leaves, unwrap
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.export import export_model
@@ -117,7 +117,9 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
             start = await _begin(role, ranks)
             await Leader(role, ranks, start).run()
         except BaseExceptionGroup as group:
-            raise unwrap(group) from group
+            # Who is fenced stops, whatever else went wrong in the same moment.
+            fenced = (error for error in leaves(group) if isinstance(error, Fenced))
+            raise next(fenced, unwrap(group)) from group
     except Fenced as error:
         await ranks.order(Command.STOP)
         if start is not None and (await role.ledgers.train.state()).epoch < start.epoch:

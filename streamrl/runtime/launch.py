@@ -80,7 +80,7 @@ def prepare_run(
     changed = _changed(config, folder) if there and not fresh else ()
     checks = tuple(preflight(config, folder))
     put_aside = None
-    with writing():
+    with writing(inside=folder):
         if there:
             with supervisor_lock(folder):  # refused while the run is running
                 put_aside = _put_aside(folder) if fresh else None

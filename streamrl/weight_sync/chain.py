@@ -335,7 +335,7 @@ def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
             chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
         draft.mkdir(parents=True)
         sizes = (torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize for entry in chain[0].tensors)
-        check_room(VersionStore(draft, True, _DISK_HINT), SLACK_BYTES + sum(sizes))  # the writes check again
+        check_room(VersionStore(draft.parent, True, _DISK_HINT), SLACK_BYTES + sum(sizes))  # the writes check again
         shards: list[Shard] = []
         for shard in chain[0].shards:
             held = _FileInMemory(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)

@@ -279,9 +279,11 @@ class HttpSource(WeightSource):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._forget()
-        self._threads.shutdown()
-        await self.session.close()
+        try:
+            self._forget()
+            self._threads.shutdown()
+        finally:
+            await self.session.close()
 
     @override
     async def fetch(self, manifest: Manifest) -> Path:

@@ -34,7 +34,7 @@ def record(folder, group_ids, *, epoch=1, header=HEADER, file_bytes=1 << 20, eac
     return links
 
 
-@settings(max_examples=40, deadline=None)  # a disk takes its time
+@settings(max_examples=100, deadline=None)  # a disk takes its time
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 400), st.integers(1, 4))
 def test_groups_come_back_in_order_and_once(tmp_path_factory, group_ids, file_bytes, each):
     folder = tmp_path_factory.mktemp("recording")

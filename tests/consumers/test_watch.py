@@ -10,8 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +57,30 @@ def named():
 
 async def tidies(sample):
     return 1.0
+
+
+def frames(*files):
+    """The innermost of frames in these files, the outermost first."""
+    frame = None
+    for line, file in enumerate(files, start=1):
+        code = SimpleNamespace(co_filename=file, co_name=Path(file).stem)
+        frame = SimpleNamespace(f_code=code, f_lineno=line, f_back=frame)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (("{ours}/calls.py", "/home/u/rewards.py", "{lib}/socket.py"), "/home/u/rewards.py:2 in rewards"),
+        (("{ours}/calls.py", "/home/u/rewards.py", "<frozen os>"), "/home/u/rewards.py:2 in rewards"),
+        (("{ours}/calls.py", "{site}/theirs/reward.py", "{lib}/socket.py"), "{site}/theirs/reward.py:2 in reward"),
+    ],
+)
+def test_the_line_that_is_named_is_of_the_reward(files, named):
+    folders = {"ours": str(Path(watch_module.__file__).parent)}
+    folders |= {"lib": sysconfig.get_path("stdlib"), "site": sysconfig.get_path("purelib")}
+    place = watch_module._place(frames(*(file.format(**folders) for file in files)))
+    assert place.startswith(named.format(**folders) + ":")
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------

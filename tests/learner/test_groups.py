@@ -35,16 +35,16 @@ def response(*tokens, logprobs=None, runs=((0, 3),), greedy=False) -> wire.Sampl
 def opened(*scored, prompt=(1, 2), check=lambda _: None, step_of=None, **config) -> TrainGroup:
     """The group of these responses with their rewards; version 3 was made at step 1."""
     samples = {
-        place: (wire.encode(sample), wire.encode(wire.SampleScore(value=value)))
+        2 * place: (wire.encode(sample), wire.encode(wire.SampleScore(value=value)))
         for place, (sample, value) in enumerate(scored)
     }
     closed = ClosedGroup(
         group_id=9,
-        size=len(scored),
+        size=2 * len(scored),
         attempt=0,
         version=3,
         crashes=0,
-        causes={},
+        causes={1: "engine"},
         prompt=wire.encode(wire.Prompt(tokens=wire.pack_int32(prompt))),
         samples=samples,
     )

@@ -22,4 +22,4 @@ async def test_each_preset_trains(run, name):
         assert not any(line["skipped"] for line in steps if "grad_norm" in line)
         found = await run.audit()
     # Groups with equal rewards leave their step where the preset says so.
-    assert found.trained == 12 or name == "scalerl", found
+    assert found.trained == 12 or (name == "scalerl" and found.trained + found.dropped >= 12), found

@@ -46,6 +46,11 @@ def test_servers_that_streamrl_starts_have_names_and_devices():
     assert devices == ["0,1", "2,3", "4,5", "0,1"]
 
 
+def test_every_life_of_every_server_draws_other_numbers():
+    one = fleet(0, engine={"kind": "vllm", "servers": 2})
+    assert len({spec.make()._server._seed for spec in map(one.spec, one.wanted({})) for _ in range(5)}) == 10
+
+
 def test_engines_of_servers_are_made_lazily_and_anew_for_each_life():
     spec = fleet(0, engine={"kind": "hf", "url": ["http://h:1"]}).spec("http://h:1")
     first, second = spec.make(), spec.make()

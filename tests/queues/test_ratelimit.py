@@ -154,6 +154,19 @@ def test_what_comes_back_comes_back_once(requests, given_back):
     assert waits[0] == waits[1]
 
 
+@unhurried
+@given(st.lists(costs, min_size=1, max_size=20))
+def test_when_all_comes_back_it_is_as_if_nobody_had_asked(requests):
+    buckets = Buckets()
+    for number, cost in enumerate(requests):
+        buckets.take(str(number), cost, EVER, 0)
+    for number, cost in enumerate(requests):
+        buckets.settle(str(number), cost)
+    full = (CAPACITY_MS - 0.001, CAPACITY_MS - 0.001)  # adding and taking away rounds
+    assert buckets.take("next", full, 0, 0) == 0
+    assert buckets.take("another", (1, 1), EVER, 0) >= 1
+
+
 def test_tokens_that_were_not_needed_bring_those_who_wait_forward():
     buckets = Buckets()
     buckets.take("a", (0, CAPACITY_MS), EVER, 0)

@@ -11,6 +11,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.queues import Lease, Ledger, open_ledgers
 from streamrl.queues.records import Cause, ScoreOutcome
+from tests.queues.conftest import both_versions
 from tests.queues.ledger_kit import admit, faults, lease, take
 from tests.redis_kit import RedisRun
 
@@ -100,6 +101,7 @@ class Worker:
 
 
 @pytest.mark.slow
+@both_versions
 async def test_redis_comes_back_from_before_every_script_of_a_whole_group(
     run: RedisRun, config: RunConfig, tmp_path: Path
 ):

@@ -259,6 +259,15 @@ async def test_a_void_checkpoint_does_not_count(book):
         (lambda keys: ("HSET", keys.group(0)[:-1] + "mine", "n", 1), "group mine: has a hash"),
         (lambda keys: ("XTRIM", keys.prompts, "MAXLEN", 0), "entries in prompts"),
         (lambda keys: ("HSET", keys.group(0), "x:0", "why"), "have a score and are dead"),
+        (lambda keys: ("XADD", keys.rollouts, "*", "g", "0", "a", "1", "k", "0"), "['0'] are in rollouts"),
+        (lambda keys: ("HSET", keys.group(2), "s:0", "x"), "samples ['0'] wait for a score"),
+        (lambda keys: ("HSET", keys.group(2), "whole", "1", "r:0", "x"), "have a score alone"),
+        (
+            lambda keys: ("HSET", keys.group(2), "whole", "1", "s:0", "x", "s:1", "x", "todo", "0"),
+            "samples ['*'] wait for a score",
+        ),
+        (lambda keys: ("HSET", keys.group(0), "nx", "1"), "nx is 1, not 0"),
+        (lambda keys: ("XADD", keys.prompts, "*", "g", "2", "a", "1"), "prompts: 2 entries for 2"),
     ],
 )
 async def test_broken_structure_is_a_fault(book, damage, word):

@@ -23,6 +23,8 @@ def test_a_crash_waits_and_starts_again():
     assert (instance.state, instance.restarts) == (RoleState.STARTING, 1)
     instance.ready(3.0)
     assert (instance.state, instance.reason) == (RoleState.READY, "")
+    instance.died(63.0, 1, "", 0.5)
+    assert instance.until == 63.25  # after 60 s of health the pauses begin anew
 
 
 @pytest.mark.parametrize("code", [3, 64, 70, 73, 78])

@@ -44,8 +44,8 @@ _WAITING_SHARE: Final = 0.5
 """Part of a reward's deadline that its samples may wait for the rate limit of their model."""
 _SMOOTHING: Final = 0.1
 """Weight of the last answer in the moving average of answer times."""
-_PAUSE: Final = 0.2
-"""Pause before a request asks servers again after all were away; three faults eject a server."""
+_FIRST_PAUSE: Final = 0.1
+"""Pause before a request asks servers again after all were away, doubled each time; three faults eject a server."""
 _NOT_NOW: Final = frozenset({429, 503})
 """Statuses of a server that is busy."""
 _UNAUTHORIZED: Final = 401
@@ -81,6 +81,7 @@ class _Request:
     failed: set[str] = field(default_factory=set)  # failed this request, and are not asked again
     last: StreamrlError | None = None
     answered: bool = False  # a server answered and failed; otherwise they were away, which says nothing of the request
+    rounds: int = 0  # how often all servers failed it without an answer
     turn: Turn | None = None  # unused turn of the rate limit
 
     def failed_at(self, url: str, error: StreamrlError) -> None:
@@ -225,7 +226,9 @@ class ModelClient(AskedModel):
         request.failed.clear()
         now = asyncio.get_running_loop().time()
         if self._router.pick(now) is not None:
-            await asyncio.sleep(max(0.0, min(_PAUSE, request.end - now)))
+            pause = min(LOOK_SECONDS, _FIRST_PAUSE * 2**request.rounds, request.end - now)
+            request.rounds += 1
+            await asyncio.sleep(max(0.0, pause))
 
     async def _wait(self, seconds: float, *, choosy: bool) -> None:
         future = asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers import RewardContext, Score
-from streamrl.consumers.gateway.offers import ProgramFailed
+from streamrl.consumers.gateway.offers import ProgramFailed, ProgramsLost
 from streamrl.consumers.gateway.reward import GatewayReward
 from streamrl.errors import CannotCreate, ConfigError, RewardUnavailable
 from tests.consumers.gateway.kit import Program, configured, opened, scoring
@@ -72,6 +72,14 @@ async def test_a_program_that_goes_away_loses_its_sample_to_the_next(tmp_path):
         assert not task.done()
         await program.post({"lease": given["lease"], "value": 1})
         assert (await task).value == 1.0
+
+
+async def test_a_sample_that_every_program_dies_of_fails_in_the_end(tmp_path):
+    async with opened(tmp_path) as (reward, program), scoring(reward, "poison") as (task,):
+        for _ in range(3):
+            assert len(await program.lease(seconds=1, wait=30)) == 1
+        with pytest.raises(ProgramsLost, match="3 programs took this sample"):
+            await asyncio.wait_for(task, 30)
 
 
 async def test_leases_are_renewed_and_given_back(tmp_path):

@@ -249,7 +249,7 @@ class Anything(RuleBasedStateMachine):
         assert self.router.known == self.router.urls
 
 
-Anything.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Anything.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestAnything = Anything.TestCase
 
 
