@@ -170,7 +170,7 @@ class WeightsError(StreamrlError):
 
 
 class Fenced(StreamrlError):
-    """A newer process of the same role took over. Who gets this error stops without another write."""
+    """A newer process of the same role took over. A process that gets this error stops without another write."""
 
     exit_code = ExitCode.OK
 

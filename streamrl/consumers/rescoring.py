@@ -38,7 +38,7 @@ from streamrl.archive.reader import (
 from streamrl.archive.writer import RecordingWriter
 from streamrl.atomic import write_durably
 from streamrl.consumers.reward import RewardSample
-from streamrl.errors import CannotCreate, ConfigError, StreamrlError
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError, writing
 
 ScoreGroup = Callable[[Sequence[RewardSample]], Awaitable[Sequence[wire.SampleScore | StreamrlError]]]
 """Scores the samples of one group: for each, a score or why there is none."""
@@ -106,13 +106,11 @@ class RescoredSet:
 
     def _claim(self, about: dict[str, Any]) -> None:
         file, data = self.files / _ABOUT, orjson.dumps(about, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-        try:
+        with writing(file):
             there = file.read_bytes() if file.exists() else None
             if there is None:
                 self.files.mkdir(parents=True, exist_ok=True)
                 write_durably(file, data)
-        except OSError as error:
-            raise CannotCreate(f"{file}: {error.strerror or error}", "check space and permissions") from error
         if there is not None and there != data:
             raise ConfigError(
                 f"{self.files} holds scores of other rewards or of another source ({_ABOUT} there names them)",

@@ -117,7 +117,7 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
             start = await _begin(role, ranks)
             await Leader(role, ranks, start).run()
         except BaseExceptionGroup as group:
-            # Who is fenced stops, whatever else went wrong in the same moment.
+            # A fenced learner stops, whatever other error came at the same time.
             fenced = (error for error in leaves(group) if isinstance(error, Fenced))
             raise next(fenced, unwrap(group)) from group
     except Fenced as error:

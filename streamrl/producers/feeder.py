@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.errors import Refused, unwrap
+from streamrl.errors import Refused, unwrapped
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, AllAlike, VersionBell, Waste, wasted
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
@@ -64,14 +64,12 @@ async def run_feeder(role: Role) -> None:
         evaluation = Evaluation(role, held_out, bell)
         await evaluation.start()
     role.ready()
-    try:
+    with unwrapped():
         async with asyncio.TaskGroup() as group:
             group.create_task(bell.run(role.stop))
             group.create_task(training.run())
             if evaluation is not None:
                 group.create_task(evaluation.run())
-    except BaseExceptionGroup as error:
-        raise unwrap(error) from error
 
 
 class Training:

@@ -22,7 +22,7 @@ from streamrl import wire
 from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_header
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrapped
 from streamrl.producers.admission import VersionBell
 from streamrl.queues import Role
 from streamrl.queues.ledger import MAX_SAMPLES
@@ -52,10 +52,8 @@ async def run_player(role: Role) -> None:
     if not count:
         raise ConfigError(f"{path}: the recording has no groups")
     await asyncio.to_thread(keep_length, role.run_dir / LENGTH_FILE, header, count, role.config.data.epochs)
-    try:
+    with unwrapped():
         await Player(role, header, Recorded(path, count)).run()
-    except BaseExceptionGroup as error:
-        raise unwrap(error) from error
 
 
 def check_recording(config: RunConfig) -> Header:

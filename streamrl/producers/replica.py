@@ -22,7 +22,7 @@ from itertools import count
 from typing import Final
 
 from streamrl.engine import Completion, Engine, Request
-from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrap
+from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrapped
 from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet, life_seed
@@ -56,12 +56,10 @@ async def run_rollout(role: Role) -> None:
     membership = None
     if isinstance(engine, EngineGroup):
         membership = Membership(role, engine, Fleet(config, seed, role.run_dir, role.name))
-    try:
+    with unwrapped():
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
         async with _running(role, engine) as running:
             await Replica(role, running, tokenizer, membership).run()
-    except BaseExceptionGroup as error:
-        raise unwrap(error) from error
 
 
 @asynccontextmanager

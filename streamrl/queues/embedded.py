@@ -36,7 +36,7 @@ from urllib.parse import quote
 import orjson
 
 from streamrl.config import RedisConfig
-from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, Refused, Unreachable, writing
 from streamrl.isolation.lifeline import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -145,12 +145,10 @@ def url(config: RedisConfig, run_dir: Path) -> str:
 
 
 def _make_directories(run_dir: Path) -> None:
-    try:
+    with writing():
         (run_dir / "redis").mkdir(parents=True, exist_ok=True)
         folder = socket_path(run_dir).parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     if folder == run_dir.resolve():
         return
     # Another user's directory would let that user answer in the server's place.
@@ -301,10 +299,8 @@ def exec_server(config: RedisConfig, run_dir: Path, wait_seconds: float = 15.0) 
 async def _lock(run_dir: Path, name: str, mode: int, wait_seconds: float) -> int | None:
     """None if another process holds the lock for all of `wait_seconds`."""
     _make_directories(run_dir)
-    try:
+    with writing():
         handle = os.open(run_dir / "redis" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise CannotCreate(f"{error.filename}: {error.strerror}", "check space and permissions") from error
     try:
         if await _flock(handle, mode, wait_seconds):
             held, handle = handle, -1

@@ -18,7 +18,7 @@ import orjson
 
 from streamrl.atomic import draft_of, write_whole
 from streamrl.config.base import ServerKind
-from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, StreamrlError
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, writing
 from streamrl.servers.environments import (
     MARKER,
     UNFINISHED,
@@ -59,14 +59,10 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> dict[str,
     """
     folder = folder.expanduser().resolve()  # venv refuses a link
     python = _python()
-    try:
+    with writing(inside=folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder, say) as lock:
             return _Installation(recipe(kind, cpu=cpu), folder, python, lock, say).run()
-    except StreamrlError:
-        raise
-    except OSError as error:
-        raise CannotCreate(f"{error.filename or folder}: {error.strerror}", "check space and permissions") from error
 
 
 class _Installation:

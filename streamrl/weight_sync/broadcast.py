@@ -44,7 +44,7 @@ import torch.distributed
 from aiohttp import WSMsgType, web
 from typing_extensions import override
 
-from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, WireError, unwrap
+from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, WireError, unwrapped
 from streamrl.listening import reachable
 from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
@@ -633,7 +633,7 @@ class CollectiveSource(WeightSource):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        try:
+        with unwrapped():
             async with asyncio.TaskGroup() as tasks:
                 async for message in socket:
                     if message.type is not WSMsgType.TEXT:
@@ -646,8 +646,6 @@ class CollectiveSource(WeightSource):
                         case Done() as done:
                             await self._end(socket, done.pair)
                 self._leave_round()
-        except BaseExceptionGroup as error:
-            raise unwrap(error) from error
 
     async def _say(self, socket: aiohttp.ClientWebSocketResponse, message: ToHost) -> None:
         with contextlib.suppress(ConnectionError):  # the end of the connection is seen where it is read

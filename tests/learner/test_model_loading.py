@@ -5,8 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-import transformers
-from tiny_policy import KINDS, VOCABULARY, run_config, train_sample
+from tiny_policy import KINDS, VOCABULARY, make_model, run_config, train_sample
 from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
@@ -45,18 +44,7 @@ LONG = {
 def made(tmp_path):
     """Directory of a model with random weights, large enough that a wrong mask shows."""
 
-    def make(kind, **values):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**values, eos_token_id=2, bos_token_id=1, pad_token_id=0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=0.1)
-        model.save_pretrained(tmp_path / kind)
-        return tmp_path / kind
-
-    return make
+    return lambda kind, **values: make_model(kind, tmp_path, std=0.1, **values)
 
 
 def configure(path, context=512, **learner):

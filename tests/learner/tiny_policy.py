@@ -73,15 +73,19 @@ KINDS: dict[str, Any] = {
 }
 
 
-def make_model(kind: str, folder: Path) -> Path:
-    """Write a model with random weights; large ones, so that distributions are far from uniform."""
+def make_model(kind: str, folder: Path, *, std: float = 0.15, **values: Any) -> Path:
+    """Write a model with random weights; large ones, so that distributions are far from uniform.
+
+    `values` of its configuration come in the place of those in `KINDS`.
+    """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**KINDS[kind], eos_token_id=2, bos_token_id=1, pad_token_id=0)
+    make_config = getattr(transformers, f"{kind}Config")
+    config = make_config(**(values or KINDS[kind]), eos_token_id=2, bos_token_id=1, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=std)
     model.save_pretrained(folder / kind)
     return folder / kind
 

@@ -440,6 +440,6 @@ async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> Asyn
 
 def slots_within_rate(context: RewardContext, model: RewardModelConfig, tokens: int, requests: int = 1) -> int | None:
     """Samples that one worker may send within half of the deadline under the model's rate limit; None: no limit."""
-    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    quota = Quota.of(model)
     most = quota.within(_WAITING_SHARE * context.deadline, tokens)
     return None if most is None else max(1, most // (requests * context.config.reward_worker.replicas))

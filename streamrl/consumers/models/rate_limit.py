@@ -46,6 +46,10 @@ class Quota:
     requests: int | None
     tokens: int | None
 
+    @classmethod
+    def of(cls, model: RewardModelConfig) -> Quota:
+        return cls(model.requests_per_minute, model.tokens_per_minute)
+
     def cost(self, tokens: int) -> tuple[float, float]:
         """Milliseconds that refill one request, and `tokens` tokens."""
         request = _MINUTE_MS / (_REFILLED * self.requests) if self.requests else 0.0
@@ -166,7 +170,7 @@ class RateLimit:
 
 def limit_of(name: str, model: RewardModelConfig, ledgers: Ledgers | None) -> RateLimit | None:
     """The limit of the entry `name` of `reward_models`; without `ledgers` it holds for this process alone."""
-    quota = Quota(model.requests_per_minute, model.tokens_per_minute)
+    quota = Quota.of(model)
     if quota == Quota(None, None):
         return None
     store = LocalStore() if ledgers is None else RedisStore(ledgers.connection, ledgers.train.keys, name)

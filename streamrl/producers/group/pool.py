@@ -502,7 +502,7 @@ async def _send_away(engine: StreamingEngine, name: str) -> None:
     try:
         await engine.abort(name)
     except StreamrlError as error:
-        logger.warning("request stays", extra={"request": name, "why": error.message})
+        logger.warning("request could not be moved", extra={"request": name, "why": error.message})
 
 
 def _cancelling() -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
-import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +19,7 @@ from streamrl.weight_sync.chain import Fetched, Staging
 from streamrl.weight_sync.files import read_token
 from streamrl.weight_sync.follower import open_staging
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode, folder_name
-from streamrl.weight_sync.tensors import Version, WholeTensors, map_version, parse_tensors
+from streamrl.weight_sync.tensors import Version, WholeTensors, map_private, map_version
 
 
 class Deliveries:
@@ -134,7 +132,7 @@ def read_folder(message: Weights) -> Version:
         if manifest.run != message.run:
             raise WeightsError(f"{folder} holds weights of run {manifest.run!r}")
         return map_version(folder, manifest)
-    tables = {file: _map(folder / file) for file in message.files}
+    tables = {file: map_private(folder / file) for file in message.files}
     if sum(map(len, message.parts.values())) != sum(map(len, tables.values())):
         raise WeightsError(f"{folder}: the files hold other tensors than those that are listed")
     found = {name: _joinable(folder, name, [tables[file] for file in files]) for name, files in message.parts.items()}
@@ -154,17 +152,6 @@ def _manifest_in(folder: Path) -> Manifest | None:
         return decode((folder / MANIFEST_FILE).read_bytes())
     except FileNotFoundError:
         return None
-
-
-def _map(path: Path) -> dict[str, torch.Tensor]:
-    """Map a file that others may replace, but not change."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            raise WeightsError(f"{path} is empty")
-        return parse_tensors(
-            mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE), str(path)
-        )
 
 
 def _joinable(folder: Path, name: str, tables: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

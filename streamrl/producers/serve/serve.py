@@ -18,7 +18,7 @@ from aiohttp import web
 
 from streamrl import __version__
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, ExitCode, unwrap
+from streamrl.errors import ConfigError, ExitCode, unwrapped
 from streamrl.listening import url_of
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.serve.app import EngineApp
@@ -51,11 +51,9 @@ async def serve(
         deliveries = await stack.enter_async_context(Deliveries(config.weights.deadline, place, pulls=key is not None))
         about = await asyncio.to_thread(describe_engine, config, engine)
         logger.info("serving", extra={"url": url, "model": config.model.path})
-        try:
+        with unwrapped():
             make = partial(EngineApp, engine, about, deliveries, key)
             await _run(engine, listening, make, lambda: ready(url))
-        except BaseExceptionGroup as group:
-            raise unwrap(group) from group
 
 
 def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
