@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -83,6 +87,23 @@ async def test_the_listener_hears_what_the_result_will_hold(bench: Bench):
     done = await task
     assert heard.tokens == done.tokens.tolist()
     assert early <= len(done.tokens) == 200
+
+
+@pytest.fixture
+def busy_cores() -> Iterator[None]:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 1)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("busy_cores")
+@pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
+async def test_tokens_are_heard_while_they_are_sampled_though_every_core_is_busy(bench: Bench):
+    begun = bench.begin(prompt(6))
+    assert await begun[1].at_least(INTERVAL) < 25 * INTERVAL
+    await bench.end(begun)
 
 
 async def test_one_request_shows_two_versions_without_an_abort(bench: Bench):

@@ -14,7 +14,7 @@ import torch
 
 from streamrl.http import BadAnswer, BadRequest, Call
 from streamrl.producers import tiny
-from tests.engines.conformance_kit import BF16, prompt, run_config, write_version
+from tests.engines.conformance_kit import BF16, LONG, prompt, run_config, write_version
 from tests.engines.server_kit import Live, served
 
 pytestmark = [
@@ -87,12 +87,13 @@ async def test_a_version_that_does_not_fit_changes_nothing_on_any_rank(live: Liv
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(BadRequest, match=torn.files[1]):
         await live.apply(torn)
-    task, _ = await live.begin(PROMPT, 300, fresh)
+    task, _ = await live.begin(PROMPT, LONG, fresh, name="long")
     await live.apply(write_version(tmp_path, good := next(_numbers), tiny.random_weights(1)))
+    await matches(live, good, 1)
+    await live.calls(live.dialect.abort("long"))
     done = await task
     assert [number for _, number in done.runs] == [fresh, good]
     assert tiny.worst_error({fresh: MODELS[0], good: MODELS[1]}, PROMPT, done) < BF16
-    await matches(live, good, 1)
 
 
 async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh: int):

@@ -441,7 +441,7 @@ def test_the_plug_in_is_whole():
     assert "[sglang.srt.plugins]" in points
     assert "streamrl_engine.sglang:register" in points
     assert "[vllm.general_plugins]" in points
-    assert "streamrl_engine.amx:allow" in points
+    assert "streamrl_engine.cpu:prepare" in points
     assert (PLUGIN / "sglang_cpu" / "sitecustomize.py").is_file()
     assert (PLUGIN / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
     for module in (PLUGIN / "streamrl_engine").glob("*.py"):
