@@ -53,6 +53,7 @@ class VllmDialect(Dialect):
 
     kind: ClassVar[str] = "vllm"
     guarded: ClassVar[str] = "/v1/models"
+    _settings_known = False
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
@@ -88,6 +89,7 @@ class VllmDialect(Dialect):
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
         elif self._config.rollout.placement == "colocated":
             flags["enable-sleep-mode"] = True
+        self._settings_known = not engine.flags
         argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(merged(flags, engine.flags))]
         return Launch(argv, self._environ(cpu=cpu))
 
@@ -107,6 +109,8 @@ class VllmDialect(Dialect):
             threads = self._config.engine.threads
             # Bound threads of several servers and of the learner would all run on the same first cores.
             environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            # Some of its functions are compiled in spite of `enforce-eager`, which takes a compiler and many seconds.
+            environ["TORCHDYNAMO_DISABLE"] = "1"
             if threads:
                 environ["OMP_NUM_THREADS"] = str(threads)
         return environ
@@ -117,20 +121,23 @@ class VllmDialect(Dialect):
 
     @override
     def about(self) -> Sequence[Call]:
-        return (
+        calls = (
             Call("GET", "/version", repeatable=True),
             Call("GET", "/v1/models", repeatable=True),
             Call("GET", "/openapi.json", repeatable=True, optional=True, missing_ok=True),
-            Call(
-                "GET", "/server_info", query={"config_format": "json"}, repeatable=True, optional=True, missing_ok=True
-            ),
             TOKENIZE_PROBE,
         )
+        if self._settings_known:
+            return calls
+        # Five seconds: vLLM collects what is installed on its machine as well.
+        query = {"config_format": "json"}
+        return *calls, Call("GET", "/server_info", query=query, repeatable=True, optional=True, missing_ok=True)
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         # A server that hides the list of its routes (0.33 can) is assumed to have them.
-        version, models, schema, info, probe = answers
+        version, models, schema, probe, *more = answers
+        info = more[0] if more else None
         try:
             release = str(version["version"])
             model = next(entry for entry in models["data"] if not entry.get("parent"))

@@ -299,8 +299,8 @@ def answers(**values: Any) -> list[Any]:
         "version": {"version": "0.32.0"},
         "models": MODELS,
         "routes": ROUTES,
-        "settings": {"vllm_config": SETTINGS},
         "probe": PROBE,
+        "settings": {"vllm_config": SETTINGS},
     }
     return list({**found, **values}.values())
 
@@ -392,6 +392,16 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
     assert launch.environ["PYTHONPATH"] == f"{PLUGIN}{os.pathsep}/mine"
     assert launch.environ["VLLM_SERVER_DEV_MODE"] == "1"
     assert launch.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("flags", [{}, {"logprobs-mode": "raw_logprobs"}])
+def test_a_server_is_asked_for_its_settings_unless_all_are_ours(environment: Path, flags: dict[str, Any]) -> None:
+    mine = dialect(engine={"kind": "vllm", "environment": str(environment), "flags": flags})
+    assert len(mine.about()) == 5
+    mine.launch(model="/m", port=1, seed=0)
+    asked = [call.path for call in mine.about()]
+    assert asked[4:] == (["/server_info"] if flags else [])
+    assert mine.read_about(answers()[: len(asked)]).can_update
 
 
 def test_a_server_of_our_own_on_a_gpu(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
