@@ -102,11 +102,10 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     "words",
     [
         [],
-        ["RANKS=2"],
         pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
         pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
     ],
-    ids=["hf", "ranks", "vllm", "sglang"],
+    ids=["hf", "vllm", "sglang with two ranks"],
 )
 def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
     """With the settings of `make demo`, which installs the engine first."""
