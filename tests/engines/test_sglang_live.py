@@ -60,13 +60,15 @@ async def test_it_says_what_it_is(live: Live):
 
 
 def spoiled() -> dict[str, dict[str, torch.Tensor]]:
-    """Weights that do not fit, by the complaint about them; only a rank that is alone finds a tensor too large."""
+    """Weights that do not fit, by the complaint about them."""
     good = tiny.random_weights(1)
     key, norm = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
+    up = "model.layers.0.mlp.up_proj.weight"
     return {
         "no model.layers.1.mlp.upper_proj.weight": {
             name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upper_proj"): value for name, value in good.items()
         },
+        f"a part only of {up}": {**good, up: torch.cat([good[up], good[up]])},
         "too small: nothing fills model.layers.1.self_attn.qkv_proj.weight": {**good, key: good[key][:16].contiguous()},
         "missing": {name: value for name, value in good.items() if "layers.0.self_attn.v_proj" not in name},
         "model.norm.weight holds values that are not finite": {**good, norm: good[norm].clone().fill_(float("inf"))},

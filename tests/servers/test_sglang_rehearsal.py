@@ -71,6 +71,11 @@ def heads(plugin, shapes, dtype="BF16"):
     return {name: plugin.Head(dtype, shape) for name, shape in shapes.items()}
 
 
+def rehearse(plugin, model, table):
+    """As a rank that is alone."""
+    plugin.check_used(table, plugin.rehearse(model, table))
+
+
 def snapshot(model):
     return {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -79,7 +84,7 @@ def snapshot(model):
 def test_a_version_that_fits_is_accepted_and_the_model_is_not_touched(plugin, order):
     model = Model()
     before, derived, parameters = snapshot(model), model.derived, list(model.parameters())
-    plugin.rehearse(model, heads(plugin, {name: GOOD.get(name, GOOD["embed"]) for name in order}), alone=True)
+    rehearse(plugin, model, heads(plugin, {name: GOOD.get(name, GOOD["embed"]) for name in order}))
     after = snapshot(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert model.derived is derived
@@ -111,32 +116,33 @@ def test_what_does_not_fit_is_named_and_the_model_is_not_touched(plugin, change,
     shapes = {name: shape for name, shape in {**GOOD, **change}.items() if shape is not None}
     for _ in range(2):
         with pytest.raises(plugin.BadVersion, match=words):
-            plugin.rehearse(model, heads(plugin, shapes), alone=True)
+            rehearse(plugin, model, heads(plugin, shapes))
         after = snapshot(model)
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert model.derived is derived
-    plugin.rehearse(model, heads(plugin, GOOD), alone=True)
+    rehearse(plugin, model, heads(plugin, GOOD))
 
 
 def test_unknown_types_are_refused(plugin):
     with pytest.raises(plugin.BadVersion, match="F4"):
-        plugin.rehearse(Model(), heads(plugin, GOOD, "F4"), alone=True)
+        rehearse(plugin, Model(), heads(plugin, GOOD, "F4"))
 
 
-def test_a_rank_among_others_uses_its_part(plugin):
-    shapes = {**GOOD, "gate": (2 * HIDDEN, WIDTH), "up": (2 * HIDDEN, WIDTH)}
-    plugin.rehearse(Model(), heads(plugin, shapes), alone=False)
-    with pytest.raises(plugin.BadVersion, match="part only"):
-        plugin.rehearse(Model(), heads(plugin, shapes), alone=True)
+def test_ranks_together_use_all_of_a_tensor(plugin):
+    table = heads(plugin, {**GOOD, "gate": (2 * HIDDEN, WIDTH), "up": (2 * HIDDEN, WIDTH)})
+    copied = plugin.rehearse(Model(), table)
+    plugin.check_used(table, [2 * count for count in copied])
+    with pytest.raises(plugin.BadVersion, match="part only of gate, up"):
+        plugin.check_used(table, copied)
 
 
 def test_what_was_rehearsed_is_not_rehearsed_again(plugin):
     model = Model()
-    plugin.rehearse(model, heads(plugin, GOOD), alone=True)
+    rehearse(plugin, model, heads(plugin, GOOD))
     model.load_weights = None
-    plugin.rehearse(model, heads(plugin, GOOD), alone=True)
+    rehearse(plugin, model, heads(plugin, GOOD))
     with pytest.raises(plugin.BadVersion):
-        plugin.rehearse(model, heads(plugin, GOOD, "F32"), alone=True)
+        rehearse(plugin, model, heads(plugin, GOOD, "F32"))
 
 
 def test_padding_that_holds_something_was_no_padding(plugin):
@@ -144,4 +150,4 @@ def test_padding_that_holds_something_was_no_padding(plugin):
     with torch.no_grad():
         model.embed[WORDS:] = 1
     with pytest.raises(plugin.BadVersion, match="fills embed whole"):
-        plugin.rehearse(model, heads(plugin, GOOD), alone=True)
+        rehearse(plugin, model, heads(plugin, GOOD))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .files import BadVersion, Landing, Source, finite, table, tensors
-from .sglang_rehearsal import rehearse
+from .sglang_rehearsal import check_used, rehearse
 from .sglang_spans import renamed
 
 LOADER = "streamrl_engine.sglang.load"
@@ -51,7 +51,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     problem = ""
     try:
         source = _landing.bring(Source.parse(json.loads(named_tensors[0][0])))
-        rehearse(model, table(source), alone=group.world_size == 1)
+        copied = rehearse(model, heads := table(source))
         for name, tensor in tensors(source):
             if not finite(tensor):
                 raise BadVersion(f"{name} holds values that are not finite")
@@ -61,6 +61,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         problem = f"not a description of a version: {error}"
     if _any_rank(group, refuses=bool(problem)):
         raise BadVersion(problem or "another rank of this server refuses the version")
+    check_used(heads, _over_ranks(group, copied))
     try:
         model.load_weights(tensors(source))
     except Exception as error:
@@ -75,6 +76,15 @@ def _any_rank(group: Any, *, refuses: bool) -> bool:
     flag = torch.tensor([int(refuses)])
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
     return bool(flag.item())
+
+
+def _over_ranks(group: Any, counts: list[int]) -> list[int]:
+    """Return the sums over all ranks."""
+    if group.world_size == 1:
+        return counts
+    sums = torch.tensor(counts)
+    torch.distributed.all_reduce(sums, group=group.cpu_group)
+    return [int(count) for count in sums]
 
 
 def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:

@@ -7,8 +7,9 @@ parameter that is not filled lacks a name, and shapes are refused by the code th
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,17 +31,17 @@ _DTYPES = {
 _LISTED = 4
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
-_passed: weakref.WeakKeyDictionary[torch.nn.Module, Mapping[str, Head]] = weakref.WeakKeyDictionary()
+_passed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Mapping[str, Head], list[int]]] = weakref.WeakKeyDictionary()
 
 
-def rehearse(model: Any, heads: Mapping[str, Head], *, alone: bool) -> None:
+def rehearse(model: Any, heads: Mapping[str, Head]) -> list[int]:
     """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
 
-    The same table again is not rehearsed again. `alone`: no other rank uses the rest of a tensor. `BadVersion`: unknown
-    or missing names, or other shapes or types.
+    Returns how many values of each tensor this rank copies, for `check_used`. The same table again is not rehearsed
+    again. `BadVersion`: unknown or missing names, or other shapes or types.
     """
-    if _passed.get(model) == heads:
-        return
+    if model in _passed and _passed[model][0] == heads:
+        return _passed[model][1]
     writes = _Writes()
     with _hollow(model) as parameters, torch.no_grad(), writes:
         writes.watch(parameters)
@@ -58,10 +59,15 @@ def rehearse(model: Any, heads: Mapping[str, Head], *, alone: bool) -> None:
     unfilled = [name for name, twin in parameters.items() if not writes.filled(twin, present[name])]
     if unfilled:
         raise BadVersion(f"tensors are missing or too small: nothing fills {_some(unfilled)} whole")
-    cut = [name for name in heads if alone and not writes.used_up(name)]
+    _passed[model] = dict(heads), [writes.copied(name) for name in heads]
+    return _passed[model][1]
+
+
+def check_used(heads: Mapping[str, Head], copied: Sequence[int]) -> None:
+    """`BadVersion`: all ranks together copy a part only of a tensor, which is too large then."""
+    cut = [name for (name, head), count in zip(heads.items(), copied, strict=True) if count < math.prod(head.shape)]
     if cut:
         raise BadVersion(f"the model would use a part only of {_some(cut)}")
-    _passed[model] = dict(heads)
 
 
 def _some(names: list[str]) -> str:
@@ -140,9 +146,9 @@ class _Writes(TorchDispatchMode):
         # Padding is zero already; rows that hold something were to be filled.
         return not present.detach().cpu()[missing].any()
 
-    def used_up(self, name: str) -> bool:
-        """Whether every value of a tensor is copied; one that was converted on the way counts as such."""
-        return not self._taken[name] or _count(self._taken[name]) >= self._tensors[name].numel()
+    def copied(self, name: str) -> int:
+        """How many values of a tensor are copied; all of one that was converted on the way."""
+        return _count(self._taken[name]) if self._taken[name] else self._tensors[name].numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
