@@ -21,8 +21,8 @@ LONGEST = 300
 SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
 
 
-def up(tiny: Path, folder: Path, *settings: str) -> Path:
-    flags = sets(*SETTINGS, *settings)
+def up(tiny: Path, folder: Path, *settings: str, resume: bool = False) -> Path:
+    flags = [*(["--resume"] if resume else []), *sets(*SETTINGS, *settings)]
     done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=folder, seconds=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "tiny"
@@ -47,8 +47,10 @@ def named(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
 
 
-def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):
-    run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=4")
+def test_versions_that_are_an_adapter_alone_in_a_run_that_goes_on(tiny: Path, tmp_path: Path):
+    run = up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=2")
+    first = named(run / "model")
+    up(tiny, tmp_path, "learner.lora.publish=adapter", "learner.steps=4", resume=True)
     assert audited(tmp_path) == (16, 0, 0)
     newest, manifest = list(versions(run / "weights").items())[-1]
     assert manifest.kind == "adapter"
@@ -68,6 +70,7 @@ def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):
         np.testing.assert_allclose(ours.detach(), exported[name].detach(), rtol=1e-5, atol=1e-6)
         assert not torch.equal(exported[name], base[name])
     assert torch.equal(exported["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in exported.items())
     assert (run / "model" / "adapter" / "adapter_config.json").exists()
     shown = cli("weights", "show", str(newest[1]), cwd=tmp_path)
     assert "LoRA of rank 4, alpha 8" in shown.stdout
@@ -75,19 +78,8 @@ def test_versions_that_are_an_adapter_alone(tiny: Path, tmp_path: Path):
     assert (data["kind"], data["present"]) == ("adapter", True)
 
 
-def test_an_adapter_run_goes_on_where_it_was(tiny: Path, tmp_path: Path):
-    adapter = ["learner.lora.publish=adapter", "learner.lora.dora=true"]
-    run = up(tiny, tmp_path, *adapter, "learner.steps=2")
-    first = named(run / "model")
-    flags = ["--resume", *sets(*SETTINGS, *adapter, "learner.steps=4")]
-    done = process("up", str(tiny / "run.yaml"), "--screen", "plain", *flags, cwd=tmp_path, seconds=LONGEST)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert audited(tmp_path) == (16, 0, 0)
-    assert any(not torch.equal(tensor, first[name]) for name, tensor in named(run / "model").items())
-
-
 def test_versions_with_the_adapter_merged_in(tiny: Path, tmp_path: Path):
-    run = up(tiny, tmp_path, "learner.steps=2", "learner.ranks=2", "weights.transport=shm")
+    run = up(tiny, tmp_path, "learner.lora.dora=true", "learner.steps=2", "learner.ranks=2", "weights.transport=shm")
     assert audited(tmp_path) == (8, 0, 0)
     assert {line["publish_kind"] for line in lines(run, "learner.0") if "publish_kind" in line} == {"full"}
     assert (run / "model" / "adapter" / "adapter_model.safetensors").exists()

@@ -81,7 +81,9 @@ def test_compiled_layers_give_the_same_for_all_shapes(model_of, kind, recompute)
 
 
 @pytest.mark.slow
-def test_compiled_by_a_real_compiler(model_of, caplog):
+def test_compiled_by_a_real_compiler(model_of, caplog, monkeypatch):
+    # Otherwise it compiles and runs a program for every instruction set of this processor.
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
     plain, compiled = load(model_of("Llama")), load(model_of("Llama"))
     with caplog.at_level(logging.WARNING, "streamrl"):
         set_up_layers(compiled, LearnerConfig(compile=True))
