@@ -9,12 +9,15 @@ of two skills pays. The files are made once, in `cache/` in DIR; `--force` makes
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -149,17 +152,31 @@ def prepare(folder: Path, console: Console) -> None:
         make_tokenizer().save_pretrained(draft / "model")
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for another preparation of this directory."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--force", action="store_true", help="make everything again")
     given = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if (given.folder / "cache").exists() and not given.force:
-        console.print(f"warm start: found in {given.folder / 'cache'} (prepared before; --force makes it again)")
-        return ExitCode.OK
     try:
-        prepare(given.folder, console)
+        given.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(given.folder):
+            if given.force or not (given.folder / "cache").exists():
+                prepare(given.folder, console)
+            else:
+                found = f"found in {given.folder / 'cache'}"
+                console.print(f"warm start: {found} (prepared before; --force makes it again)")
     except OSError as error:
         console.print(f"error: {error.filename or given.folder}: {error.strerror or error}")
         return ExitCode.CANNOT_CREATE

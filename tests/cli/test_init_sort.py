@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_the_commands_that_are_printed_run(new: Path):
     assert run.returncode == 0, run
     assert json.loads((new / "runs" / "sort" / "summary.json").read_text())["steps"] == 2
     assert process("audit", cwd=new).returncode == 0
+
+
+def test_two_preparations_at_once_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def slowly(folder: Path, console: object) -> None:
+        begun.release()
+        assert go.wait(30)
+        (folder / "cache").mkdir()
+
+    monkeypatch.setattr(prepare, "prepare", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(prepare.main, [str(tmp_path)]) for _ in range(2)]
+        assert begun.acquire(timeout=30)
+        assert not begun.acquire(timeout=0.2)
+        go.set()
+        assert [one.result(30) for one in both] == [0, 0]
+    assert not begun.acquire(blocking=False)
 
 
 def test_its_run_file_is_that_of_the_demo(new: Path):
