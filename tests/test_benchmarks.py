@@ -60,8 +60,9 @@ def test_rewards(tmp_path):
 @pytest.mark.timeout(300)
 def test_engines(tmp_path):
     sizes = ["--rounds", "1", "--seconds", "1", "--settle", "0", "--width", "8", "--tokens", "16", "--size", "0.002"]
-    found = run("engines.py", "--kinds", "vllm", "--only", "rollout", *sizes, path=tmp_path / "e.json")
+    found = run("engines.py", "--kinds", "vllm", *sizes, path=tmp_path / "e.json")
     assert found["vllm"]["rollout"]["ratio_to_bare"]["median"] > 0
+    assert found["vllm"]["pause"]["ratio_still_to_update"]["median"] >= 1
 
 
 @pytest.mark.slow

@@ -169,14 +169,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="make everything again")
     given = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    cache = given.folder / "cache"
     try:
         given.folder.mkdir(parents=True, exist_ok=True)
         with _alone(given.folder):
-            if given.force or not (given.folder / "cache").exists():
-                prepare(given.folder, console)
+            if cache.exists() and not given.force:
+                console.print(f"warm start: found in {cache} (prepared before; --force makes it again)")
             else:
-                found = f"found in {given.folder / 'cache'}"
-                console.print(f"warm start: {found} (prepared before; --force makes it again)")
+                prepare(given.folder, console)
     except OSError as error:
         console.print(f"error: {error.filename or given.folder}: {error.strerror or error}")
         return ExitCode.CANNOT_CREATE

@@ -129,7 +129,7 @@ class VllmDialect(Dialect):
         )
         if self._settings_known:
             return calls
-        # Five seconds: vLLM collects what is installed on its machine as well.
+        # The answer takes five seconds, because vLLM also collects what is installed on its machine.
         query = {"config_format": "json"}
         return *calls, Call("GET", "/server_info", query=query, repeatable=True, optional=True, missing_ok=True)
 

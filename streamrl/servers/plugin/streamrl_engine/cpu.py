@@ -3,10 +3,9 @@
 import time
 
 import torch
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-_NAP = 2e-5
+_NAP_SECONDS = 2e-5
 
 
 def prepare() -> None:
@@ -14,6 +13,8 @@ def prepare() -> None:
     if torch.cpu._is_amx_tile_supported():  # noqa: SLF001  (there is no public one)
         torch.cpu._init_amx()  # noqa: SLF001  (Linux kills a process that uses them without asking)
     if current_platform.is_cpu():
+        from vllm.distributed.device_communicators import shm_broadcast
+
         # The loop keeps a core busy. Where all cores are, the thread that sends tokens waits seconds for Python's lock,
         # and a response comes in one piece.
-        shm_broadcast.sched_yield = lambda: time.sleep(_NAP)
+        shm_broadcast.sched_yield = lambda: time.sleep(_NAP_SECONDS)

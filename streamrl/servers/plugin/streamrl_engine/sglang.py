@@ -51,7 +51,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     problem = ""
     try:
         source = _landing.bring(Source.parse(json.loads(named_tensors[0][0])))
-        copied = rehearse(model, heads := table(source))
+        heads = table(source)
+        copied = rehearse(model, heads)
         for name, tensor in tensors(source):
             if not finite(tensor):
                 raise BadVersion(f"{name} holds values that are not finite")
