@@ -26,7 +26,7 @@ from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.snapshot import Copies
+from streamrl.learner.weight_copy import Copies
 from streamrl.weight_sync.publisher import Publisher
 
 GROUP = 8

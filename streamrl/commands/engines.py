@@ -22,7 +22,7 @@ from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError, ExitCode, Unreachable, UsageError, need_packages
 
 if TYPE_CHECKING:
-    from streamrl.producers.examination import Finding
+    from streamrl.producers.engine_check import Finding
 
 _SERVES: Final = frozenset({"ready", "leaving"})
 # Keys that a run file must have and a server does not use; small values, so that the checks of sizes pass.
@@ -83,7 +83,7 @@ def check(
     elif environment is not None:
         raise UsageError("hf runs in this process and has no environment", "leave out --environment")
     need_packages("the check", "torch", "transformers", "safetensors")
-    from streamrl.producers.examination import Examination
+    from streamrl.producers.engine_check import Examination
 
     logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # the check kills and refuses things on purpose
 

@@ -29,7 +29,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "exact_match": "streamrl.consumers.rules.text:ExactMatch",
     "number_match": "streamrl.consumers.rules.text:NumberMatch",
     "math": "streamrl.consumers.rules.math_answer:MathAnswer",
-    "regex": "streamrl.consumers.rules.processed:Regex",
+    "regex": "streamrl.consumers.rules.in_processes:Regex",
     "json_schema": "streamrl.consumers.rules.json_schema:JsonSchema",
     "format": "streamrl.consumers.rules.text:Format",
     "length": "streamrl.consumers.rules.text:Length",

@@ -33,10 +33,10 @@ from streamrl.learner.publishing import Publishing
 from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.saving import Saver
-from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.learner.step import StepStats, make_models
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
+from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import Role
 from streamrl.weight_sync.publisher import Publisher

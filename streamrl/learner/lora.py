@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, Refused
-from streamrl.learner.snapshot import Rows
+from streamrl.learner.weight_copy import Rows
 from streamrl.weight_sync.adapter import merge, names_of
 from streamrl.weight_sync.manifest import Adapter
 

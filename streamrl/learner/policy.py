@@ -21,7 +21,7 @@ from streamrl.learner.model_loading import SMALL, load_model, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import TrainableModel
-from streamrl.learner.snapshot import Rows
+from streamrl.learner.weight_copy import Rows
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.wire import Float32Array
 

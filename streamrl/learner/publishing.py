@@ -10,8 +10,8 @@ from typing import Final
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.lineage import VersionsLog
-from streamrl.learner.snapshot import PolicySnapshot
 from streamrl.learner.train_buffer import TrainBuffer
+from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.weight_sync.manifest import Manifest, Pair
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import WeightServer

@@ -32,8 +32,8 @@ from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
-from streamrl.learner.snapshot import Copies, PolicySnapshot
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
+from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.ledger import Ledger
 from streamrl.weight_sync.manifest import Pair

@@ -1,7 +1,7 @@
 import pytest
 
+from streamrl.consumers.rules.in_processes import Regex
 from streamrl.consumers.rules.json_schema import JsonSchema, last_fence
-from streamrl.consumers.rules.processed import Regex
 from streamrl.errors import DataError
 from tests.consumers.rule_kit import opened
 from tests.consumers.samples import seen

@@ -31,8 +31,8 @@ from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import NO_BASE, RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Frozen
-from streamrl.learner.snapshot import Copies, PolicySnapshot
 from streamrl.learner.step import Models, make_models
+from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
 

@@ -15,7 +15,7 @@ from streamrl.errors import ConfigError, Refused
 from streamrl.learner.lora import Lora
 from streamrl.learner.model_loading import load_model
 from streamrl.learner.policy import Actor
-from streamrl.learner.snapshot import Copies
+from streamrl.learner.weight_copy import Copies
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.publisher import Publisher

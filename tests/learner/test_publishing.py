@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
-from streamrl.learner.snapshot import PolicySnapshot
+from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.weight_sync.publisher import VersionFigures
 
 MANIFEST = object()

@@ -15,7 +15,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate
 from streamrl.learner.checkpoint_files import open_shards
 from streamrl.learner.rank_group import PartWriter
-from streamrl.learner.snapshot import PolicySnapshot
+from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.chain import pin
 from streamrl.weight_sync.files import make_token

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.processed import Processed, Verdict, require
+from streamrl.consumers.rules.in_processes import Processed, Verdict, require
 from streamrl.consumers.rules.text import check_tag, inside
 from streamrl.errors import DataError
 

@@ -7,7 +7,7 @@ from typing import Final
 from typing_extensions import override
 
 from streamrl.consumers.reward import RewardSample, Score
-from streamrl.consumers.rules.processed import VERDICTS, Processed, Verdict, require
+from streamrl.consumers.rules.in_processes import VERDICTS, Processed, Verdict, require
 from streamrl.consumers.rules.text import answer_of, check_tag, inside, one_of
 from streamrl.errors import DataError
 

@@ -30,7 +30,7 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
-from streamrl.producers.group.placement import Placement
+from streamrl.producers.group.load_balancing import Placement
 from streamrl.producers.group.pool import MemberState, ServerPool, ServerSpec, Source
 from streamrl.producers.group.request import RoutedRequest
 from streamrl.weight_sync.tensors import Version

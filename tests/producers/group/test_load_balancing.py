@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.engine import Completion, Request
-from streamrl.producers.group.placement import Place, choose
+from streamrl.producers.group.load_balancing import Place, choose
 from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
 
 

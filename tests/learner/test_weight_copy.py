@@ -7,7 +7,7 @@ from tiny_policy import make_batch, run_config
 from weights_kit import full_tensors
 
 from streamrl.learner.policy import Actor
-from streamrl.learner.snapshot import Copies
+from streamrl.learner.weight_copy import Copies
 
 
 def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
