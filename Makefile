@@ -50,11 +50,10 @@ OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=demo-$(ENGINE) --set engi
 
 # A whole environment is left as it is, within a second.
 INSTALL = $(if $(CPU_WHEELS),PIP_EXTRA_INDEX_URL="$${PIP_EXTRA_INDEX_URL:-} $(CPU_WHEELS)") $(BIN)/streamrl engines install --$(DEVICE)
-environments: setup
-	@$(INSTALL) vllm
-	@$(INSTALL) sglang
+environment-%: setup
+	@$(INSTALL) $*
 
-engines: environments
+engines: environment-vllm environment-sglang
 	@$(BIN)/streamrl engines check vllm
 	@$(BIN)/streamrl engines check sglang
 
@@ -76,8 +75,10 @@ $(CROSSCHECKED):
 test: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
-# What slow tests would make for themselves while they hold a worker.
-prepare-slow: environments crosscheck
+# What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
+prepare-slow: environment-vllm environment-sglang crosscheck warm-start
+
+warm-start: setup
 	@$(BIN)/python examples/sort/prepare.py
 
 test-slow: prepare-slow
@@ -109,4 +110,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo environments engines crosscheck prepare-slow test test-slow test-chaos test-all lint docs clean
+.PHONY: help setup demo engines crosscheck prepare-slow warm-start test test-slow test-chaos test-all lint docs clean
