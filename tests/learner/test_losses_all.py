@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from loss_kit import differentiate, random_tokens, tokens_of
 
@@ -54,6 +54,7 @@ def check_finite(name, rows, size):
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(FAR, FAR, FAR, st.floats(-100, 100, width=32)), min_size=1, max_size=8), st.integers(1, 3))
+@example([(0.0, 0.0, 0.0, 1.0), (0.0, -6.0, 0.0, -1.0)], 2)  # a response with advantages of both signs
 def test_without_options_no_gradient_is_above_twenty_advantages(name, rows, size):
     """The greatest bound of a default is `dppo`'s cap of 20; kimi pulls back with up to tau x 20 of its own."""
     logprobs, old, behaviour, advantages = zip(*rows, strict=True)

@@ -331,14 +331,15 @@ def gmpo(
         tokens: of whole responses.
         clip_low: the ratio is bounded by e^-clip_low, at least 0.
         clip_high: the ratio is bounded by e^clip_high, at least 0.
-        dual_clip: greatest s' where A < 0, above e^clip_high; None: e^20. As in `gspo`.
+        dual_clip: greatest s', above e^clip_high, which s' of a response with A > 0 everywhere never exceeds; None:
+            e^20. As in `gspo`.
     """
     log_low, log_high = -option("clip_low", clip_low, 0), option("clip_high", clip_high, 0)
     log_cap = log_dual_clip(dual_clip, math.exp(log_high))
     log_u = _bounded(log_ratio(tokens).detach())
     bounded = torch.where(tokens.advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(min=log_low))
     log_s = tokens.spread(tokens.mean_per_response(bounded))
-    capped = torch.where(tokens.advantages < 0, log_s.clamp(max=log_cap), log_s)
+    capped = log_s.clamp(max=log_cap)
     clipped = ((bounded != log_u) | (capped != log_s)) & (tokens.advantages != 0)
     ratio = capped.exp()
     per_token = -tokens.advantages * torch.where(clipped, ratio, with_gradient(ratio, tokens.logprobs))
