@@ -295,8 +295,9 @@ class Play:
     async def sample(self) -> None:
         """Look at the server once."""
         read, keys, seen = self.ledgers.connection.read, self.train.keys, self.seen
-        info, live, held_out, dead, weights = await asyncio.gather(
+        info, clients, live, held_out, dead, weights = await asyncio.gather(
             read("INFO", "all"),
+            read("CLIENT", "LIST"),
             read("ZCARD", keys.live),
             read("ZCARD", self.held_out.keys.live),
             read("XLEN", keys.dead),
@@ -305,7 +306,7 @@ class Play:
         streams = (ledger.keys.prompts for ledger in (self.train, self.held_out))
         names = await asyncio.gather(*(read("XINFO", "CONSUMERS", stream, GROUP) for stream in streams))
         fields = info_fields(info)
-        seen.used, seen.buffers = data_bytes(fields), max(seen.buffers, buffer_bytes(fields))
+        seen.used, seen.buffers = data_bytes(fields, clients), max(seen.buffers, buffer_bytes(fields, clients))
         if fields["aof_rewrite_in_progress"] == "1":
             seen.rewriting_peak = max(seen.rewriting_peak, seen.used)
         else:
@@ -341,9 +342,7 @@ class Play:
         names = sorted(await read("KEYS", "*"))
         sizes = await asyncio.gather(*(read("MEMORY", "USAGE", name, "SAMPLES", 0) for name in names))
         keys = {name.decode().partition("}:")[2]: size for name, size in zip(names, sizes, strict=True)}
-        # `mem_clients_normal` of INFO is up to a second old, and a second ago a client held large messages.
-        clients = sum(map(int, re.findall(rb"tot-mem=(\d+)", await read("CLIENT", "LIST"))))
-        drained = int(fields["used_memory"]) - int(fields["mem_aof_buffer"]) - clients
+        drained = data_bytes(fields, await read("CLIENT", "LIST"))
         return {"drained": drained, "keys": keys, "keys_bytes": sum(sizes)}
 
     async def figures(self) -> dict[str, Any]:
@@ -386,14 +385,17 @@ def info_fields(info: bytes) -> dict[str, str]:
     return {name: value for name, colon, value in pairs if colon}
 
 
-def buffer_bytes(fields: dict[str, str]) -> int:
-    """Memory of clients and of the append-only file on its way to the disk."""
-    return int(fields["mem_clients_normal"]) + int(fields["mem_aof_buffer"])
+def buffer_bytes(fields: dict[str, str], clients: bytes) -> int:
+    """Memory of clients (CLIENT LIST) and of the append-only file on its way to the disk.
+
+    `mem_clients_normal` of INFO is up to a second old, and a second ago a client may have held large messages.
+    """
+    return sum(map(int, re.findall(rb"tot-mem=(\d+)", clients))) + int(fields["mem_aof_buffer"])
 
 
-def data_bytes(fields: dict[str, str]) -> int:
+def data_bytes(fields: dict[str, str], clients: bytes) -> int:
     """`used_memory` without these buffers."""
-    return int(fields["used_memory"]) - buffer_bytes(fields)
+    return int(fields["used_memory"]) - buffer_bytes(fields, clients)
 
 
 if __name__ == "__main__":
