@@ -1,12 +1,15 @@
 # `make demo` and `make test` do their whole set-up themselves: a virtual environment in .venv, pinned packages, no services.
 #
 #   make demo [SEED=3] [RANKS=2]      watch a small language model learn by streaming reinforcement learning
+#   make demo ON=ray                  the same with its roles placed by Ray, on a cluster or on this machine
 #   make demo ENGINE=vllm             the same with a vLLM server (or ENGINE=sglang); installs it first
+#   make demo-tools [SEED=3] [ON=ray] watch one learn to use a tool, over several turns; RANKS and ENGINE as above
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make lint                         ruff, mypy, import rules, dead code
+#   make deploy                       write deploy/{compose,kubernetes,slurm} anew from deploy/run.yaml
 #   make docs                         install mkdocs, build docs/ into site/, fail on a broken link
 #
 #   PYTHON=python3.12                 interpreter of the virtual environment (3.11 or 3.12)
@@ -20,6 +23,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 SEED ?= 0
 RANKS ?= 1
+ON ?= local
 ENGINE ?= hf
 DEVICE ?= cpu
 VENV := .venv
@@ -28,7 +32,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cks
 WORKERS ?= 2
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 setup: $(INSTALLED)
 
@@ -43,9 +47,14 @@ $(INSTALLED):
 demo: setup
 	@$(BIN)/python examples/sort/prepare.py
 	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
-	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
+	@$(BIN)/streamrl up examples/sort/run.yaml --fresh --on $(ON) --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
 
-OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=demo-$(ENGINE) --set engine.kind=$(ENGINE) \
+demo-tools: setup
+	@$(BIN)/python examples/tools/prepare.py
+	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
+	@$(BIN)/streamrl up examples/tools/run.yaml --fresh --on $(ON) --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
+
+OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=$@-$(ENGINE) --set engine.kind=$(ENGINE) \
 	--set engine.device=$(DEVICE:gpu=cuda))
 
 # A whole environment is left as it is, within a second.
@@ -80,6 +89,7 @@ prepare-slow: environment-vllm environment-sglang crosscheck warm-start
 
 warm-start: setup
 	@$(BIN)/python examples/sort/prepare.py
+	@$(BIN)/python examples/tools/prepare.py
 
 test-slow: prepare-slow
 	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
@@ -97,6 +107,11 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 
+deploy: setup
+	$(BIN)/streamrl render compose deploy/run.yaml --into deploy/compose
+	$(BIN)/streamrl render kubernetes deploy/run.yaml --into deploy/kubernetes
+	$(BIN)/streamrl render slurm deploy/run.yaml --into deploy/slurm --set redis.url=rediss://queue.example:6379/0
+
 # mkdocs is in the extra `docs` alone: tests and runs do not need it.
 DOCUMENTED := $(VENV)/.docs-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 $(DOCUMENTED): $(INSTALLED)
@@ -110,4 +125,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo engines crosscheck prepare-slow warm-start test test-slow test-chaos test-all lint docs clean
+.PHONY: help setup demo demo-tools engines crosscheck prepare-slow warm-start test test-slow test-chaos test-all lint deploy docs clean

@@ -172,7 +172,20 @@ class Play:
                 if number % 211 == 5:
                     tasks.create_task(lease.ledger.fail_sample(lease, k, "engine", TRACEBACK))
                 else:
-                    tasks.create_task(lease.ledger.emit(lease, k, NOISE[number % 1000 :][: size_of(lease.group_id, k)]))
+                    tasks.create_task(self.generate_one(lease, k, number))
+
+    async def generate_one(self, lease: Lease, k: int, number: int) -> None:
+        """Some samples are episodes of three turns; some of these begin again, some die."""
+        payload = NOISE[number % 1000 :][: size_of(lease.group_id, k)]
+        if number % 29 == 0:
+            for turn in range(3):
+                self.counts["turns"] += await lease.ledger.journal(lease, k, turn, payload[: len(payload) // 3])
+            if number % 5 == 0:
+                await lease.ledger.forget_journal(lease, k)
+            if number % 11 == 0:
+                await lease.ledger.fail_sample(lease, k, "episode", TRACEBACK)
+                return
+        await lease.ledger.emit(lease, k, payload)
 
     async def score(self, lease: Lease) -> None:
         """A trivial reward; some samples die of it."""

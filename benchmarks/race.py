@@ -113,7 +113,7 @@ def ours(seed: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Time, steps and curve of a run, from the files that it left."""
     learner = read_learner(run_dir)
-    ticks = [at for at, tokens in read_rollouts(run_dir, learner.spans).ticks if tokens]
+    ticks = [at for at, tokens in read_rollouts(run_dir, learner).ticks if tokens]
     began, ended = min(ticks) - TICK_SECONDS, max(end for _, end in learner.spans)
     rounds = [line for line in Tail(run_dir / "metrics" / "feeder.0.jsonl").read() if line.get("kind") == "evaluation"]
     reached = next((line for line in rounds if line["accuracy"] >= GOAL), None)

@@ -28,6 +28,7 @@ from train_lines import Lines
 from streamrl.config import RunConfig
 from streamrl.demo import task
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.checkpoint_files import RankFiles
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
@@ -115,7 +116,7 @@ class Run:
         config = config_of(cell)
         self._cell = cell
         self._actor = Actor(config, ranks)
-        self._worker = RankWorker(config, ranks, Models(actor=self._actor), EXAMPLE)
+        self._worker = RankWorker(config, ranks, Models(actor=self._actor), RankFiles(config, ranks, EXAMPLE), EXAMPLE)
         self._sampler = Sampler(config)
         (stop,) = self._sampler.stop
         self._train = Prompts(EXAMPLE / "cache" / "train.jsonl", stop)

@@ -3,7 +3,8 @@
     python benchmarks/wire.py [--json FILE]
 
 One sample with its prompt: 512 prompt tokens, 2,048 sampled tokens with a log-probability each, three versions of the
-weights. Text is not counted (a person may switch it off), all the rest is.
+weights. Text is not counted (a person may switch it off), all the rest is. The sampled tokens as an episode of eight
+turns: at most 9 bytes each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from facts import write_json
 
@@ -23,6 +25,7 @@ from streamrl import wire
 PROMPT_TOKENS, SAMPLED_TOKENS = 512, 2048
 ROUNDS, CALLS = 11, 2000
 GOAL = 8.5
+TURNS = 8
 
 
 def main() -> None:
@@ -53,6 +56,9 @@ def measure() -> dict[str, Any]:
         engine="rollout.0",
         seconds=12.5,
     )
+    turn = wire.Turn(sampled=SAMPLED_TOKENS // TURNS, finish="stop", model_seconds=1.5, cached=512)
+    turns = [msgspec.structs.replace(turn, parent=number - 1) for number in range(TURNS)]
+    episode = msgspec.structs.replace(sample, v=wire.SCHEMA, turns=turns, stop="completed")
     score = wire.SampleScore(value=1.0, parts={"exact_match": 1.0}, seconds=0.01)
     encoded = {
         kind: wire.encode(message) for kind, message in (("prompt", prompt), ("sample", sample), ("score", score))
@@ -62,6 +68,7 @@ def measure() -> dict[str, Any]:
         "bytes_per_token": sum(map(len, encoded.values())) / tokens,
         "goal_bytes_per_token": GOAL,
         "bytes_per_sampled_token": len(encoded["sample"]) / SAMPLED_TOKENS,
+        "bytes_per_token_of_eight_turns": len(wire.encode(episode)) / SAMPLED_TOKENS,
         **{f"{kind}_bytes": len(data) for kind, data in encoded.items()},
         "tokens": tokens,
         "encode_microseconds": microseconds(lambda: wire.encode(sample)),

@@ -1,35 +1,54 @@
 """Files and directories that appear whole or not at all, and if needed survive a crash of the machine.
 
-Content goes to a draft beside its place (`NAME.draft`), which is renamed when it is complete. A reader that finds the
-name finds all of it; the next attempt overwrites a draft that a crash left.
+Content goes to a draft beside its place, which is renamed when it is complete. A reader that finds the name finds all
+of it. Each writer of a file has a draft of its own (`NAME.ID.draft`), so that several hosts may write the same file; a
+crash leaves it there. The draft of a directory is `NAME.draft`, which the next attempt overwrites.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file; a crash of the machine may undo it. An OSError leaves the old file."""
-    draft = draft_of(path)
-    try:
-        draft.write_bytes(data)
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Replace a small file; a crash of the machine may undo it. An OSError leaves the old file.
+
+    A file that holds these bytes already only gets a new time: its readers on other hosts keep it. `private`: a new
+    file is readable by its owner alone.
+    """
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            os.utime(path)
+            return
+    with _draft_of_its_own(path) as draft:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
         draft.rename(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """As `write_whole`; when it returns, the file is on the disk."""
-    draft = draft_of(path)
-    write_synced(draft, data)
-    draft.rename(path)
+    """Replace a small file; when it returns, the file is on the disk."""
+    with _draft_of_its_own(path) as draft:
+        write_synced(draft, data)
+        draft.rename(path)
     fsync_directory(path.parent)
+
+
+@contextmanager
+def _draft_of_its_own(path: Path) -> Iterator[Path]:
+    draft = draft_of(path.with_name(f"{path.name}.{uuid.uuid4().hex}"))
+    try:
+        yield draft
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_synced(path: Path, data: bytes) -> None:

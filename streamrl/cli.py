@@ -23,7 +23,10 @@ from streamrl.errors import ExitCode, StreamrlError, unwrap
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("init:init", "Write a commented run.yaml, a reward plug-in, sample prompts and .env.example."),
-    "up": ("up:up", "Start all roles of a run on this machine and supervise them until it is finished."),
+    "up": ("up:up", "Start all roles of a run, on this machine or a cluster, and supervise them until it is finished."),
+    "down": ("down:down", "End a run as the first Ctrl-C of `up` does: the roles finish what they hold."),
+    "scale": ("scale:scale", "Change how many members a role has, until the run ends."),
+    "render": ("render:app", "Write a run as files for Kubernetes, Slurm or Docker Compose."),
     "run": ("role:run_role", "Run one role in this process."),
     "status": ("status:status", "Show each role: state, pid, restarts, version, progress."),
     "lag": ("lag:lag", "Show what waits in each stream, for how long, and who holds it."),
@@ -38,6 +41,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "config": ("config:app", "Show, validate and describe the configuration."),
     "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
     "reward": ("reward:app", "Rewards: write one with its test, try it on samples; servers."),
+    "episode": ("episode:app", "Episodes: play one against the model, and show its turns."),
     "score": ("groups:app", "Scores of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
     "weights": ("weights:app", "Versions of the weights: list, show, keep."),

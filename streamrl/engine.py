@@ -43,6 +43,8 @@ class Request:
         adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
         affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
             better off on one server; empty: none.
+        cache_version: its keys and values may be those that weights of this version computed for an earlier request
+            with the same one; None: only those of the weights in force.
     """
 
     id: str
@@ -51,6 +53,7 @@ class Request:
     temperature: float = 1.0
     adapter: str | None = None
     affinity: str = ""
+    cache_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class Completion:
         finish: `stop` (an end-of-sequence token was sampled), `length` (limit or context reached), `abort`.
         prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
+        cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.
     """
 
     tokens: Int32Array
@@ -107,6 +111,7 @@ class Completion:
     finish: Finish
     prompt_tokens: int
     seconds: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +201,9 @@ class Engine(Protocol):
 
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
-        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed.
-        Works while paused and asleep. The present version again is a repeat and does nothing. Cancelling the call
-        does not stop an update that has begun.
+        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed,
+        unless their `cache_version` says so. Works while paused and asleep. The present version again is a repeat and
+        does nothing. Cancelling the call does not stop an update that has begun.
 
         A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
         load it beside them sample all of a response with the adapter that was newest when the request came.

@@ -30,6 +30,10 @@ import contextlib
 from collections.abc import Iterator
 from enum import IntEnum, StrEnum
 from importlib.util import find_spec
+from typing import Final
+
+UNKNOWN_NAME: Final = "this host does not know that name: mend it, or its DNS or /etc/hosts; an IP address works too"
+"""Hint for an address whose host name does not resolve."""
 
 
 class ExitCode(IntEnum):

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar
 import aiohttp
 import orjson
 
-from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.errors import UNKNOWN_NAME, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -248,7 +248,8 @@ class HttpClient:
 
     def _lost(self, call: Call, error: Exception) -> Lost:
         sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        return Lost(f"{self._name(call)}: {_reason(error)}", self._hint, sent)
+        hint = UNKNOWN_NAME if isinstance(error, aiohttp.ClientConnectorDNSError) else self._hint
+        return Lost(f"{self._name(call)}: {_reason(error)}", hint, sent)
 
     def _name(self, call: Call) -> str:
         return f"{call.method} {self.url}{call.path}"
@@ -340,6 +341,8 @@ def _rest(said: str | None) -> float | None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return error.os_error.strerror or str(error)  # its number is none of the operating system
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

@@ -27,6 +27,8 @@ from streamrl.errors import ConfigError
 
 RUNS: Final = Path("runs")
 """Where run directories are made and looked for unless `--run` names one."""
+RUN_DIGEST: Final = "STREAMRL_RUN_DIGEST"
+"""Variable of `up --prepare` and the roles of rendered manifests: the digest of the configuration that they are of."""
 
 
 class LoadedConfig(BaseModel):
@@ -74,15 +76,21 @@ def save(loaded: LoadedConfig, path: Path) -> None:
 def read_saved(path: Path) -> LoadedConfig:
     """Read what `save` wrote; `ConfigError` if the file is missing or of another version."""
     try:
-        return LoadedConfig.model_validate(_as_of_now(orjson.loads(path.read_bytes())))
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        return parse_saved(path.read_bytes(), str(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is not a run directory: {path.name} is missing", "name one with --run"
         ) from error
+
+
+def parse_saved(content: bytes, place: str) -> LoadedConfig:
+    """As `read_saved`, of what is kept elsewhere; `place` names it in errors."""
+    try:
+        return LoadedConfig.model_validate(_as_of_now(orjson.loads(content)))
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{place} is not valid JSON: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{path} does not fit this version of streamrl: {_first(error)}") from error
+        raise ConfigError(f"{place} does not fit this version of streamrl: {_first(error)}") from error
 
 
 def _as_of_now(saved: Any) -> Any:

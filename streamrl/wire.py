@@ -3,7 +3,8 @@
 A message is a map with a `type` tag and a schema version `v`. Arrays travel as raw little-endian bytes
 (`int32` for token ids, `float32` for log-probabilities), so that any language can read them and a sampled token
 costs 8 bytes. Sizes are checked before anything is decoded. Unknown fields are ignored. An unknown
-schema version is a `WireError`, and the message goes to the dead letters.
+schema version is a `WireError`, and the message goes to the dead letters. Schema 1 is without turns and has no `v`;
+a sample with turns is of schema 2, so that a program that knows no turns refuses it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ import numpy.typing as npt
 
 from streamrl.errors import WireError
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_TOKENS: Final = 1 << 22
 MAX_FRAME_BYTES: Final = 64 << 20
+MAX_TURNS: Final = 4096
+PROMPT: Final = -1
+"""Parent of a turn that continues the prompt."""
+NOTHING: Final = -2
+"""Parent of a turn that continues nothing: a branch with a prompt of its own."""
 
 _Packed: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=16 << 20)]
@@ -43,7 +49,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     `evaluation` marks held-out prompts, which are scored and never trained.
     """
 
-    v: int = SCHEMA
+    v: int = 1
     tokens: _Packed
     text: _Text = ""
     messages: list[dict[str, Any]] | None = None
@@ -57,8 +63,88 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
         return unpack_int32(self.tokens)
 
 
+class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
+    """Score of one sample: the weighted sum, and each part by the name of its reward.
+
+    `detail` is shown by commands that try a reward; workers do not write it.
+    """
+
+    v: int = 1
+    value: float
+    parts: dict[str, float] = {}
+    seconds: float = 0.0
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and all(map(math.isfinite, self.parts.values()))):
+            raise ValueError("a score must be finite")
+
+
+Role: TypeAlias = Literal["assistant", "tool", "user", "system"]
+Outcome: TypeAlias = Literal["ok", "error", "timeout", "malformed", "unknown"]
+"""How a call of a tool ended: with a result, with an exception, not in time; its arguments were no JSON object that the
+tool takes; there is no tool of that name."""
+StopReason: TypeAlias = Literal[
+    "completed",
+    "tool_stopped",
+    "max_turns",
+    "max_tokens",
+    "max_sampled_tokens",
+    "max_tool_calls",
+    "context_overflow",
+    "parse_error",
+    "rollout_timeout",
+]
+"""Why an episode ended, in the words of tinker-cookbook (`tinker_cookbook/rl/types.py`)."""
+
+
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One call of a tool that a turn answers: the tool's name, its outcome and the seconds that it took."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    outcome: Outcome = "ok"
+    seconds: float = 0.0
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of an episode: what the policy sampled, or what answered it.
+
+    It continues the branch that ends with turn `parent` (an earlier one, `PROMPT`, or `NOTHING`). Its tokens are only
+    what it adds. Either they were sampled: then `sampled` counts them, and they are the next ones in the arrays of the
+    sample. Or they were not: then `observed` (int32) holds them, what opens the next sampled turn included. `finish`
+    is that of a sampled turn. `reward` is for the actions up to this turn. `model_seconds` (the wait for a
+    place in the engine included) and `tool_seconds` add up to the time of the turn. `media` are SHA-256 sums in
+    hexadecimal.
+    `cached` counts the tokens before a sampled turn whose keys and values the engine still had.
+    """
+
+    parent: Annotated[int, msgspec.Meta(ge=-2, lt=MAX_TURNS)] = PROMPT
+    role: Role = "assistant"
+    sampled: _Count = 0
+    observed: _Packed = b""
+    finish: Literal["", "stop", "length", "abort"] = ""
+    reward: float | None = None
+    tools: list[ToolUse] = []
+    media: list[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]] = []
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    cached: _Count = 0
+
+    def __post_init__(self) -> None:
+        if (self.sampled > 0) == (len(self.observed) > 0):
+            raise ValueError("a turn has sampled tokens or observed ones")
+        if len(self.observed) % 4:
+            raise ValueError("the observed tokens of a turn were cut in the middle of an element")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError("the reward of a turn must be finite")
+
+    @property
+    def observed_ids(self) -> Int32Array:
+        return unpack_int32(self.observed)
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defaults=True):
-    """One response to a prompt, with the policy version that sampled each token.
+    """One response to a prompt, or one episode, with the policy version that sampled each token.
 
     `tokens` (int32) and `logprobs` (float32, natural log of the probability the token was *sampled with*) have one
     entry per sampled token, including the end-of-sequence token. `runs` is `[(first token, version), ...]`: the first
@@ -66,9 +152,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     before i. `finish` is `stop` (end of sequence sampled), `length` (limit reached) or `abort`. `greedy` marks a
     response of the most probable tokens: its reward is a baseline, it is not trained, and its log-probabilities are
     not used.
+
+    `turns` form a tree in the order in which they were recorded; none: a single sampled turn. The arrays hold the
+    sampled tokens of all turns, in that order; `stop` says why an episode ended, and `finish` is that of its last
+    sampled turn. Versions do not go back within a turn; turns of other branches may have been sampled meanwhile.
+    `score` is what the episode gave itself, for the reward `episode`. `replayed` turns came from the journal of a
+    process that died; `restarts` counts the times that such an episode had to begin again.
     """
 
-    v: int = SCHEMA
+    v: int = 1
     tokens: _Packed
     logprobs: _Packed
     runs: list[tuple[_Count, _Count]]
@@ -77,18 +169,25 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     engine: str = ""
     seconds: float = 0.0
     greedy: bool = False
+    turns: Annotated[list[Turn], msgspec.Meta(max_length=MAX_TURNS)] = []
+    stop: StopReason | None = None
+    score: SampleScore | None = None
+    replayed: _Count = 0
+    restarts: _Count = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError("a sample needs one log-probability for each token")
         count = len(self.tokens) // 4
+        begins = _begins(self, count) if self.turns else frozenset()
         if len(self.runs) == 1 and self.runs[0][0] == 0 and count:
             return  # the common case
         starts = [first for first, _ in self.runs]
         versions = [version for _, version in self.runs]
         if count and (not starts or starts[0] != 0 or starts[-1] >= count):
             raise ValueError("the version runs of a sample do not cover its tokens")
-        if starts != sorted(set(starts)) or versions != sorted(versions):
+        back = {starts[at] for at in range(1, len(starts)) if versions[at] < versions[at - 1]}
+        if starts != sorted(set(starts)) or back - begins:
             raise ValueError("the version runs of a sample are out of order")
 
     @property
@@ -110,21 +209,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
         return np.repeat(np.asarray([version for _, version in self.runs], dtype=np.int64), lengths)
 
 
-class SampleScore(msgspec.Struct, frozen=True, kw_only=True, tag="score", omit_defaults=True):
-    """Score of one sample: the weighted sum, and each part by the name of its reward.
-
-    `detail` is shown by commands that try a reward; workers do not write it.
-    """
-
-    v: int = SCHEMA
-    value: float
-    parts: dict[str, float] = {}
-    seconds: float = 0.0
-    detail: str = ""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.value) and all(map(math.isfinite, self.parts.values()))):
-            raise ValueError("a score must be finite")
+def _begins(sample: Sample, count: int) -> frozenset[int]:
+    """First tokens of the sampled turns; ValueError for turns that form no tree or do not fit the arrays."""
+    if sample.v < SCHEMA:
+        raise ValueError(f"a sample with turns needs schema version {SCHEMA}")
+    begins, begin = [], 0
+    for number, turn in enumerate(sample.turns):
+        if turn.parent >= number:
+            raise ValueError(f"turn {number} of a sample comes after turn {turn.parent}, which is not before it")
+        if turn.sampled and turn.parent == NOTHING:
+            raise ValueError(f"turn {number} of a sample is sampled after nothing")
+        if turn.sampled:
+            begins.append(begin)
+        begin += turn.sampled
+    if begin != count:
+        raise ValueError(f"the turns of a sample have {begin} sampled tokens, its arrays {count}")
+    return frozenset(begins)
 
 
 Message: TypeAlias = Prompt | Sample | SampleScore
@@ -140,7 +240,7 @@ class _Header(msgspec.Struct):
     """The two fields of every message. Decoded alone, they tell a newer schema from garbage."""
 
     type: str = ""
-    v: int = SCHEMA
+    v: int = 1
 
 
 _header: Final = msgspec.msgpack.Decoder(_Header)
@@ -169,7 +269,7 @@ def decode(data: bytes, kind: type[_M]) -> _M:
         message: _M = _decoders[kind].decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"not a {_name(kind)}: {_reason(data, error)}") from error
-    if message.v != SCHEMA:
+    if not 1 <= message.v <= SCHEMA:
         raise WireError(f"schema version {message.v} of a {_name(kind)}, this program knows {SCHEMA}")
     _check_arrays(message)
     return message
@@ -181,7 +281,7 @@ def _reason(data: bytes, error: Exception) -> str:
         version = _header.decode(data).v
     except (msgspec.DecodeError, RecursionError):
         return str(error)
-    return f"schema version {version}, this program knows {SCHEMA}" if version != SCHEMA else str(error)
+    return f"schema version {version}, this program knows {SCHEMA}" if version > SCHEMA else str(error)
 
 
 def _check_arrays(message: Message) -> None:

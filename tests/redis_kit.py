@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from redis.connection import Connection, parse_url
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -20,6 +21,8 @@ from redis.exceptions import ResponseError
 from streamrl.config import RedisConfig
 from streamrl.queues import embedded
 from streamrl.servers.process import free_port
+
+_DEPLOYED: Final = Path(__file__).parents[1] / "deploy" / "redis"
 
 
 class Probe:
@@ -198,3 +201,34 @@ class ForeignRedis:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+class Secured(ForeignRedis):
+    """The server of `deploy/redis/`: TLS only, users with rights; other paths and passwords."""
+
+    def start(self, **_: str) -> None:
+        """Make its certificate and users, start it, and return when it answers; `url` is that of a worker."""
+        for words in (
+            "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=ca",
+            (
+                "req -newkey rsa:2048 -nodes -keyout redis.key -out redis.csr -subj /CN=redis -addext"
+                " subjectAltName=DNS:localhost"
+            ),
+            "x509 -req -in redis.csr -CA ca.crt -CAkey ca.key -out redis.crt -days 2 -copy_extensions copy",
+        ):
+            subprocess.run(["openssl", *words.split()], cwd=self.folder, check=True, capture_output=True)
+        users = (_DEPLOYED / "users.acl").read_text()
+        for user in ("worker", "observer"):
+            password = hashlib.sha256(user.encode()).hexdigest()
+            users = users.replace(f"user {user} on #{'0' * 64}", f"user {user} on #{password}")
+            (self.folder / user).write_text(user)
+        (self.folder / "users.acl").write_text(users)
+        text = (_DEPLOYED / "redis.conf").read_text()
+        text = text.replace("/etc/redis/tls", str(self.folder)).replace("/etc/redis", str(self.folder))
+        text = text.replace("/var/lib/redis", str(self.folder)).replace("tls-port 6379", f"tls-port {self.port}")
+        (self.folder / "redis.conf").write_text(text)
+        log = (self.folder / "redis.log").open("ab")
+        self.process = subprocess.Popen([self.executable, self.folder / "redis.conf"], stdout=log, stderr=log)
+        self.url = f"rediss://worker@localhost:{self.port}/0?ssl_ca_certs={self.folder / 'ca.crt'}"
+        self.password_file = self.folder / "worker"
+        self.wait_ready()

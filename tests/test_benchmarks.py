@@ -144,3 +144,11 @@ def test_the_tables_of_a_report_on_staleness(monkeypatch):
     assert "| `high_staleness` | 0 | 0.900 | 0.890 | - | - |" in text
     assert "93.8%" in text
     assert "not reached" in text
+
+
+@pytest.mark.slow
+def test_episodes(tmp_path):
+    sizes = ("--only", "sleep,memory", "--rounds", "1", "--seconds", "1")
+    found = run("episodes.py", *sizes, path=tmp_path / "e.json")
+    assert found["sleep"]["sleeping_to_at_once"]["median"] > 0
+    assert found["memory"]["resident_mb"] > found["memory"]["before_mb"]

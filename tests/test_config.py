@@ -166,6 +166,7 @@ WITH = {
     "engine.environment": ["engine.kind=vllm"],
     "engine.api_key_file": ["engine.url=[http://a:1]"],
     "recording.path": ["recording.mode=read"],
+    "episode.agent.directory": ["episode.agent.command=[agent]"],
 }
 """What else has to be set so that a key may be."""
 

@@ -182,7 +182,7 @@ def test_every_piece_of_python_runs(block):
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    lines = [line.partition("#")[0] for line in re.sub(r"\\\n", " ", block.text).splitlines()]
+    lines = [re.split(r"(?:^|\s)#", line)[0] for line in re.sub(r"\\\n", " ", block.text).splitlines()]
     parts = [part for line in lines for part in re.split(r"&&|;|\|\|", line)]
     return [words[1:] for part in parts if (words := shlex.split(part)) and words[0] == "streamrl"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl import wire
 from streamrl.errors import WireError
-from streamrl.wire import Prompt, Sample, SampleScore
+from streamrl.wire import Prompt, Sample, SampleScore, ToolUse, Turn
 
 SAMPLE = Sample(
     tokens=wire.pack_int32([5, 6, 2]),
@@ -84,8 +84,8 @@ def test_no_bytes_raise_anything_but_wire_error(data):
 def test_foreign_type_and_unknown_schema_are_named():
     with pytest.raises(WireError, match="not a sample"):
         wire.decode(wire.encode(SampleScore(value=1.0)), Sample)
-    newer = msgspec.msgpack.encode({"type": "sample", "v": 2, "chunks": []})
-    with pytest.raises(WireError, match="schema version 2"):
+    newer = msgspec.msgpack.encode({"type": "sample", "v": 3, "chunks": []})
+    with pytest.raises(WireError, match="schema version 3"):
         wire.decode(newer, Sample)
     with pytest.raises(WireError, match="schema version 9"):
         wire.decode(wire.encode(SampleScore(v=9, value=1.0)), SampleScore)
@@ -157,3 +157,63 @@ def test_foreign_bytes_in_a_file_of_frames_are_named(tmp_path: Path):
     path.write_bytes(b"\x01")
     with pytest.raises(WireError, match="no map"):
         list(wire.read_frames(path))
+
+
+EPISODE = Sample(
+    v=2,
+    tokens=wire.pack_int32([5, 6, 7, 8, 9]),
+    logprobs=wire.pack_float32([-0.5] * 5),
+    runs=[(0, 3), (3, 5), (4, 4)],
+    finish="stop",
+    turns=[
+        Turn(sampled=2, finish="stop"),
+        Turn(parent=0, role="tool", observed=wire.pack_int32([1, 2, 3]), tools=[ToolUse(name="look_up", seconds=0.2)]),
+        Turn(parent=1, sampled=2, finish="stop", reward=0.5),
+        Turn(parent=1, sampled=1, finish="length"),
+        Turn(parent=wire.NOTHING, role="user", observed=wire.pack_int32([4])),
+    ],
+    stop="completed",
+    score=SampleScore(value=0.5, parts={"tests": 0.25}),
+)
+
+
+def test_an_episode_comes_back_and_a_single_turn_is_what_it_was_in_schema_1():
+    assert wire.decode(wire.encode(EPISODE), Sample) == EPISODE
+    fields = msgspec.msgpack.decode(wire.encode(SAMPLE))
+    assert "v" not in fields
+    assert "turns" not in fields
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ([Turn(sampled=4)], "4 sampled tokens, its arrays 5"),
+        ([Turn(sampled=5, parent=0)], "turn 0 of a sample comes after turn 0"),
+        ([Turn(sampled=5, parent=wire.NOTHING)], "sampled after nothing"),
+        ([Turn(sampled=4), Turn(parent=0, sampled=1)], "out of order"),
+    ],
+)
+def test_turns_that_form_no_tree_are_refused(turns: list[Turn], why: str):
+    with pytest.raises(ValueError, match=why):
+        msgspec.structs.replace(EPISODE, turns=turns, runs=[(0, 5), (3, 4)] if len(turns) == 2 else EPISODE.runs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 1},
+        {"turns": [{"parent": -3, "sampled": 5}]},
+        {"turns": [{"sampled": 5, "observed": b"1234"}]},
+        {"turns": [{}]},
+        {"turns": [{"sampled": 5}, {"parent": 0, "observed": b"123"}]},
+        {"turns": [{"sampled": 5, "reward": float("nan")}]},
+        {"turns": [{"sampled": 5, "media": ["no sum"]}]},
+        {"turns": [{"observed": b"1234"}] * (wire.MAX_TURNS + 1)},
+        {"stop": "bored"},
+        {"score": {"type": "score", "value": float("inf")}},
+    ],
+)
+def test_malformed_episodes_are_wire_errors(change: dict[str, object]):
+    fields = msgspec.msgpack.decode(wire.encode(EPISODE))
+    with pytest.raises(WireError):
+        wire.decode(msgspec.msgpack.encode(fields | change), Sample)

@@ -31,6 +31,7 @@ import msgspec
 import zstandard
 
 from streamrl import wire
+from streamrl.archive.copies import ArchiveCopies
 from streamrl.archive.reader import (
     ARCHIVE,
     EVALUATION,
@@ -44,6 +45,7 @@ from streamrl.atomic import fsync_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
+from streamrl.store import run_store
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 5.0
@@ -73,6 +75,11 @@ class RecordingWriter:
         self._unwritten = b""
         self._whole = 0
         self._open()
+
+    @property
+    def file(self) -> str:
+        """Name of the file that is being written."""
+        return str(self._files[-1][0])
 
     def add(self, group: RecordedGroup) -> None:
         self._added.append(msgspec.msgpack.encode(group))
@@ -142,7 +149,10 @@ class Archive:
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
         self.written = 0
         self._run, self._config = config, config.archive
-        self._folder = run_dir / ARCHIVE / EVALUATION if evaluation else run_dir / ARCHIVE
+        place = f"{ARCHIVE}/{EVALUATION}" if evaluation else ARCHIVE
+        self._folder = run_dir / place
+        store = run_store(self._config.store, config, "archive.store") if self._config.enabled else None
+        self._copies = None if store is None else ArchiveCopies(store, self._folder, place)
         self._seen: dict[tuple[int, int], bytes] = {}
         self._again: set[tuple[int, int]] = set()
         self._added: list[RecordedGroup] = []
@@ -185,9 +195,11 @@ class Archive:
             await self._flush(durable=False)
 
     async def sync(self) -> None:
-        """As `settle`, and durable: it survives a crash of the machine too."""
+        """As `settle`, and durable: it survives a crash of the machine too. Copies to a store go on behind it."""
         if self._added or self._dirty or self._writing:
             await self._flush(durable=True)
+        if self._copies is not None and self._writer is not None:
+            self._copies.begin(self._writer.file)
 
     async def run(self) -> None:
         """Write once a second, and retry what the disk refused, until cancelled."""
@@ -204,6 +216,8 @@ class Archive:
         closing = asyncio.wrap_future(thread.submit(self._close))
         thread.shutdown(wait=False)
         await asyncio.wait([closing], timeout=0 if self._writing else PATIENCE)
+        if self._copies is not None:
+            await self._copies.close()
 
     @property
     def lost(self) -> int:
@@ -312,7 +326,8 @@ class Archive:
         if self._config.files is None:
             return
         for file in recording_files(self._folder)[: -self._config.files]:
-            file.unlink(missing_ok=True)
+            if self._copies is None or file.name in self._copies.copied:
+                file.unlink(missing_ok=True)
 
     def _close(self) -> None:
         if left := _number(self._pending):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import orjson
 import typer
 
@@ -21,7 +22,7 @@ from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, need_packages, writing
 from streamrl.monitor.lines import date_time, duration, size
-from streamrl.wire import Prompt
+from streamrl.wire import Prompt, Turn
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ROWS_AT_ONCE: Final = 512
@@ -175,6 +176,10 @@ def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
             "parts": score.parts,
             "seconds": score.seconds,
             "cause": None,
+            "stop": response.stop,
+            "replayed": response.replayed,
+            "restarts": response.restarts,
+            "turns": [_turn_row(turn, tokens=tokens) for turn in response.turns],
         }
         if tokens:
             row["prompt_tokens"] = group.prompt.token_ids
@@ -185,7 +190,20 @@ def rows_of(group: ArchivedGroup, *, tokens: bool) -> Iterator[dict[str, Any]]:
         yield {name: found[number].get(name) for name in names}
 
 
-_OF_RESPONSE: Final = ("sample", "text", "finish", "greedy", "engine", "versions", "score", "parts", "seconds", "cause")
+def _turn_row(turn: Turn, *, tokens: bool) -> dict[str, Any]:
+    """`sampled` counts the next ones of the sampled tokens, `observed` those that answered them."""
+    row = msgspec.structs.asdict(turn)
+    row["tools"] = [msgspec.structs.asdict(use) for use in turn.tools]
+    row["observed"] = len(turn.observed) // 4
+    if tokens:
+        row["observed_tokens"] = turn.observed_ids
+    return row
+
+
+_OF_RESPONSE: Final = (
+    *("sample", "text", "finish", "greedy", "engine", "versions", "score", "parts", "seconds", "cause"),
+    *("stop", "replayed", "restarts", "turns"),
+)
 
 
 def _shared(group: ArchivedGroup) -> dict[str, Any]:
@@ -289,8 +307,32 @@ def _schema(pa: Any, *, tokens: bool) -> Any:
         "parts": pa.map_(pa.string(), pa.float64()),
         "seconds": pa.float64(),
         "cause": pa.string(),
+        "stop": pa.string(),
+        "replayed": pa.int64(),
+        "restarts": pa.int64(),
+        "turns": pa.list_(_turn_schema(pa, tokens=tokens)),
     }
     if tokens:
         kinds |= {"prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32())}
         kinds["logprobs"] = pa.list_(pa.float32())
     return pa.schema(list(kinds.items()))
+
+
+def _turn_schema(pa: Any, *, tokens: bool) -> Any:
+    use = pa.struct([("name", pa.string()), ("outcome", pa.string()), ("seconds", pa.float64())])
+    kinds = {
+        "parent": pa.int32(),
+        "role": pa.string(),
+        "sampled": pa.int64(),
+        "observed": pa.int64(),
+        "finish": pa.string(),
+        "reward": pa.float64(),
+        "tools": pa.list_(use),
+        "media": pa.list_(pa.string()),
+        "model_seconds": pa.float64(),
+        "tool_seconds": pa.float64(),
+        "cached": pa.int64(),
+    }
+    if tokens:
+        kinds["observed_tokens"] = pa.list_(pa.int32())
+    return pa.struct(list(kinds.items()))

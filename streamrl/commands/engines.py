@@ -70,6 +70,10 @@ def check(
         Path | None,
         typer.Option("--environment", metavar="DIR", help="Environment of its servers; .engines/KIND if left out."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Directory or hub name whose chat template is examined too."),
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Start an engine on a tiny model, update its weights, and say what it can do. Exit code 1 if something fails.
@@ -96,7 +100,7 @@ def check(
     folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind}-"))
     with contextlib.ExitStack() as left:
         left.callback(shutil.rmtree, folder, ignore_errors=True)
-        findings = asyncio.run(Examination(kind, folder, heard, environment=environment).run())
+        findings = asyncio.run(Examination(kind, folder, heard, model, environment=environment).run())
         failed = any(finding.verdict == "failed" for finding in findings)
         if failed:
             left.pop_all()  # the log that a finding names is in it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +15,14 @@ from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
 from streamrl.errors import CannotCreate, need_packages
 from streamrl.monitor.lines import size
+from streamrl.store import ObjectStore
 
 
 def export(
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
+    out: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="Directory to write, or the URL of a store (s3://).")
+    ],
     run: RunOption = None,
     checkpoint: Annotated[
         int | None, typer.Option("--checkpoint", min=0, metavar="STEP", help="Step of the checkpoint; else the newest.")
@@ -28,32 +33,50 @@ def export(
 ) -> int:
     """Write a checkpoint as a Hugging Face directory. The run need not be running."""
     target = find_run(run)
-    if out.exists() and not out.is_dir():
-        raise CannotCreate(f"{out} is not a directory", "name another one")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise CannotCreate(f"{out} is not empty", "name another directory, or replace it with --force")
+    store = ObjectStore(out, "--out") if "://" in out else None
+    _check_empty(Path(out), store, force=force)
     need_packages("an export", "torch", "transformers", "safetensors")
     from streamrl.learner.checkpoint import Checkpoints
-    from streamrl.learner.export import choose_checkpoint, export_checkpoint
+    from streamrl.learner.checkpoint_store import store_of
+    from streamrl.learner.export import choose_checkpoint, copy_model, export_checkpoint
 
     checkpoints = Checkpoints.of(target.path, make=False)
-    meta = choose_checkpoint(checkpoints, checkpoint)
+    meta = choose_checkpoint(checkpoints, checkpoint, store_of(target.config, target.path))
     folder = checkpoints.path(meta.position)
-    with output.ProgressLine() as progress:
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(output.ProgressLine())
+        local = Path(out)
+        if store is not None:
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=target.path))) / "model"
 
         def written(done: int, total: int) -> None:
             progress.show(f"exported {size(done)} of {size(total)}", last=done == total and sys.stderr.isatty())
 
-        found = export_checkpoint(target.config, folder, meta, out, average=average, on_progress=written)
+        found = export_checkpoint(target.config, folder, meta, local, average=average, on_progress=written)
+        if store is not None:
+            copy_model(local, store)
     data = {
         "run": target.name,
         "checkpoint": found.checkpoint,
         "step": meta.step,
         "average": average,
-        "directory": str(out.resolve()),
+        "directory": out if store is not None else str(local.resolve()),
         "files": found.files,
         "bytes": found.bytes,
     }
     said = f"ckpt-{meta.name} (step {meta.step}) is in {out}: {size(found.bytes)}"
     output.answer("streamrl.export/1", data, [said], json=json)
     return 0
+
+
+def _check_empty(out: Path, store: ObjectStore | None, *, force: bool) -> None:
+    if store is not None:
+        store.probe()
+        full = bool(store.names())
+    elif out.exists() and not out.is_dir():
+        raise CannotCreate(f"{out} is not a directory", "name another one")
+    else:
+        full = out.is_dir() and any(out.iterdir())
+    if full and not force:
+        where = out if store is None else store.url
+        raise CannotCreate(f"{where} is not empty", "name another directory, or replace it with --force")

@@ -11,11 +11,13 @@ from streamrl.commands import output
 from streamrl.commands.audit import audit_run
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers
 from streamrl.config import RunConfig
-from streamrl.errors import Refused
+from streamrl.errors import Refused, Unreachable
+from streamrl.learner.checkpoint_store import CheckpointStore
 from streamrl.monitor.lines import duration, number, percent, size
 from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
+from streamrl.store import run_store
 
 
 def finish(config: RunConfig, run_dir: Path) -> bool:
@@ -23,6 +25,7 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
 
     A failure to measure the versions is raised only after everything is shown.
     """
+    _bring_here(config, run_dir)
     found = asyncio.run(audit_run(find_run(run_dir)))
     names = ("admitted", "trained", "dropped", "dead", "evaluated", "dead_samples")
     counts = {name: getattr(found, name) for name in names}
@@ -41,6 +44,7 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run and print what was recorded; returns whether the audit holds."""
+    _bring_here(config, run_dir)
     found = asyncio.run(audit_run(find_run(run_dir)))
     files = recording_files(run_dir / FOLDER)
     written = size(sum(file.stat().st_size for file in files))
@@ -59,6 +63,19 @@ def finish_recording(config: RunConfig, run_dir: Path) -> bool:
     )
     output.write(f"  streamrl audit --run {run_dir}")
     return found.proved
+
+
+def _bring_here(config: RunConfig, run_dir: Path) -> None:
+    """Fetch what a learner on a host without this run directory has left in the store: checkpoints, logs, the model."""
+    store = run_store(config.checkpoint.store, config, "checkpoint.store")
+    if store is None:
+        return
+    try:
+        if CheckpointStore(store, run_dir).fetch_newest():
+            for name in filter(store.has, ("model", "model-ema")):
+                store.get_folder(name, run_dir / name)
+    except OSError as error:
+        raise Unreachable(str(error), f"bring it back, then: streamrl up --resume --run {run_dir}") from error
 
 
 def expect_some(done: str, found: Audit, run_dir: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,6 +15,7 @@ from streamrl.commands import output
 from streamrl.commands.archive import note_problems
 from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
+from streamrl.commands.turns import decoder_of, episode_data, episode_lines
 from streamrl.errors import ExitCode, StreamrlError, WireError
 from streamrl.monitor.lines import duration, printable, shortened
 from streamrl.queues.records import DeadLetter, LedgerState
@@ -23,18 +24,32 @@ _BYTES: Final = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
 _WIDTH: Final = 100
 _Parts = tuple[Mapping[int, bytes], Mapping[int, bytes], Mapping[int, str]]
 """Payloads, scores and causes of death by the number of the response."""
+_Show = Callable[[wire.Sample], dict[str, Any]]
+"""What is shown of a response besides its text."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-def trace(group: GroupArgument, run: RunOption = None, evaluation: EvalOption = False, json: JsonOption = False) -> int:
+def trace(
+    group: GroupArgument,
+    run: RunOption = None,
+    evaluation: EvalOption = False,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="The turns of each response, also of an archived group, as a tree.")
+    ] = False,
+    json: JsonOption = False,
+) -> int:
     """Show all that is known of one prompt group, in Redis and in the run's files.
 
     Exit code 1 if nothing is known of the group.
     """
     target = find_run(run)
-    known, state = asyncio.run(_known(target, group, evaluation=evaluation))
+    show = _episodes(target) if turns else None
+    known, state = asyncio.run(_known(target, group, evaluation=evaluation, show=show))
     found = {"group": group, "evaluation": evaluation, "letters": [], "record": None, **known}
+    if show is not None and "responses" not in found:
+        archived = _archived(target.path, group, evaluation=evaluation, show=show)
+        found |= {"prompt": archived.get("prompt"), "responses": archived.get("responses", [])}
     record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
     if record is not None:
         # The disk decides what was trained: Redis may have lost its newest state since.
@@ -66,7 +81,14 @@ def show(
     return int(ExitCode.OK if found["responses"] else ExitCode.FAILURE)
 
 
-async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple[dict[str, Any], LedgerState]:
+def _episodes(run: RunDirectory) -> _Show:
+    decode = decoder_of(run.config.model)
+    return lambda sample: episode_data(sample, decode)
+
+
+async def _known(
+    run: RunDirectory, group_id: int, *, evaluation: bool, show: _Show | None = None
+) -> tuple[dict[str, Any], LedgerState]:
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
         known, state = await ledger.trace(group_id), await ledger.state()
@@ -77,7 +99,7 @@ async def _known(run: RunDirectory, group_id: int, *, evaluation: bool) -> tuple
     if "samples" in known:
         found["prompt"] = prompt_data(known["prompt"])
         parts = known["payloads"], known["scores"], known["causes"]
-        found["responses"] = [_sample_data(k, parts) for k in range(known["samples"])]
+        found["responses"] = [_sample_data(k, parts, show) for k in range(known["samples"])]
     return found, state
 
 
@@ -124,7 +146,7 @@ def _scores(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, 
     return found
 
 
-def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> dict[str, Any]:
+def _archived(run_dir: Path, group_id: int, *, evaluation: bool, show: _Show | None = None) -> dict[str, Any]:
     """The newest archived attempt at a group, with the fields of a live one; empty if there is none."""
     files = archive_files(run_dir, evaluation=evaluation)
     reading = ArchiveReading(files)
@@ -144,7 +166,7 @@ def _archived(run_dir: Path, group_id: int, *, evaluation: bool) -> dict[str, An
         "earlier_attempts": len(attempts) - 1,
         "attempt": group.attempt,
         "prompt": prompt_data(raw.prompt),
-        "responses": [_sample_data(k, parts) for k in numbers],
+        "responses": [_sample_data(k, parts, show) for k in numbers],
     }
 
 
@@ -181,7 +203,7 @@ def prompt_data(data: bytes | None) -> dict[str, Any] | None:
     }
 
 
-def _sample_data(number: int, parts: _Parts) -> dict[str, Any]:
+def _sample_data(number: int, parts: _Parts, show: _Show | None = None) -> dict[str, Any]:
     payload, score, cause = parts[0].get(number), parts[1].get(number), parts[2].get(number)
     found: dict[str, Any] = {"sample": number}
     try:
@@ -193,6 +215,7 @@ def _sample_data(number: int, parts: _Parts) -> dict[str, Any]:
                 "finish": sample.finish,
                 "versions": [[first, version] for first, version in sample.runs],
             }
+            found |= {} if show is None else show(sample)
         if score is not None:
             value = wire.decode(score, wire.SampleScore)
             found |= {"score": value.value, "parts": value.parts, "seconds": value.seconds}
@@ -235,6 +258,8 @@ def _trace_lines(found: dict[str, Any]) -> Iterator[str]:
     if "attempt" in found:
         whole = "  scored whole" if found["whole"] else ""
         yield "  " + "  ".join(f"{key} {found[key]}" for key in facts) + whole
+    if found.get("journaled"):
+        yield "  turns so far  " + "  ".join(f"sample {k}: {count}" for k, count in found["journaled"].items())
     if found.get("doom"):
         yield f"  will be dead: {found['doom']}"
     if found.get("prompt"):
@@ -283,5 +308,7 @@ def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], wid
     for name, scores in rescored.items():
         if (again := scores.get(str(response["sample"]))) is not None:
             yield f"    {name}  score {again['score']:g}"
-    if "text" in response:
+    if "turns" in response:
+        yield from episode_lines(response, width)
+    elif "text" in response:
         yield f"    {shortened(response['text'], width)}"

@@ -21,21 +21,29 @@ FILES: Final = {
         ".env.example": "env.example.txt",
     },
     "sort": {"run.yaml": "sort.yaml.txt"},
+    "tools": {"run.yaml": "tools.yaml.txt", "my_tools.py": "my_tools.py.txt"},
+    "agent": {"run.yaml": "agent.yaml.txt", "agent.py": "agent.py.txt"},
 }
+_TASKS: Final = {"sort": "sort", "tools": "tools", "agent": "tools"}
+"""Templates that come with a model and prompts, and the task of these (`streamrl.demo`)."""
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if missing.")] = Path(),
     template: Annotated[
-        Literal["own", "sort"],
-        typer.Option(help="own: for your own model, prompts and rewards; sort: a task that runs without network."),
+        Literal["own", "sort", "tools", "agent"],
+        typer.Option(
+            help="own: for your own model, prompts and rewards. Tasks that run without network: sort; tools: turns with"
+            " a tool; agent: the same, played by a program on the `openai` package."
+        ),
     ] = "own",
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> int:
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
 
-    Nothing is written if one of the files exists, unless --force is given. --template sort also trains a small model
-    and writes its prompts to DIR/cache, in about a minute; that run needs neither network nor GPU.
+    Nothing is written if one of the files exists, unless --force is given. The templates sort, tools and agent
+    also train a small model and write its prompts to DIR/cache, in about a minute; these runs need neither network nor
+    GPU.
     """
     files = FILES[template]
     there = [name for name in files if (folder / name).exists()]
@@ -44,27 +52,29 @@ def init(
     templates = resources.files("streamrl.commands") / "templates"
     with writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if template == "sort":
-            _make_sort_task(folder)
+        if template in _TASKS:
+            _make_task(folder, _TASKS[template])
         for name, source in files.items():
             (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
     for name in files:
         output.write(f"wrote {folder / name}")
+    if template == "agent":
+        output.note("agent.py needs the package openai: `pip install openai`")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    first = "" if template == "sort" else "look through run.yaml, then "
+    first = "" if template in _TASKS else "look through run.yaml, then "
     output.note(f"next: {first}`{here}streamrl up run.yaml`")
     return 0
 
 
-def _make_sort_task(folder: Path) -> None:
-    """Train the model of the sort task in a process of its own, because the command line never imports torch."""
+def _make_task(folder: Path, task: str) -> None:
+    """Train the model of a task in a process of its own, because the command line never imports torch."""
     if (folder / "cache").exists():
         output.note(f"the model and the prompts are in {folder / 'cache'} already")
         return
     need_packages("training", "torch", "transformers")
-    command = [sys.executable, "-m", "streamrl.demo.prepare", str(folder)]
+    command = [sys.executable, "-m", "streamrl.demo.prepare", str(folder), "--task", task]
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
         raise CannotCreate(
-            f"the model of the sort task was not made (exit {code})", "the reason is above; mend it and try again"
+            f"the model of the {task} task was not made (exit {code})", "the reason is above; mend it and try again"
         )

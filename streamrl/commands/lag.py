@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
-from streamrl.commands.rundir import find_run, looking
+from streamrl.commands.options import AnywhereOption, EveryOption, JsonOption, WatchOption
+from streamrl.commands.rundir import find_anywhere, looking
 from streamrl.errors import ExitCode, UsageError
 from streamrl.monitor.snapshot import Snapshot, take, with_rates
 
 
 def lag(
     *,
-    run: RunOption = None,
+    run: AnywhereOption = None,
     json: JsonOption = False,
     watch: WatchOption = False,
     every: EveryOption = 1.0,
@@ -30,7 +30,7 @@ def lag(
     """
     if warn is not None and crit is not None and warn > crit:
         raise UsageError(f"--warn {warn} is over --crit {crit}")
-    found = find_run(run)
+    found = find_anywhere(run)
 
     async def look() -> int:
         previous: Snapshot | None = None

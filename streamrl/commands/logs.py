@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import time
 from collections import deque
@@ -13,11 +15,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from streamrl.commands import output
-from streamrl.commands.options import JsonOption, RunOption
-from streamrl.commands.rundir import find_run
+from streamrl.commands.options import AnywhereOption, JsonOption
+from streamrl.commands.rundir import KnownRun, find_anywhere, live
 from streamrl.errors import UsageError
 from streamrl.monitor.lines import log_line
-from streamrl.monitor.tail import Tail
+from streamrl.monitor.tail import Tail, record_of
+from streamrl.queues.supervision import Supervision
 
 _POLL: Final = 0.2
 # vLLM: "(APIServer pid=7) INFO 11-20 13:15:21 [file.py:1] words"; SGLang and uvicorn: "[2026-11-20 13:15:21] words".
@@ -57,14 +60,22 @@ def logs(
     roles: Annotated[
         list[str] | None, typer.Argument(metavar="ROLE", help="rollout means every replica; rollout.0 only that one.")
     ] = None,
-    run: RunOption = None,
+    run: AnywhereOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of past lines.")] = 100,
     json: JsonOption = False,
 ) -> int:
-    """Show the logs of all roles, or of some, in order of time, with the logs of the engine servers that they start."""
+    """Show the logs of all roles, or of some, in order of time, with the logs of the engine servers that they start.
+
+    Of a run on another machine (`--run redis://...`) Redis has the last thousand lines of each role, without servers.
+    """
     roles = roles or []
-    folder = find_run(run).path / "logs"
+    found = find_anywhere(run)
+    if found.path is None:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_over_redis(found, roles, lines, follow=follow, json=json))
+        return 0
+    folder = found.path / "logs"
     files = [LogFile(path) for path in _wanted(folder, roles)]
     if not files and roles and not follow:
         known = ", ".join(_name(path) for path in _wanted(folder, [])) or "none yet"
@@ -86,9 +97,11 @@ def logs(
 def _wanted(folder: Path, roles: Sequence[str]) -> list[Path]:
     """Files of the roles, with those of their replicas and servers."""
     paths = sorted(path for pattern in ("*.jsonl", "*.log") for path in folder.glob(pattern))
-    if not roles:
-        return paths
-    return [path for path in paths if any(f"{_name(path)}.".startswith(f"{role}.") for role in roles)]
+    return [path for path in paths if _is_of(_name(path), roles)]
+
+
+def _is_of(name: str, roles: Sequence[str]) -> bool:
+    return not roles or any(f"{name}.".startswith(f"{role}.") for role in roles)
 
 
 def _name(path: Path) -> str:
@@ -107,6 +120,30 @@ def _follow(folder: Path, roles: Sequence[str], files: list[LogFile], *, json: b
         for line in fresh:
             _show(line, max(map(len, known)), json=json)
         time.sleep(_POLL)
+
+
+async def _over_redis(run: KnownRun, roles: Sequence[str], lines: int, *, follow: bool, json: bool) -> None:
+    seen: dict[str, str] = {}
+    async with live(run) as connection:
+        if connection is None:
+            raise AssertionError("a run without a directory has a Redis with a URL")
+        supervision = Supervision(connection, run.name)
+        most: int | None = lines
+        while True:
+            fresh = []
+            for role in [name for name in await supervision.logged() if _is_of(name, roles)]:
+                for logged in await supervision.lines(role, seen.get(role, "")):
+                    seen[role] = logged.id
+                    record = record_of(logged.line)
+                    at = record.get("at")
+                    fresh.append(PrintedLine(role, float(at) if isinstance(at, (int, float)) else 0.0, record))
+            fresh.sort(key=lambda line: line.at)
+            for line in deque(fresh, maxlen=most):
+                _show(line, max(map(len, seen), default=8), json=json)
+            if not follow:
+                return
+            most = None
+            await asyncio.sleep(_POLL)
 
 
 def _show(line: PrintedLine, width: int, *, json: bool) -> None:

@@ -14,6 +14,15 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="DIR", envvar="STREAMRL_RUN", help="Run directory; the newest in runs/ if left out."),
 ]
+AnywhereOption = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="DIR|URL",
+        envvar="STREAMRL_RUN",
+        help="Run directory; the newest in runs/ if left out; redis://HOST:PORT#NAME of another machine.",
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object (page JSON output of the documentation).")
 ]

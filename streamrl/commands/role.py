@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
-from streamrl.commands.options import RunOption
-from streamrl.commands.rundir import RunDirectory, find_run
+from streamrl.commands.options import AnywhereOption
+from streamrl.commands.rundir import RunDirectory, join_run
 from streamrl.errors import UsageError
 
 Kind = Literal["redis", "feeder", "rollout", "reward", "reward_model", "learner", "recorder", "player"]
 
+_NUMBERED: Final = frozenset({"redis", "learner", "recorder", "player", "feeder"})
+
 
 def run_role(
     role: Annotated[Kind, typer.Argument(help="Which role.")],
-    run: RunOption = None,
+    run: AnywhereOption = None,
     index: Annotated[
-        int, typer.Option("--index", metavar="N", min=0, help="Number of the replica, worker or rank.")
-    ] = 0,
+        str,
+        typer.Option("--index", metavar="N|auto", help="Number of the replica, worker or rank; auto: the first free."),
+    ] = "0",
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Which of reward_models; for role reward_model.")
     ] = None,
+    until_finished: Annotated[
+        bool,
+        typer.Option("--until-finished", help="End with 143 or 130, not 0, if stopped before the run is finished."),
+    ] = False,
 ) -> int:
     """Run one role in this process. `streamrl up` and schedulers start roles with this command.
 
+    On a machine without the run directory, `--run redis://HOST:PORT#NAME` makes one of what the run has published.
     The process ends with the exit code of the role (page Command line of the documentation).
     """
     from streamrl.runtime.roles import run as run_to_its_end
 
-    target = find_run(run)
+    number = None if index == "auto" else int(index) if index.isdecimal() else None
+    if number is None and index != "auto":
+        raise UsageError(f"--index {index} is no number", "write --index 0, or --index auto")
+    if number is None and role in _NUMBERED:
+        raise UsageError(f"role {role} cannot take any number", "write --index 0, for a learner its rank")
+    target = join_run(run)
     if role == "reward_model":
-        run_to_its_end(f"{role}.{_served(target, model)}", index, target.path)
+        run_to_its_end(f"{role}.{_served(target, model)}", number, target.path, until_finished=until_finished)
     if model is not None:
         raise UsageError(f"role {role} has no --model", "leave it out: it belongs to role reward_model")
-    run_to_its_end(role, index, target.path)
+    run_to_its_end(role, number, target.path, until_finished=until_finished)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:

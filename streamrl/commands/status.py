@@ -11,29 +11,30 @@ from typing import Any
 import orjson
 
 from streamrl.commands import output
-from streamrl.commands.options import EveryOption, JsonOption, RunOption, WatchOption
-from streamrl.commands.rundir import RunDirectory, find_run, live
+from streamrl.commands.options import AnywhereOption, EveryOption, JsonOption, WatchOption
+from streamrl.commands.rundir import KnownRun, find_anywhere, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
 from streamrl.monitor.lines import printable
 from streamrl.monitor.reward_figures import RewardView
-from streamrl.monitor.roles import KnownRole, Supervised, read_states
+from streamrl.monitor.roles import KnownRole, Supervised, read_states, states_said
 from streamrl.monitor.snapshot import take
-from streamrl.queues.keys import BEAT_TTL
+from streamrl.queues.keys import BEAT_TTL, SUPERVISOR
 from streamrl.queues.replies import read_number
+from streamrl.queues.supervision import parsed
 from streamrl.runtime.plan import role_names
 
 _NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
 
 
 def status(
-    run: RunOption = None, json: JsonOption = False, watch: WatchOption = False, every: EveryOption = 1.0
+    run: AnywhereOption = None, json: JsonOption = False, watch: WatchOption = False, every: EveryOption = 1.0
 ) -> int:
     """Show each role: state, pid, restarts, version, progress.
 
     Exit code: 0 all roles are ready; 1 a role is not ready or reports trouble, or a reward gets no scores; 69 the run
     is down.
     """
-    target = find_run(run)
+    target = find_anywhere(run)
 
     async def once() -> int:
         data = await look(target)
@@ -49,15 +50,19 @@ def status(
 _CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
 
 
-async def look(run: RunDirectory) -> dict[str, Any]:
+async def look(run: KnownRun) -> dict[str, Any]:
     """Content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
 
-    Roles come from the plan, from the supervisor and from the heartbeats in Redis: this supervisor does not start the
-    roles on other machines, so only their heartbeat is known.
+    Roles come from the plan, from the supervisor and from the heartbeats in Redis: of a role that others started only
+    the heartbeat is known.
     """
-    supervised = read_states(run.path)
     board, rewards, reachable = await _board(run)
-    names = list(dict.fromkeys([*role_names(run.config), *supervised.roles, *sorted(board or ())]))
+    said = board.pop(SUPERVISOR, None) if board else None
+    supervised = read_states(run.path) if run.path is not None else Supervised(alive=False, roles={})
+    if said is not None and not supervised.alive:
+        supervised = states_said(said)
+    members = (parsed(said, "members") if said is not None else None) or role_names(run.config)
+    names = list(dict.fromkeys([*members, *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
     if not reachable and not supervised.alive:
         verdict = "down"
@@ -67,17 +72,17 @@ async def look(run: RunDirectory) -> dict[str, Any]:
         verdict = "degraded"
     return {
         "run": run.name,
-        "directory": str(run.path.resolve()),
+        "directory": str(run.path.resolve()) if run.path is not None else None,
         "verdict": verdict,
         "supervised": supervised.alive,
         "redis": reachable,
         "roles": roles,
         "rewards": [asdict(reward) for reward in rewards],
-        "summary": _summary(run.path),
+        "summary": _summary(run.path) if run.path is not None else None,
     }
 
 
-async def _board(run: RunDirectory) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
+async def _board(run: KnownRun) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
     """The fields of roles and the rewards, and whether Redis answers; a stopped Redis is not started for this.
 
     The fields are None if the run's keys are damaged.
@@ -138,8 +143,10 @@ def _reason(state: str, known: KnownRole | None) -> str:
 
 
 def _up_seconds(known: KnownRole | None, shown: dict[str, str]) -> float | None:
-    if (started := read_number(shown.get("started", ""))) is not None:
-        return round(time.time() - started, 1)
+    # Both are by the clock of the role's host, which may differ from that of this one by hours.
+    started, beat = (read_number(shown.get(name, "")) for name in ("started", "beat"))
+    if started is not None and beat is not None:
+        return round(max(0.0, beat - started), 1)
     return round(time.time() - known.since, 1) if known is not None and known.state == "ready" else None
 
 

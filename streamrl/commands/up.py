@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
 import sys
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -16,17 +19,20 @@ from streamrl.commands.config import configuration, origin_of, without_secrets, 
 from streamrl.commands.options import RunFile, SetOption
 from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
-from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Unreachable, UsageError
+from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Refused, Unreachable, UsageError, writing
 from streamrl.monitor.board import Board, Goal
-from streamrl.monitor.roles import RoleStates
+from streamrl.monitor.roles import RoleStates, read_states
 from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
-from streamrl.runfile import RUNS, LoadedConfig, leaves
+from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, leaves
+from streamrl.runtime.control import find_published, publish
 from streamrl.runtime.launch import PreparedRun, describe, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import RunOutcome, supervise
 
+_DETACH_SECONDS: Final = 120.0
+_DETACH_POLL: Final = 0.1
 VIEWERS: Final[dict[str, type[Viewer]]] = {"live": LiveViewer, "plain": PlainViewer, "logs": LogViewer}
 
 
@@ -42,7 +48,8 @@ def up(
         False
     ),
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Check everything and make the run directory; start nothing.")
+        bool,
+        typer.Option("--prepare", help="Check everything and make the run directory; start nothing."),
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move the old run directory to DIR.old-TIME first.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the run directory.")] = False,
@@ -52,12 +59,18 @@ def up(
     train_only: Annotated[
         Path | None, typer.Option("--train-only", metavar="FILE|DIR", help="Train recorded groups; generate nothing.")
     ] = None,
+    on: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where the roles run: on this machine, or on a Ray cluster.")
+    ] = "local",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave the run in the background; `logs -f` shows it, `down` ends it.")
+    ] = False,
     screen: Annotated[
         Literal["auto", "live", "plain", "logs"],
         typer.Option(help="What to show while the run goes on; auto: live on a terminal, else plain."),
     ] = "auto",
 ) -> int:
-    """Start all roles of a run on this machine and supervise them until it is finished.
+    """Start all roles of a run, on this machine or a cluster, and supervise them until it is finished.
 
     If the run directory holds a run, `up` resumes it. `--resume` without a run file uses `run.json` of DIR, or of the
     newest run in runs/.
@@ -69,11 +82,16 @@ def up(
     loaded, run_dir = configuration(file, run, changes, resume=resume)
     if dry_run:
         return _plan(loaded, run_dir)
-    prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume)
+    published = asyncio.run(find_published(loaded.config)) if prepare else None
+    prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume, published=published)
     _announce(prepared)
     if prepare:
+        if prepared.config.redis.url is not None:
+            asyncio.run(publish(prepared.config, prepared.run_dir, os.environ.get(RUN_DIGEST, "")))
         return 0
-    outcome = _supervise(prepared, screen)
+    if detach:
+        return _detach(prepared, on)
+    outcome = _supervise(prepared, screen, on)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:
             output.note(f"stopped; go on with: streamrl up --resume --run {prepared.run_dir}")
@@ -86,6 +104,36 @@ def up(
         from streamrl.commands.finish import finish
 
     return int(outcome.exit_code if finish(prepared.config, prepared.run_dir) else ExitCode.FAILURE)
+
+
+def _detach(prepared: PreparedRun, on: str) -> int:
+    """Start `up` in a session of its own, and wait until it supervises the run."""
+    log = prepared.run_dir / "logs" / "up.log"
+    up = ("up", "--resume", "--run", str(prepared.run_dir), "--screen", "plain", "--on", on)
+    with writing(log), log.open("ab") as out:
+        begun = out.tell()
+        process = subprocess.Popen(  # noqa: S603 (this program)
+            [sys.executable, "-P", "-m", "streamrl", *up],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _DETACH_SECONDS
+    with output.ProgressLine() as progress:
+        while not read_states(prepared.run_dir).alive:
+            if process.poll() is not None:
+                said = log.read_bytes()[begun:].decode(errors="replace").strip()
+                raise Refused(f"the run did not start:\n{said}", f"the same without --detach, or {log}")
+            if time.monotonic() > deadline:
+                process.terminate()
+                raise Refused(f"no supervisor after {_DETACH_SECONDS:g} s", f"see {log}")
+            progress.show("starting")
+            time.sleep(_DETACH_POLL)
+    output.note(f"run {prepared.config.name} goes on in the background as process {process.pid}")
+    place = f"--run {prepared.run_dir}"
+    output.note(f"hint: streamrl status {place}; streamrl logs -f {place}; streamrl down {place}")
+    return 0
 
 
 def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[str]:
@@ -124,7 +172,7 @@ def _announce(prepared: PreparedRun) -> None:
         output.note(f"changed since the last start: {key}")
 
 
-def _supervise(prepared: PreparedRun, screen: str) -> RunOutcome:
+def _supervise(prepared: PreparedRun, screen: str, on: Literal["local", "ray"]) -> RunOutcome:
     if screen == "auto":
         screen = "live" if sys.stdout.isatty() else "plain"
     look = Look(find_run(prepared.run_dir))
@@ -136,7 +184,7 @@ def _supervise(prepared: PreparedRun, screen: str) -> RunOutcome:
     )
     board = Board(config.name, prepared.run_dir, goal, look)
     with contextlib.closing(look), VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
-        return asyncio.run(supervise(config, prepared.run_dir, viewer.on_event))
+        return asyncio.run(supervise(config, prepared.run_dir, viewer.on_event, on=on))
 
 
 class Look:

@@ -19,7 +19,7 @@ from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, log_line, number, percent, printable
 from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.monitor.tail import record_of
-from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, StateChanged
+from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, RoleGone, StateChanged
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -51,6 +51,9 @@ class Viewer(ABC):
             known = KnownRole(event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code)
             self._states.note(event.role, known)
             self.board.role(event.role, known)
+        elif isinstance(event, RoleGone):
+            self._states.forget(event.role)
+            self.board.forget(event.role)
         elif isinstance(event, LinesDropped):
             self.board.event(f"{event.count} log lines not shown; they are in the log files")
         text, bad = describe(event)
@@ -69,6 +72,8 @@ def describe(event: Event) -> tuple[str, bool]:
         return f"{event.text}{f' ({event.hint})' if event.hint else ''}", event.error
     if isinstance(event, DrainStage):
         return f"draining {', '.join(event.roles)}: up to {event.seconds:.0f} s ({event.advice})", False
+    if isinstance(event, RoleGone):
+        return f"{event.role} left the run", False
     if isinstance(event, StateChanged) and event.state.value in _BAD_STATES:
         if event.pause is None:  # the supervisor tells the reason itself when a role has failed for good
             return f"{event.role} {event.state.value}", True

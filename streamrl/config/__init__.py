@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from streamrl.config.base import (
     MODEL,
@@ -22,7 +22,9 @@ from streamrl.config.base import (
     ServerKind,
     ServerUrl,
     Size,
+    is_loopback,
 )
+from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
@@ -251,6 +253,43 @@ class SupervisorConfig(Section):
     )
 
 
+class HealthConfig(Section):
+    """Where each role serves `/livez`, `/readyz` and `/metrics`."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs token_file")
+    port: int = Field(0, ge=0, le=65535, description="port; 0: any free one, as roles that share a host need it")
+    token_file: Path | None = Field(None, description="file with the bearer token of /metrics; the other two are open")
+
+    @model_validator(mode="after")
+    def _safe(self) -> HealthConfig:
+        if not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(f"host {self.host} can be reached from other hosts: set token_file too")
+        return self
+
+
+class Resources(Section):
+    """What one process of a role asks of a cluster."""
+
+    cpus: NonNegativeFloat = Field(0.0, description="cores")
+    gpus: NonNegativeFloat = Field(0.0, description="accelerators; a part of one is possible")
+    custom: dict[str, NonNegativeFloat] = Field(default_factory=dict, description="custom resources of Ray by name")
+
+
+class ClusterConfig(Section):
+    """Where `streamrl up --on ray` places the roles."""
+
+    address: str | None = Field(
+        None,
+        description="of the Ray cluster; local: a new one on this machine; null: RAY_ADDRESS, else the cluster of this"
+        " machine, else a new one",
+    )
+    resources: dict[str, Resources] = Field(
+        default_factory=dict,
+        description="of each process by role (learner, rollout, reward, feeder, reward_model); without an entry a role"
+        " asks for a GPU for each device if its device is cuda",
+    )
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -265,6 +304,7 @@ class RunConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     lease: LeaseConfig = Field(default_factory=LeaseConfig)
+    episode: EpisodeConfig = Field(default_factory=EpisodeConfig)
     rewards: tuple[RewardSpec, ...] = Field((RewardSpec(use="exact_match"),), min_length=1)
     plugin_paths: tuple[Path, ...] = Field(
         (), description="directories in which `module:Name` plug-ins are looked for; the run file's own comes first"
@@ -281,6 +321,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     recording: RecordingConfig = Field(default_factory=RecordingConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
 
     @property
     def budget(self) -> int:
@@ -307,6 +349,18 @@ class RunConfig(Section):
         if limit is None and self.recording.mode == "read":
             return sys.maxsize
         return 4 * (self.max_staleness + self.learner.publish_every) if limit is None else limit
+
+    def resources(self, kind: str) -> Resources:
+        """What one process of a role asks of a cluster: as configured, else the devices that it is set to use."""
+        if kind in self.cluster.resources:
+            return self.cluster.resources[kind]
+        engine = self.engine
+        gpus = 0
+        if kind == "learner" and self.learner.device == "cuda":
+            gpus = 1
+        elif kind == "rollout" and engine.device == "cuda" and not engine.url:
+            gpus = engine.servers * engine.tensor_parallel
+        return Resources(gpus=gpus)
 
     @property
     def reward_servers(self) -> dict[str, int]:
@@ -373,6 +427,17 @@ class RunConfig(Section):
         check_gateway(self.rewards, self.reward_worker)
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
+        return self
+
+    @model_validator(mode="after")
+    def _check_episode(self) -> RunConfig:
+        episode = self.episode
+        if episode.kind is not None and 2 * episode.deadline > self.lease.max_hold:
+            raise ValueError(
+                f"episode.deadline is {episode.deadline:g} s, and a prompt is held for {self.lease.max_hold:g} s, in"
+                f" which an episode may also wait for another to end: set lease.max_hold to {2 * episode.deadline:g}s"
+                " or more"
+            )
         return self
 
     @model_validator(mode="after")

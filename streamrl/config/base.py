@@ -80,12 +80,23 @@ def is_loopback(host: str) -> bool:
 
 
 _MOST: Final = (1 << 63) - 1
+
+
+def _store_url(value: str) -> str:
+    if "://" not in value and not value.startswith("/"):
+        raise ValueError("write an absolute path or a URL")
+    if urlparse(value).password:
+        raise ValueError("a URL with a password is shown to everybody: put it where fsspec looks for it")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(_size), Field(gt=0, le=_MOST)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
 Natural = Annotated[int, Field(ge=0, le=_MOST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
+StoreUrl = Annotated[str, AfterValidator(_store_url)]
 
 MODEL: Final = "directory or hub name"
 """Marks the name of a model in an annotation: a path if something exists there. A `Path` always is a path."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl
+from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl, StoreUrl
 
 Coefficient = Annotated[float, Field(ge=0)]
 Preset = Literal["grpo", "ppo", "egpo", "egpo_zhao", "scalerl", "high_staleness", "on_policy"]
@@ -266,4 +266,13 @@ class CheckpointConfig(Section):
         0, description="the first checkpoint at or after each multiple of so many steps is kept as well; 0: none"
     )
     background: bool = Field(True, description="write while training goes on; the hard cap counts one interval more")
-    deadline: Duration = Field(1800.0, description="longest time to write one; then the learner ends with an error")
+    deadline: Duration = Field(
+        1800.0,
+        description="longest time to write one, after which the learner ends with an error; with a store a start may"
+        " take so much longer, to bring one",
+    )
+    store: StoreUrl | None = Field(
+        None,
+        description="directory or URL (s3://, gs://, az://) that each checkpoint is copied to before its groups are"
+        " retired, and the trained model at the end; a learner on another host goes on from there",
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, is_loopback
+from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, StoreUrl, is_loopback
 
 Bounds = tuple[float, float]
 REWARD_MODEL_ROLE: Final = "reward_model"
@@ -155,6 +155,9 @@ class ArchiveConfig(Section):
     file_bytes: Size = Field(256 << 20, description="size at which a file is followed by the next")
     files: Positive | None = Field(None, description="files that are kept; empty: all")
     logprobs: bool = Field(True, description="with the log-probabilities of the tokens")
+    store: StoreUrl | None = Field(
+        None, description="directory or URL (s3://, gs://, az://) that each finished file is copied to"
+    )
 
 
 def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> None:

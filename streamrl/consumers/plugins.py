@@ -6,14 +6,9 @@ A reward is a built-in name (`exact_match`), an import path (`my_rewards:ExactMa
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +18,8 @@ from typing import Any, Final
 from streamrl.config import RewardModelConfig, RewardSpec, RewardWorkerConfig, RunConfig
 from streamrl.consumers.adapters import Adapted, adapt
 from streamrl.consumers.reward import RewardLife, check_model
-from streamrl.errors import ConfigError, PluginError, StreamrlError
+from streamrl.errors import ConfigError, PluginError
+from streamrl.plugin_import import build_plugin, closest, import_plugin, last_line, look_in
 
 BUILT_IN: Final[dict[str, str]] = {
     "exact_match": "streamrl.consumers.rules.text:ExactMatch",
@@ -38,6 +34,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "reward_model": "streamrl.consumers.models.reward_model:RewardModel",
     "judge": "streamrl.consumers.models.judge:Judge",
     "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
+    "episode": "streamrl.consumers.rules.episode:EpisodeScore",
 }
 ASKING: Final = frozenset({"reward_model", "judge"})
 """Rewards that ask a model: `args.model` is its name in `reward_models`."""
@@ -88,11 +85,7 @@ def load_rewards(config: RunConfig) -> list[LoadedReward]:
         ConfigError: an asked model is not in `reward_models`; or the attempts of all stages together may take longer
             than a sample may be held.
     """
-    paths = [*config.plugin_paths, Path.cwd()]
-    for path in map(str, paths):
-        if path not in sys.path:
-            sys.path.append(path)
-    importlib.invalidate_caches()
+    paths = look_in(config.plugin_paths)
     rewards = [_load(spec, config, paths) for spec in config.rewards]
     for spec in config.rewards:
         if spec.use in ASKING:
@@ -132,7 +125,7 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
         call = adapted = adapt(target, spec, config)
         group = adapted.group
     elif inspect.isclass(target):
-        instance = _build(target, spec)
+        instance = build_plugin(target, f"reward {spec.use}", spec.args)
         group = callable(getattr(instance, "score_group", None))
         found = instance.score_group if group else getattr(instance, "score", None)
         if not callable(found):
@@ -165,81 +158,20 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
 
 def _find(use: str, paths: Sequence[Path]) -> Any:
     if ":" in use:
-        return _import(use, paths)
+        return import_plugin(use, paths)
     if use in BUILT_IN:
-        return _import(BUILT_IN[use], paths)
+        return import_plugin(BUILT_IN[use], paths)
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if use not in points:
         known = [*BUILT_IN, *points]
         module, dot, name = use.rpartition(".")
         meant = f"did you mean {module}:{name}?" if dot else f"built in: {', '.join(BUILT_IN)}; your own: module:Name"
-        hint = _closest(use, known) or meant
+        hint = closest(use, known) or meant
         raise PluginError(f"reward {use} is unknown", hint)
     try:
         return points[use].load()
     except Exception as error:
-        raise PluginError(f"reward {use}: its entry point {points[use].value} fails: {_last(error)}") from error
-
-
-def _import(use: str, paths: Sequence[Path]) -> Any:
-    module_name, _, attribute = use.partition(":")
-    if not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise PluginError(f"reward {use} is not an import path", "write module:Name, for example my_rewards:ExactMatch")
-    module = _import_module(use, module_name, paths)
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            where = getattr(module, "__file__", module_name)
-            names = [name for name in dir(target) if not name.startswith("_")]
-            raise PluginError(f"reward {use}: {where} has no {attribute}", _closest(part, names))
-        target = getattr(target, part)
-    return target
-
-
-def _import_module(use: str, name: str, paths: Sequence[Path]) -> Any:
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        files = {path.stem for folder in paths if folder.is_dir() for path in folder.glob("*.py")}
-        looked = ", ".join(dict.fromkeys(map(str, paths)))
-        hint = _closest(name, files) or f"looked in {looked} and in what is installed; see plugin_paths"
-        raise PluginError(f"reward {use}: there is no module {name}", hint)
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise PluginError(f"reward {use}: importing {name} fails: {_last(error)}", _import_hint(error)) from error
-
-
-def _import_hint(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        return f"install it beside streamrl: {sys.executable} -m pip install {package}, if its package has that name"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    file, line = frame.filename, frame.lineno
-    if isinstance(error, SyntaxError):
-        file, line = error.filename or file, error.lineno
-    return f"raised in {file}, line {line}; streamrl --debug shows the traceback"
-
-
-def _build(target: Callable[..., Any], spec: RewardSpec) -> Any:
-    try:
-        inspect.signature(target).bind(**spec.args)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(target).parameters) or "no arguments"
-        raise PluginError(f"reward {spec.use}: args do not fit: {error}", f"it takes: {takes}") from error
-    except ValueError:
-        pass  # a class without a readable signature (C extension): the constructor is the check
-    if inspect.isabstract(target):
-        missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
-        raise PluginError(f"reward {spec.use} is abstract", f"implement {missing}")
-    try:
-        return target(**spec.args)
-    except StreamrlError as error:
-        raise PluginError(f"reward {spec.use} cannot be built: {error.message}", error.hint) from error
-    except Exception as error:
-        raise PluginError(f"reward {spec.use} cannot be built: {_last(error)}", "see its args") from error
+        raise PluginError(f"reward {use}: its entry point {points[use].value} fails: {last_line(error)}") from error
 
 
 def _check_signature(call: Callable[..., Any], args: dict[str, Any], spec: RewardSpec) -> None:
@@ -262,12 +194,3 @@ def _is_async(call: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(call)) or inspect.iscoroutinefunction(
         getattr(type(call), "__call__", None)  # noqa: B004 (the coroutine function behind the object, not callability)
     )
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else ""
-
-
-def _last(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -25,7 +25,6 @@ score that reaches Redis counts.
 from __future__ import annotations
 
 import difflib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,66 +35,11 @@ from typing_extensions import deprecated
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ConfigError
-from streamrl.wire import Int32Array, Prompt, Sample, utf8
+from streamrl.score import Score as Score  # noqa: PLC0414 (users import it from here)
+from streamrl.score import finite as finite  # noqa: PLC0414
+from streamrl.wire import Int32Array, Prompt, Sample, SampleScore, StopReason
 
 Read = TypeVar("Read")
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A finite number, and by name the parts it was made of (kept for the metrics, not added to anything).
-
-    `tokens` is the cost of the score: tokens that a judge read and wrote, at least 0; the metrics add it up.
-    `detail` explains the value in words; `streamrl reward test` shows it, and a run does not keep it.
-
-    Raises:
-        TypeError: the value or a part is no number (booleans, strings and None are refused, so that a bug is an error
-            and never a silent 0), or `tokens` is no whole number.
-        ValueError: the value or a part is NaN or infinite, the name of a part cannot be written in UTF-8, or `tokens`
-            is below 0.
-    """
-
-    value: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    detail: str = ""
-
-    def __post_init__(self) -> None:
-        if type(self.value) is not float or not math.isfinite(self.value):
-            object.__setattr__(self, "value", finite(self.value, "the value"))
-        if self.parts or type(self.parts) is not dict:
-            parts = {_named(name): finite(part, f"part {name}") for name, part in self.parts.items()}
-            object.__setattr__(self, "parts", parts)
-        if type(self.tokens) is not int:
-            raise TypeError(f"the tokens of a score are {self.tokens!r} ({type(self.tokens).__name__}), not an int")
-        if self.tokens < 0:
-            raise ValueError(f"the tokens of a score are {self.tokens}")
-
-
-def _named(name: Any) -> str:
-    text = str(name)
-    if utf8(text) != text:
-        raise ValueError(f"the name of part {text!r} of a score has half a character in it")
-    return text
-
-
-def finite(value: Any, what: str) -> float:
-    """Return `value` as a float; `TypeError` if it is no number, `ValueError` if it is not finite.
-
-    Scalars of numpy and torch are numbers; booleans of any library are not.
-    """
-    if type(value) is not float:
-        if isinstance(value, bool | str | bytes) or value is None or "bool" in str(getattr(value, "dtype", "")):
-            raise TypeError(f"{what} of a score is {value!r} ({type(value).__name__}), not a number; write float(...)")
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{what} of a score is a {type(value).__name__}, not a number") from error
-    else:
-        number = value
-    if not math.isfinite(number):
-        raise ValueError(f"{what} of a score is {number}")
-    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +64,7 @@ class RewardSample:
 
     `text` is the response without special tokens, `tokens` are the sampled ids with the end-of-sequence token, shape
     (completion tokens,), and `finish` says how it ended: `stop` (end of sequence), `length` (limit) or `abort`.
+    `score` is what an episode gave itself, `stop` why it ended; both None for single answers.
     `group_id` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`,
     in dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
     (`prompt.evaluation`).
@@ -131,6 +76,8 @@ class RewardSample:
     finish: Literal["stop", "length", "abort"]
     group_id: int = 0
     index: int = 0
+    score: SampleScore | None = None
+    stop: StopReason | None = None
 
     @property
     @deprecated("use `group_id`")
@@ -151,7 +98,14 @@ class RewardSample:
             evaluation=prompt.evaluation,
         )
         return cls(
-            text=sample.text, prompt=seen, tokens=sample.token_ids, finish=sample.finish, group_id=group_id, index=index
+            text=sample.text,
+            prompt=seen,
+            tokens=sample.token_ids,
+            finish=sample.finish,
+            group_id=group_id,
+            index=index,
+            score=sample.score,
+            stop=sample.stop,
         )
 
 

@@ -1,9 +1,8 @@
-"""Prepare the sort demo: prompts, tokenizer, and a model that knows both a right and a wrong rule.
+"""Prepare a demo: prompts, tokenizer, and a model that knows both a right and a wrong rule.
 
-The model is a 1M-parameter Qwen2, trained on a mixture: 40 % of its lessons sort the digits ascending (right), 60 %
-descending (wrong). It then answers about 0.42 of all samples rightly, so reinforcement learning has to find out which
-of two skills pays. The files are made once, in `cache/` in DIR; `--force` makes them again. Run it as
-`python -m streamrl.demo.prepare DIR`.
+The model is a 1M-parameter Qwen2, trained on a mixture of right and wrong lessons. It then answers about 0.4 of all
+prompts rightly, so reinforcement learning has to find out which of its skills pays. The files are made once, in
+`cache/` in DIR; `--force` makes them again. Run it as `python -m streamrl.demo.prepare DIR --task sort` (or `tools`).
 """
 
 from __future__ import annotations
@@ -13,26 +12,28 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
-from streamrl.demo import task
+from streamrl.demo import task, tool_task
+from streamrl.demo.task import Lesson
 from streamrl.errors import ExitCode
 
 STEPS, WARM_UP, DECAY_FROM, BATCH, LEARNING_RATE = 650, 100, 300, 64, 2e-3
-SHARE_RIGHT = 0.4
 TRAINING_PROMPTS, HELD_OUT_PROMPTS = 16384, 1024
 LINE_EVERY = 10.0  # seconds, without a terminal for a progress bar
 
@@ -50,6 +51,15 @@ def make_tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=vocabulary, merges=[], unk_token=None, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
+
+
+def make_chat_tokenizer() -> Qwen2Tokenizer:
+    """The same with tokens for the turns of a chat and for calls of the tool, and a chat template."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(role, special=True, normalized=False) for role in tool_task.ROLES], True)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in tool_task.WORDS])
+    tokenizer.chat_template = tool_task.TEMPLATE
+    return tokenizer
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -72,26 +82,33 @@ def make_model() -> Qwen2ForCausalLM:
     return model
 
 
-def lessons(source: random.Random) -> list[tuple[list[int], int]]:
-    """One batch of `(token ids, prompt length)`, shortest first. The wrong rule is more frequent."""
-    batch: list[tuple[list[int], int]] = []
-    while len(batch) < BATCH:
-        digits = task.draw_digits(source)
-        prompt = digits + "="
-        if task.held_out(prompt):
-            continue
-        answer = sorted(digits, reverse=source.random() >= SHARE_RIGHT)
-        batch.append(([*task.encode(prompt + "".join(answer)), task.EOS], len(prompt)))
-    return sorted(batch, key=lambda lesson: len(lesson[0]))
+class Demo(NamedTuple):
+    """A task: endless problems (lines of the data set), lessons for the warm start, its length, and the tokenizer."""
+
+    problems: Callable[..., Iterator[dict[str, Any]]]
+    lesson: Callable[[random.Random], Lesson]
+    share_of_steps: float
+    tokenizer: Callable[[], Qwen2Tokenizer]
 
 
-def loss_of(model: Qwen2ForCausalLM, lessons: list[tuple[list[int], int]]) -> torch.Tensor:
+DEMOS: Final = {
+    "sort": Demo(task.problems, task.lesson, 1.0, make_tokenizer),
+    "tools": Demo(tool_task.problems, tool_task.lesson, 0.4, make_chat_tokenizer),
+}
+
+
+def lessons(source: random.Random, lesson: Callable[[random.Random], Lesson]) -> list[Lesson]:
+    """One batch, shortest first."""
+    return sorted((lesson(source) for _ in range(BATCH)), key=lambda one: len(one[0]))
+
+
+def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
     longest = -(-max(len(ids) for ids, _ in lessons) // 16) * 16
     tokens = torch.full((len(lessons), longest), task.PAD)
     labels = torch.full((len(lessons), longest), -100)
-    for row, (ids, prompt) in enumerate(lessons):
+    for row, (ids, written) in enumerate(lessons):
         tokens[row, : len(ids)] = torch.tensor(ids)
-        labels[row, prompt : len(ids)] = tokens[row, prompt : len(ids)]
+        labels[row, : len(ids)] = torch.where(torch.tensor(written), tokens[row, : len(ids)], -100)
     # Right padding under a causal mask reaches no token that counts, so no padding mask is needed.
     logits = model(input_ids=tokens).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
@@ -99,57 +116,58 @@ def loss_of(model: Qwen2ForCausalLM, lessons: list[tuple[list[int], int]]) -> to
     )
 
 
-def warm_start(progress: Progress) -> Qwen2ForCausalLM:
-    """Teach both rules: AdamW 2e-3, 100 steps of warm-up, linear decay to 0 from step 300 to 650."""
+def warm_start(progress: Progress, demo: Demo) -> Qwen2ForCausalLM:
+    """Teach all rules: AdamW 2e-3, 100 steps of warm-up, linear decay to 0 from step 300 to 650, or a share of that."""
     torch.manual_seed(0)
+    steps, warm_up, decay_from = (math.ceil(count * demo.share_of_steps) for count in (STEPS, WARM_UP, DECAY_FROM))
     source, model = random.Random(0), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    bar = progress.add_task("warm start", total=STEPS, loss=float("nan"))
+    bar = progress.add_task("warm start", total=steps, loss=float("nan"))
     due = 0.0
-    for step in range(STEPS):
-        batch = lessons(source)
-        count = sum(len(ids) - prompt for ids, prompt in batch)
+    for step in range(steps):
+        batch = lessons(source, demo.lesson)
+        count = sum(sum(written) for _, written in batch)
         total = 0.0
         for start in range(0, BATCH, 16):
             loss = loss_of(model, batch[start : start + 16]) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = min(1.0, (step + 1) / WARM_UP) * min(1.0, (STEPS - step) / (STEPS - DECAY_FROM))
+        rate = min(1.0, (step + 1) / warm_up) * min(1.0, (steps - step) / max(1, steps - decay_from))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         progress.update(bar, advance=1, loss=total)
         if progress.disable and time.monotonic() >= due:
             due = time.monotonic() + LINE_EVERY
-            progress.console.print(f"warm start: step {step + 1}/{STEPS}, loss {total:.3f}")
+            progress.console.print(f"warm start: step {step + 1}/{steps}, loss {total:.3f}")
     return model
 
 
-def write_prompts(folder: Path) -> None:
+def write_prompts(folder: Path, demo: Demo) -> None:
     for name, count, evaluation in (("train", TRAINING_PROMPTS, False), ("held_out", HELD_OUT_PROMPTS, True)):
-        rows = itertools.islice(task.problems(1, evaluation=evaluation), count)
+        rows = itertools.islice(demo.problems(1, evaluation=evaluation), count)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(folder: Path, console: Console) -> None:
+def prepare(folder: Path, console: Console, demo: Demo) -> None:
     """Fill `cache/` in `folder` atomically, so that a half-made cache is never used."""
     with whole_directory(folder / "cache") as draft:
         console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
-        write_prompts(draft)
+        write_prompts(draft, demo)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         loss = TextColumn("loss {task.fields[loss]:.3f}")
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
         try:
             with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
-                model = warm_start(progress)
+                model = warm_start(progress, demo)
         finally:
             torch.set_float32_matmul_precision(precision)  # "medium" would make a caller's engine use bfloat16 on AMX
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
         model.save_pretrained(draft / "model")
-        make_tokenizer().save_pretrained(draft / "model")
+        demo.tokenizer().save_pretrained(draft / "model")
 
 
 @contextlib.contextmanager
@@ -166,6 +184,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
+    parser.add_argument("--task", choices=DEMOS, default="sort", help="what the model is to learn")
     parser.add_argument("--force", action="store_true", help="make everything again")
     given = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -176,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
             if cache.exists() and not given.force:
                 console.print(f"warm start: found in {cache} (prepared before; --force makes it again)")
             else:
-                prepare(given.folder, console)
+                prepare(given.folder, console, DEMOS[given.task])
     except OSError as error:
         console.print(f"error: {error.filename or given.folder}: {error.strerror or error}")
         return ExitCode.CANNOT_CREATE

@@ -10,11 +10,16 @@ import math
 import random
 import zlib
 from collections.abc import Iterator
+from typing import TypeAlias
 
 LONGEST = 40
 CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"
 PAD, BOS, EOS, FIRST_CHARACTER = 0, 1, 2, 3
 VOCABULARY = 128
+SHARE_RIGHT = 0.4
+
+Lesson: TypeAlias = tuple[list[int], list[bool]]
+"""Ids of what the warm start shows to the model, and which of them it is to write."""
 
 
 def held_out(prompt: str) -> bool:
@@ -37,6 +42,14 @@ def problems(seed: int, *, evaluation: bool) -> Iterator[dict[str, str]]:
         if held_out(prompt) == evaluation and prompt not in seen:
             seen.add(prompt)
             yield {"prompt": prompt, "answer": "".join(sorted(digits))}
+
+
+def lesson(source: random.Random) -> Lesson:
+    """A prompt with the answer of one of the two rules; the wrong one is more frequent."""
+    while held_out(prompt := (digits := draw_digits(source)) + "="):
+        pass
+    answer = sorted(digits, reverse=source.random() >= SHARE_RIGHT)
+    return [*encode(prompt + "".join(answer)), EOS], [False] * len(prompt) + [True] * (len(answer) + 1)
 
 
 def encode(text: str) -> list[int]:

@@ -3,7 +3,7 @@
 Every rank writes its shard into `draft-EPOCH-STEP` (checkpoint_files.py). When all are there, rank 0 writes
 `meta.json`, makes everything durable and renames the directory. There is no "latest" file: the name carries epoch and
 step, so a learner that was paused and wakes up cannot replace the file of its successor, and Redis says which files
-are void (`Checkpoints.eligible`).
+are void (`eligible`).
 
 This module imports no torch, so that the audit can read `meta.json` and checksums without it.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,8 +32,8 @@ NOWHERE: Final[Position] = (0, 0)
 """The place before the first checkpoint: the model of the run itself."""
 FORMAT: Final = 2
 """Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
-_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
-_META_FILE: Final = "meta.json"
+CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
+META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
 
 
@@ -106,7 +106,7 @@ class Checkpoints:
 
     def positions(self) -> list[Position]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        matches = (_NAME.fullmatch(path.name) for path in paths)
+        matches = (CHECKPOINT_NAME.fullmatch(path.name) for path in paths)
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
     def path(self, position: Position) -> Path:
@@ -114,24 +114,15 @@ class Checkpoints:
 
     def loadable(self, base: str | None, base_epoch: int, retired: str | None) -> Iterator[Meta]:
         """Meta data of the checkpoints that `greatest` may choose, the greatest first; unreadable ones are logged."""
-        for position in reversed(self.eligible(base, base_epoch)):
+        for position in reversed(eligible(self.positions(), base, base_epoch)):
             path = self.path(position)
             try:
-                meta = self.read_meta(path)
+                meta = read_meta(path)
             except (OSError, msgspec.MsgspecError) as error:
                 logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
                 continue
             if meta.covers(parse_name(retired)) and meta.position == position:
                 yield meta
-
-    def eligible(self, base: str | None, base_epoch: int) -> list[Position]:
-        """Positions that may be loaded, ascending: the declared base itself and what was written after it.
-
-        A checkpoint of an older epoch other than the base was written by a learner that was paused in its save while a
-        successor went on from the base. It is void, although its number may be the greatest.
-        """
-        declared = parse_name(base)
-        return [place for place in self.positions() if not base or place == declared or place[0] >= base_epoch]
 
     def greatest(self, base: str | None, base_epoch: int, retired: str | None = None) -> Meta | None:
         """The greatest valid checkpoint that may be loaded; invalid ones are logged.
@@ -158,26 +149,25 @@ class Checkpoints:
         draft.mkdir()
         return draft
 
-    def finish(self, meta: Meta) -> None:
-        """Write `meta.json`, make all durable, and rename.
+    def finish(self, meta: Meta, *, whole: bool = True) -> None:
+        """Write `meta.json`, make all durable, and rename; without `whole` some shards are in `checkpoint.store` only.
 
         After an OSError there is no checkpoint of this name. After InvalidCheckpoint no group may be retired for it.
         """
         draft, final = self.draft(meta.position), self.path(meta.position)
-        write_synced(draft / _META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
+        for shard in meta.shards if whole else ():
+            if (draft / shard.file).stat().st_size != shard.bytes:
+                raise InvalidCheckpoint(f"{draft / shard.file} is not what its rank has written")
+        write_synced(draft / META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
         finish_durably(draft, final)
-        found = self.read_meta(final)
+        found = read_meta(final)
         if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
             raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
-
-    def read_meta(self, path: Path) -> Meta:
-        """Read the meta data without checks; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
-        return msgspec.json.decode((path / _META_FILE).read_bytes(), type=Meta)
 
     def validate(self, path: Path) -> Meta:
         """Read a checkpoint whole, compare it with its checksums, and return its meta data."""
         try:
-            meta = self.read_meta(path)
+            meta = read_meta(path)
             if self.path(meta.position) != path or len(meta.shards) != meta.world:
                 raise InvalidCheckpoint(f"{path}: its meta data is of another checkpoint")
             for shard in meta.shards:
@@ -197,23 +187,41 @@ class Checkpoints:
             if number.isdigit() and int(number) < epoch:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
+    def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> list[Position]:
         """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
+
+        Returns what was removed.
 
         Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest. The first
         older checkpoint at or after each multiple of `keep_every` steps stays too (0: none).
         """
         line = [place for place in self.positions() if current.covers(place)]
         kept = {*line[-keep:], *milestones(line, keep_every)}
-        for position in self.positions():
-            if position < line[-keep:][0] and position not in kept:
-                shutil.rmtree(self.path(position), ignore_errors=True)
+        old = [place for place in self.positions() if place < line[-keep:][0] and place not in kept]
+        for position in old:
+            shutil.rmtree(self.path(position), ignore_errors=True)
+        return old
+
+
+def eligible(places: Iterable[Position], base: str | None, base_epoch: int) -> list[Position]:
+    """Those of `places` that may be loaded: the declared base itself and what was written after it.
+
+    A checkpoint of an older epoch other than the base was written by a learner that was paused in its save while a
+    successor went on from the base. It is void, although its number may be the greatest.
+    """
+    declared = parse_name(base)
+    return [place for place in places if not base or place == declared or place[0] >= base_epoch]
 
 
 def milestones(line: Sequence[Position], every: int) -> list[Position]:
     """The first checkpoint at or after each multiple of `every`; removing the others does not change the choice."""
     before = [0, *(step for _, step in line)]
     return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]
+
+
+def read_meta(path: Path) -> Meta:
+    """Read the meta data of a checkpoint without checks; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
+    return msgspec.json.decode((path / META_FILE).read_bytes(), type=Meta)
 
 
 def shard_name(rank: int, world: int) -> str:

@@ -10,9 +10,11 @@ ranks have. So any number of ranks can read what any other number wrote, without
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
@@ -23,8 +25,20 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamrl.errors import Refused
-from streamrl.learner.checkpoint import FORMAT, CheckpointShard, InvalidCheckpoint, Meta, describe, shard_name
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError, Refused
+from streamrl.learner.checkpoint import (
+    FORMAT,
+    Checkpoints,
+    CheckpointShard,
+    InvalidCheckpoint,
+    Meta,
+    Position,
+    describe,
+    read_meta,
+    shard_name,
+)
+from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.tensors import write_tensors
 
@@ -41,7 +55,7 @@ def rows_of(size: int, rank: int, world: int) -> slice:
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
-    """Write one rank's tensors durably, read the file back, and describe it in a note beside it (`NAME.json`).
+    """Write one rank's tensors durably, read the file back, and describe it.
 
     The tensors are on the CPU and must not change meanwhile.
     """
@@ -54,29 +68,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointSh
     shard = CheckpointShard(entry.file, entry.bytes, entry.checksum)
     if describe(path) != shard:
         raise InvalidCheckpoint(f"{path}: what was read back is not what was written")
-    _note(path).write_bytes(msgspec.json.encode(shard))
     return shard
-
-
-def take_notes(draft: Path, world: int) -> list[CheckpointShard]:
-    """Read the notes of all ranks about their files, and remove the notes; OSError when one is missing."""
-    shards = []
-    for rank in range(world):
-        path = draft / shard_name(rank, world)
-        try:
-            shard = msgspec.json.decode(_note(path).read_bytes(), type=CheckpointShard)
-        except msgspec.MsgspecError as error:
-            raise InvalidCheckpoint(f"{_note(path)}: {error}") from error
-        if (shard.file, shard.bytes) != (path.name, path.stat().st_size):
-            raise InvalidCheckpoint(f"{path} is not what its rank has written")
-        shards.append(shard)
-    for shard in shards:
-        _note(draft / shard.file).unlink()
-    return shards
-
-
-def _note(path: Path) -> Path:
-    return path.with_suffix(".json")
 
 
 # ---- this rank's share
@@ -108,11 +100,74 @@ Part = Tensors | Numbers
 
 
 class WriteProgress(IntEnum):
-    """How far the writing of a shard is; the least of all ranks says how far a checkpoint is."""
+    """How far the writing (or bringing) of shards is; the least of all ranks says how far a checkpoint is."""
 
     WRITING = 0
     FAILED = 1
     WRITTEN = 2
+
+
+class RankFiles:
+    """Where one rank writes its shards, and where it reads those of all ranks. Made by all ranks together.
+
+    Usually that is rank 0's run directory. When a rank does not find that on its host, the ranks are *apart*: each
+    copies its shard to `checkpoint.store`, and such a rank has a folder `apart` in a run directory of its own, with at
+    most one shard on its way there and one checkpoint that it read.
+
+    ConfigError: the ranks are apart, and there is no `checkpoint.store`.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, run_dir: Path) -> None:
+        self._checkpoints = Checkpoints.of(run_dir, make=False)
+        self._with_rank_0, together = ranks.find(run_dir)
+        self._folder = run_dir / "apart"
+        self._store = None if together else store_of(config, run_dir)
+        if not together and self._store is None:
+            raise ConfigError(
+                f"the ranks of the learner do not share the run directory {run_dir}: there is no checkpoint.store",
+                "set checkpoint.store to a directory or URL that all hosts of the learner reach, or share the run"
+                " directory",
+            )
+
+    @property
+    def apart(self) -> bool:
+        return self._store is not None
+
+    def draft(self, position: Position) -> Path:
+        """Folder to write this rank's shard to."""
+        if self._with_rank_0:
+            return self._checkpoints.draft(position)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
+
+    def folder(self, position: Position) -> Path:
+        """Folder with all shards, after `bring`."""
+        checkpoints = self._checkpoints if self._with_rank_0 else Checkpoints(self._folder, make=False)
+        return checkpoints.path(position)
+
+    def send(self, position: Position, shard: Path) -> None:
+        """Copy a shard to the store, if the ranks are apart."""
+        if self._store is not None:
+            self._store.put_shard(position, shard)
+            if not self._with_rank_0:
+                shard.unlink()
+
+    def bring(self, position: Position) -> None:
+        """Bring a checkpoint to a host without rank 0's run directory, once for all ranks there, and prove it."""
+        if self._store is None or self._with_rank_0:
+            return  # rank 0 has brought and proved it
+        folder = self.folder(position)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for older in self._folder.glob("ckpt-*"):
+                if older != folder:
+                    shutil.rmtree(older)
+            self._store.bring(position, folder)
+        for shard in read_meta(folder).shards:
+            if describe(folder / shard.file) != shard:
+                (folder / shard.file).unlink(missing_ok=True)  # the next start brings it again
+                raise InvalidCheckpoint(f"{folder / shard.file} is not what was written")
 
 
 class RankState:
@@ -121,8 +176,10 @@ class RankState:
     def __init__(self, ranks: Ranks, parts: Mapping[str, Part]) -> None:
         self.parts: dict[str, Part] = dict(parts)
         self._ranks = ranks
+        self.shards: list[CheckpointShard] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._newest: Future[bool] | None = None
+        self._mine: CheckpointShard | None = None
 
     def describe(self, meta: Meta) -> Meta:
         """Complete the meta data of a checkpoint with the parts and their numbers. Not collective."""
@@ -139,23 +196,51 @@ class RankState:
             for key, rows in part.shard_state().items()
         }
 
-    def save(self, draft: Path) -> None:
-        """Copy the state to the host and begin to write this rank's file of a draft. Not collective.
+    def save(self, draft: Path, send: Callable[[Path], None] | None = None) -> None:
+        """Copy the state to the host and begin to write this rank's file of a draft, which `send` gets. Not collective.
 
         Training may go on at once. Call it between two steps, when the file before it is written or failed.
         """
-        path = draft / shard_name(self._ranks.rank, self._ranks.world)
-        self._newest = self._executor.submit(_written, path, self.tensors())
+        path, tensors = draft / shard_name(self._ranks.rank, self._ranks.world), self.tensors()
+
+        def write() -> None:
+            self._mine = write_shard(path, tensors)
+            if send is not None:
+                send(path)
+
+        self.begin(write)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begin other work on files in the thread that writes them; `saved` says how far it is. Not collective."""
+        self._newest = self._executor.submit(_done, work)
 
     def saved(self) -> WriteProgress:
-        """How far the newest file is on the slowest rank. Collective; it does not wait for a disk."""
+        """How far the newest work is on the slowest rank. Collective; it does not wait for a disk.
+
+        When all have written, `shards` describes their files.
+        """
         if self._newest is None:
             mine = WriteProgress.FAILED
         elif not self._newest.done():
             mine = WriteProgress.WRITING
         else:
             mine = WriteProgress.WRITTEN if self._newest.result() else WriteProgress.FAILED
-        return WriteProgress(self._ranks.all_min(mine)[0])
+        slowest = WriteProgress(self._ranks.all_min(mine)[0])
+        if slowest is WriteProgress.WRITTEN and self._mine is not None:
+            self.shards = self._gather(self._mine)
+        return slowest
+
+    def _gather(self, mine: CheckpointShard) -> list[CheckpointShard]:
+        """What all ranks wrote, in their order. Numbers travel, not files: the ranks may share no directory."""
+        rank, world = self._ranks.rank, self._ranks.world
+        pieces = [int(mine.checksum[start : start + 8], 16) for start in range(0, 32, 8)]
+        row, nothing = [mine.bytes, *pieces], [0] * 5
+        found = self._ranks.all_max(*nothing * rank, *row, *nothing * (world - rank - 1))
+        rows = [found[start : start + 5] for start in range(0, len(found), 5)]
+        return [
+            CheckpointShard(shard_name(number, world), size, "".join(f"{piece:08x}" for piece in checksum))
+            for number, (size, *checksum) in enumerate(rows)
+        ]
 
     def load(self, folder: Path, meta: Meta) -> None:
         """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective."""
@@ -185,11 +270,11 @@ class RankState:
         )
 
 
-def _written(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+def _done(work: Callable[[], None]) -> bool:
     try:
-        write_shard(path, tensors)
+        work()
     except (OSError, InvalidCheckpoint) as error:
-        logger.error("checkpoint shard failed", extra={"path": str(path), "error": str(error)})  # noqa: TRY400
+        logger.error("checkpoint files failed", extra={"error": str(error)})  # noqa: TRY400
         return False
     return True
 

@@ -42,14 +42,14 @@ class ValueModel(Backbone):
         self,
         *,
         input_ids: torch.Tensor,
-        segments: torch.Tensor | None,
+        until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
         del targets
-        values: torch.Tensor = self.value_head(self.states(input_ids, segments, position_ids, positions))
+        values: torch.Tensor = self.value_head(self.states(input_ids, until, position_ids, positions))
         return values
 
 

@@ -47,15 +47,18 @@ def read_finished(run_dir: Path) -> Finished | None:
 
 
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis)."""
+    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis).
+
+    If not, the file of an earlier end is removed: whoever starts roles asks whether it is there.
+    """
     finished = read_finished(run_dir)
-    if finished is None or not finished.holds(config):
-        return False
-    state = await ledger.state()
-    if finished.reason == "data" and (state.live or state.replays):
-        return False
-    logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
-    return True
+    if finished is not None and finished.holds(config):
+        state = await ledger.state()
+        if finished.reason != "data" or not (state.live or state.replays):
+            logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
+            return True
+    (run_dir / FINISHED_FILE).unlink(missing_ok=True)
+    return False
 
 
 def write_finished(run_dir: Path, finished: Finished) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from streamrl.errors import StreamrlError, WireError
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import Int64Array, TrainSample
+from streamrl.learner.episode_figures import EpisodeFigures
+from streamrl.learner.tree import Tree
+from streamrl.learner.turns import return_to_go, total_reward
 from streamrl.queues.records import ClosedGroup
 
 
@@ -28,6 +31,7 @@ class TrainGroup:
     mixed_version: int  # responses whose tokens come from more than one version
     zero_gradient: bool  # the gradient is exactly zero, so no forward pass is needed
     versions: Mapping[int, int]  # step of each version that sampled some of its tokens
+    episodes: EpisodeFigures = field(default_factory=EpisodeFigures)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -48,12 +52,18 @@ class TrainGroup:
 
     @property
     def zero_variance(self) -> bool:
-        return all_equal(np.asarray(self.rewards))
+        """Whether all rewards are equal; with rewards of turns, all returns of tokens."""
+        returns = [return_to_go(sample.tree) for sample in self.samples]
+        if all(going is None for going in returns):
+            return all_equal(np.asarray(self.rewards))
+        pairs = zip(self.rewards, returns, strict=True)
+        arrays = [np.atleast_1d(reward if going is None else reward + going) for reward, going in pairs]
+        return all_equal(np.concatenate(arrays))
 
     @property
     def cost(self) -> int:
         """Tokens that go through the model, without padding."""
-        return 0 if self.zero_gradient else sum(sample.width for sample in self.samples)
+        return 0 if self.zero_gradient else sum(sample.cost for sample in self.samples)
 
     def staleness(self, step: int) -> Counter[int]:
         """Sampled tokens by their age in steps of the surviving branch, when they are trained at `step`."""
@@ -89,6 +99,10 @@ class GroupOpener:
             ),
             zero_gradient=self._recipe.skips_zero and not any(sample.has_advantage for sample in train),
             versions=versions,
+            episodes=sum(
+                (EpisodeFigures.of(sample, len(train[0].prompt)) for sample, _ in responses if not sample.greedy),
+                EpisodeFigures(),
+            ),
         )
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
@@ -109,7 +123,7 @@ def _train_samples(
     closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], versions: Mapping[int, int]
 ) -> list[TrainSample]:
     prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
-    baseline = next((reward for sample, reward in responses if sample.greedy), None)
+    baseline = next((reward + total_reward(Tree.of(sample)) for sample, reward in responses if sample.greedy), None)
     train = [
         TrainSample(
             group_id=closed.group_id,
@@ -119,6 +133,7 @@ def _train_samples(
             steps=_token_steps(sample, versions),
             reward=reward,
             advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
+            tree=Tree.of(sample),
             baseline=baseline,
         )
         for sample, reward in responses
@@ -143,6 +158,8 @@ def group_data(
     """`penalties` are the KL in the reward per token, times its coefficient; None without one."""
     values = [sample.values for sample in samples if sample.values is not None]
     entropy = [sample.entropy for sample in samples if sample.entropy is not None]
+    going = [return_to_go(sample.tree) for sample in samples]
+    turned = any(array is not None for array in going)
     return GroupData(
         rewards=np.asarray([sample.reward for sample in samples]),
         lengths=np.asarray([len(sample.tokens) for sample in samples]),
@@ -154,4 +171,17 @@ def group_data(
         tokens=[sample.tokens for sample in samples],
         texts=None if texts is None else [texts(sample.tokens) for sample in samples],
         prompt_text="" if texts is None else "".join(texts(samples[0].prompt)),
+        going=[
+            np.zeros(len(sample.tokens)) if array is None else array
+            for sample, array in zip(samples, going, strict=True)
+        ]
+        if turned
+        else None,
+        threads=None if all(sample.tree is None for sample in samples) else [_threads(sample) for sample in samples],
     )
+
+
+def _threads(sample: TrainSample) -> list[Int64Array]:
+    if sample.tree is not None:
+        return sample.tree.threads
+    return [np.arange(len(sample.tokens))] if len(sample.tokens) else []

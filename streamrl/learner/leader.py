@@ -16,14 +16,16 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, leaves, unwrap
-from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.checkpoint import Checkpoints, Position
+from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
+from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
@@ -84,8 +86,9 @@ async def run_learner(role: Role) -> None:
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
     async with _on_devices(role, ranks.rank) as devices:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
+        files = await torch.run(RankFiles, role.config, ranks, role.run_dir)
         models = await torch.run(make_models, role.config, ranks)
-        worker = await torch.run(RankWorker, role.config, ranks, models, role.run_dir)
+        worker = await torch.run(RankWorker, role.config, ranks, models, files, role.run_dir)
         if ranks.rank == 0:
             await _lead(role, RankGroup(worker, torch, devices))
             return
@@ -132,9 +135,22 @@ async def _begin(role: Role, ranks: RankGroup) -> Start:
     checkpoints = Checkpoints.of(role.run_dir)
     async with asyncio.TaskGroup() as tasks:
         talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
+        if (store := store_of(role.config, role.run_dir)) is not None:
+            state = await role.ledgers.train.state()
+            await _fetch(partial(store.fetch_newest, state.base, state.base_epoch, state.checkpoint))
         start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
         talking.cancel()
     return start
+
+
+async def _fetch(fetch: Callable[[], list[str]]) -> None:
+    """Bring what other hosts wrote."""
+    try:
+        brought = await asyncio.to_thread(fetch)
+    except OSError as error:
+        raise Unreachable(str(error), "this learner may lack checkpoints that are only there") from error
+    if brought:
+        logger.info("fetched from checkpoint.store", extra={"files": brought})
 
 
 class Leader:
@@ -158,7 +174,7 @@ class Leader:
         checkpoints = Checkpoints.of(self._role.run_dir)
         start = self._start
         if start.meta is not None:
-            await self._ranks.order(Command.LOAD, *start.meta.position)
+            await self._load(start.meta.position)
         opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
@@ -177,7 +193,7 @@ class Leader:
                     self._buffer,
                     trained=self._worker,
                     copy=partial(self._ranks.order, Command.SAVE),
-                    progress=partial(self._ranks.order, Command.SAVED),
+                    written=self._ranks.saved,
                     tasks=tasks,
                 )
                 self._publishing = Publishing(
@@ -186,7 +202,7 @@ class Leader:
                     versions,
                     self._buffer,
                     epoch=start.epoch,
-                    world=self._worker.ranks.world,
+                    world=self._worker.writers,
                     deadline=self._config.weights.deadline,
                     tasks=tasks,
                 )
@@ -199,6 +215,13 @@ class Leader:
             await archive.close()
             versions.close()
             await asyncio.to_thread(sinks.close)
+
+    async def _load(self, position: Position) -> None:
+        if self._worker.files.apart:
+            await self._ranks.order(Command.BRING, *position)
+            if await self._ranks.saved() is not WriteProgress.WRITTEN:
+                raise Unreachable("a rank could not bring a checkpoint from checkpoint.store", "its log says why")
+        await self._ranks.order(Command.LOAD, *position)
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
         talking = tasks.create_task(self._ranks.keep_alive(self._config.learner.collective_deadline), name="keep alive")
@@ -408,6 +431,8 @@ class Leader:
         if self._saver.newest is None:
             logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
         else:
+            if self._worker.files.apart and (store := store_of(self._config, self._role.run_dir)) is not None:
+                await _fetch(partial(store.fetch, [self._saver.newest.position]))  # the shards of the other ranks
             try:
                 await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
             except ConfigError as error:  # the run is over all the same, and its last checkpoint is whole

@@ -24,6 +24,7 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.losses import ValueSums
+from streamrl.learner.episode_figures import EpisodeFigures
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
@@ -97,6 +98,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "staleness_mean": sum(age * count for age, count in ages.items()) / max(1, tokens),
         "staleness_max": max(ages, default=0),
         "samples_spanning_versions": sum(group.mixed_version for group in groups),
+        **sum((group.episodes for group in groups), EpisodeFigures()).line(),
     }
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import BLOCK, PADDING
+from streamrl.learner.batch import PADDING
 
 _LOG_ZERO = -1e4
 """Stands for log 0: finite, and its `exp` is 0."""
@@ -214,15 +214,15 @@ class Backbone(nn.Module):
         self.model = model.eval()
 
     def hidden(
-        self, input_ids: torch.Tensor, segments: torch.Tensor | None, position_ids: torch.Tensor | None
+        self, input_ids: torch.Tensor, until: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
         extra: dict[str, torch.Tensor] = {}
-        if segments is not None and position_ids is None:
-            extra["attention_mask"] = (segments != PADDING).long()
-        elif segments is not None and position_ids is not None:
+        if until is not None and position_ids is None:
+            extra["attention_mask"] = (until != PADDING).long()
+        elif until is not None and position_ids is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
-            extra = {"attention_mask": shared_mask(segments, dtype), "position_ids": position_ids}
+            extra = {"attention_mask": shared_mask(until, dtype), "position_ids": position_ids}
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
@@ -230,12 +230,12 @@ class Backbone(nn.Module):
     def states(
         self,
         input_ids: torch.Tensor,
-        segments: torch.Tensor | None,
+        until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Last hidden states at the places that predict the targets, shape (n, hidden)."""
-        return self.hidden(input_ids, segments, position_ids).flatten(0, 1).index_select(0, positions)
+        return self.hidden(input_ids, until, position_ids).flatten(0, 1).index_select(0, positions)
 
     @torch.no_grad()
     def hidden_width(self) -> int:
@@ -276,7 +276,7 @@ class LogProbModel(Backbone):
         self,
         *,
         input_ids: torch.Tensor,
-        segments: torch.Tensor | None,
+        until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
         targets: torch.Tensor,
@@ -287,7 +287,7 @@ class LogProbModel(Backbone):
 
         Args:
             input_ids: shape (rows, width), padded on the right.
-            segments: shape (rows, width), as in `Microbatch`; None where no row is padded or shared.
+            until: shape (rows, width), as in `Microbatch`; None where no row is padded or shared.
             position_ids: shape (rows, width) where rows are shared, else None.
             positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
             targets: shape (n,).
@@ -299,7 +299,7 @@ class LogProbModel(Backbone):
         """
         return token_logprobs(
             self.logits,
-            self.states(input_ids, segments, position_ids, positions),
+            self.states(input_ids, until, position_ids, positions),
             targets,
             temperature=self.temperature,
             chunk=self.chunk,
@@ -325,15 +325,13 @@ class LogProbModel(Backbone):
         return ConfigError(f"{kind} cannot be trained: {why}", "name another model in model.path, or report the model")
 
 
-def shared_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask, shape (rows, 1, width, width): a token sees its response and its prompt, padding sees padding."""
-    width = segments.shape[1]
-    keys, queries = segments[:, None, None, :], segments[:, None, :, None]
-    causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
-    visible = causal & ((keys == queries) | (keys == queries - queries % BLOCK))
-    return torch.zeros(visible.shape, dtype=dtype, device=segments.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+def shared_mask(until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask, shape (rows, 1, width, width): a token sees what it continues, padding sees padding."""
+    width = until.shape[1]
+    columns = torch.arange(width, device=until.device)
+    causal = torch.ones(width, width, dtype=torch.bool, device=until.device).tril()
+    visible = causal & (columns[:, None] < until[:, None, None, :])
+    return torch.zeros(visible.shape, dtype=dtype, device=until.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 @contextmanager

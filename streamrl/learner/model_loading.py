@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import BLOCK, PADDING, Limits
+from streamrl.learner.batch import PADDING, Limits
 from streamrl.learner.model import Backbone, close, decoder_layers, exact_products, set_up_layers
 from streamrl.learner.ranks import Ranks
 
@@ -270,10 +270,10 @@ class _Trial:
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
             rows = [ids(length) for length in lengths]
             batch = torch.zeros(2, lengths[0], dtype=torch.long, device=rows[0].device)
-            segments = torch.full_like(batch, PADDING)
+            until = torch.full_like(batch, PADDING)
             for place, row in enumerate(rows):
-                batch[place, : len(row)], segments[place, : len(row)] = row, 0
-            together = self._model.hidden(batch, segments, None)
+                batch[place, : len(row)], until[place, : len(row)] = row, len(row)
+            together = self._model.hidden(batch, until, None)
             return all(close(together[at, : len(row)], self._alone(row)) for at, row in enumerate(rows))
 
         return self._agrees(2 * sum(lengths), same)
@@ -311,15 +311,18 @@ class _Trial:
             bodies = [ids(length) for length in responses]
             expected = [self._alone(torch.cat([head, body])) for body in bodies]
             sizes = [prompt, *responses, last, last]
-            numbers = torch.tensor([*range(len(responses) + 1), BLOCK, BLOCK + 1])
+            ends = torch.tensor(sizes).cumsum(0)
+            # The prompt is seen by all responses; the second block is one sequence.
+            ends[0] = ends[len(responses)]
+            ends[-2] = ends[-1]
             places = [
                 torch.arange(prompt),
                 *(torch.arange(size) + prompt for size in responses),
                 torch.arange(2 * last),
             ]
             row = torch.cat([head, *bodies, tail])[None]
-            segments = numbers.repeat_interleave(torch.tensor(sizes))[None].to(row.device)
-            together = self._model.hidden(row, segments, torch.cat(places)[None].to(row.device))[0]
+            until = ends.repeat_interleave(torch.tensor(sizes))[None].to(row.device)
+            together = self._model.hidden(row, until, torch.cat(places)[None].to(row.device))[0]
             parts = [expected[0][:prompt], *(states[prompt:] for states in expected), self._alone(tail)]
             return close(together, torch.cat(parts))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -26,8 +27,8 @@ import torch
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import DeadlineExceeded
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.checkpoint_files import Part, RankState
+from streamrl.learner.checkpoint import read_meta
+from streamrl.learner.checkpoint_files import Part, RankFiles, RankState, WriteProgress
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
@@ -36,6 +37,7 @@ from streamrl.learner.step import Models, StepStats, collect, stream, update_col
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.ledger import Ledger
+from streamrl.weight_sync.files import store_of
 from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.rank_writer import RankWriter
 
@@ -68,7 +70,9 @@ class Command(IntEnum):
     RELOAD = 11
     """Bring them back."""
     SAVED = 12
-    """Say whether the shard is written."""
+    """Say whether the shard is written, or the checkpoint brought."""
+    BRING = 13
+    """epoch, step: begin to bring a checkpoint to hosts that do not share rank 0's run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +105,17 @@ class RankWorker:
     """One rank's models with what was trained into them.
 
     Methods are collective unless they say otherwise: every rank calls the same one in the same order, in its torch
-    thread. A step is streamed or collected, as its recipe says (step.py).
+    thread. A step is streamed or collected, as its recipe says (step.py). `writers` ranks write each version: when they
+    do not share the folder of the versions, rank 0 gathers the weights and writes them alone.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, models: Models, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, models: Models, files: RankFiles, run_dir: Path) -> None:
         actor, weights = models.actor, config.weights
         self.step = 0
         self.digest = TrainedDigest()
         self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
-        self._checkpoints = Checkpoints.of(run_dir, make=False)
+        self.files = files
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
             parts["lora"] = actor.lora
@@ -124,8 +129,11 @@ class RankWorker:
         self._samples: list[TrainSample] = []  # of a step that does not stream
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
-        self._copies = Copies(actor.published, getattr(torch, weights.dtype), sets, actor.adapter)
-        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank else None
+        _, together = ranks.find(store_of(weights.transport, run_dir).root)
+        self.writers = ranks.world if together else 1
+        dtype: torch.dtype = getattr(torch, weights.dtype)
+        self._copies = Copies(actor.published, dtype, sets, actor.adapter, gather=not together)
+        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank and together else None
 
     def execute(  # noqa: PLR0911  (one line for each order)
         self, command: Command, arguments: Sequence[int] = (), samples: Sequence[TrainSample] | None = None
@@ -143,7 +151,10 @@ class RankWorker:
             case Command.DISCARD:
                 return self.discard()
             case Command.SAVE:
-                return self.state.save(self._checkpoints.draft((arguments[0], arguments[1])))
+                position = arguments[0], arguments[1]
+                return self.state.save(self.files.draft(position), partial(self.files.send, position))
+            case Command.BRING:
+                return self.state.begin(partial(self.files.bring, (arguments[0], arguments[1])))
             case Command.SAVED:
                 return self.state.saved()
             case Command.UNLOAD:
@@ -198,7 +209,8 @@ class RankWorker:
 
         It stays valid until the next copy (deltas: next but one).
         """
-        return self._copies.take(self._models.actor.published_rows())
+        with self.ranks.computing("copy of the weights"):
+            return self._copies.take(self._models.actor.published_rows())
 
     def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> PolicySnapshot | None:
         """A rank above 0 writes in the background.
@@ -217,8 +229,8 @@ class RankWorker:
         return snapshot
 
     def load(self, epoch: int, step: int) -> None:
-        folder = self._checkpoints.path((epoch, step))
-        meta = self._checkpoints.read_meta(folder)
+        folder = self.files.folder((epoch, step))
+        meta = read_meta(folder)
         self.state.load(folder, meta)
         self.step = meta.step
         self.digest = TrainedDigest(meta.count, meta.digest)
@@ -278,7 +290,12 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH})
 """Orders whose time counts as busy."""
-_NEEDS_NO_DEVICE: Final = frozenset({Command.IDLE, Command.STOP, Command.SAVED, Command.UNLOAD, Command.RELOAD})
+_NEEDS_NO_DEVICE: Final = frozenset(
+    {Command.IDLE, Command.STOP, Command.SAVED, Command.BRING, Command.UNLOAD, Command.RELOAD}
+)
+_ASK_SECONDS: Final = 0.01
+"""First pause between two questions whether all ranks have written; it doubles."""
+_LONGEST_ASK: Final = 1.0
 
 
 class TorchThread:
@@ -351,6 +368,14 @@ class RankGroup:
         mine = [sample for group in groups if order.owners[group.group_id] == 0 for sample in group.samples]
         trained: bool = await self.order(Command.TRAIN, *order.encode(), samples=mine)
         return trained
+
+    async def saved(self) -> WriteProgress:
+        """Wait until all ranks have written, or brought, what they were ordered to, or one of them has failed."""
+        pause = _ASK_SECONDS
+        while (progress := WriteProgress(await self.order(Command.SAVED))) is WriteProgress.WRITING:
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_ASK, 2 * pause)
+        return progress
 
     async def keep_alive(self, deadline: float) -> None:
         """Send `IDLE` before the other ranks give up: rank 0 may wait long for groups, Redis or a disk."""

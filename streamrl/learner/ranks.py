@@ -7,9 +7,11 @@ gone or stuck, the others get an error and leave, and the supervisor starts the 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,25 @@ class Ranks:
     def all_min(self, *values: int) -> list[int]:
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
+    def find(self, folder: Path) -> tuple[bool, bool]:
+        """Whether this rank, and whether every rank, has rank 0's `folder` under the same path. Collective.
+
+        Rank 0 puts a file there that the others look for: names of hosts say nothing about file systems. OSError on
+        rank 0 when it cannot.
+        """
+        if self.world == 1:
+            return True, True
+        number = uuid.uuid4().int >> 65
+        if self.rank == 0:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / f".rank-0-{number}").touch()
+        probe = folder / f".rank-0-{self.broadcast_ints([number])[0]}"
+        found = probe.exists()
+        everyone = self.all_min(int(found)) == [1]
+        if self.rank == 0:
+            probe.unlink()
+        return found, everyone
+
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks in place and return it, one all-reduce on the tensor's device."""
         if self.world > 1:
@@ -129,6 +150,9 @@ class Ranks:
 
     def _named(self, what: str, error: RuntimeError) -> StreamrlError:
         where = f"{what} of rank {self.rank} of {self.world}"
+        if "connectFullMesh" in str(error):  # gloo takes the address of the host's name, which may be 127.0.0.1
+            hint = "set GLOO_SOCKET_IFNAME on each host to the interface that the others reach"
+            return Unreachable(f"{where}: the ranks do not reach each other ({error})", hint)
         if isinstance(error, dist.DistStoreError) or "imed out" in str(error) or "imeout" in str(error):
             hint = "a rank is stuck or gone; its log says why"
             return DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint)

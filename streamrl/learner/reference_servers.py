@@ -1,8 +1,8 @@
 """Log-probabilities of a frozen model, the reference policy or a teacher, from vLLM or SGLang servers.
 
-Each response is scored by one server, by another when that one fails. Both kinds score a prompt: the sampled tokens go
-in as a part of it, and one more token, which is discarded, is sampled. Neither applies a temperature to the
-log-probabilities of a prompt, so temperature 1 is the only one that fits.
+Each response, or branch of an episode, is scored by one server, by another when that one fails. Both kinds score a
+prompt: the sampled tokens go in as a part of it, and one more token, which is discarded, is sampled. Neither applies a
+temperature to the log-probabilities of a prompt, so temperature 1 is the only one that fits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, 
 from streamrl.http import BadRequest, Call, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.tree import Span, spans
 from streamrl.wire import Float32Array
 
 MODELS: Final = Call("GET", "/v1/models", repeatable=True)
@@ -62,8 +63,8 @@ def read_about(answer: Any, url: str) -> About:
     return About(kind, model, context if isinstance(context, int) else None)
 
 
-def scoring(about: About, sample: TrainSample) -> Call:
-    ids = [*sample.prompt.tolist(), *sample.tokens.tolist()]
+def scoring(about: About, span: Span) -> Call:
+    ids = span.ids.tolist()
     if about.kind == "vllm":
         body: dict[str, Any] = {
             "model": about.model,
@@ -77,22 +78,24 @@ def scoring(about: About, sample: TrainSample) -> Call:
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
-        "logprob_start_len": len(sample.prompt) - 1,
+        "logprob_start_len": int(span.at[0]) - 1,
     }
     return Call("POST", "/generate", body, repeatable=True)
 
 
-def read_scores(about: About, answer: Any, sample: TrainSample) -> Float32Array:
-    """Parse the answer to `scoring`: float32, shape (completion tokens,)."""
-    count = len(sample.tokens)
+def read_scores(about: About, answer: Any, span: Span) -> Float32Array:
+    """Parse the answer to `scoring`: float32, shape (trained tokens of the span,)."""
+    sent = span.ids[span.at[0] :].tolist()
     try:
-        pairs = _vllm_pairs(answer, sample.tokens.tolist()) if about.kind == "vllm" else _sglang_pairs(answer, count)
+        pairs = _vllm_pairs(answer, sent) if about.kind == "vllm" else _sglang_pairs(answer, len(sent))
         tokens, values = zip(*pairs, strict=True)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"no log-probabilities of a prompt in the answer of {about.kind}: {error!r}") from error
     unnamed = {_SGLANG_LAST} if about.kind == "sglang" else set()
-    if any(said != sent and said not in unnamed for said, sent in zip(tokens, sample.tokens.tolist(), strict=True)):
+    if any(said != token and said not in unnamed for said, token in zip(tokens, sent, strict=True)):
         raise WireError(f"{about.kind} answered with the log-probabilities of other tokens")
+    # Observed tokens between actions may be impossible under the model; nobody reads their values.
+    values = tuple(values[place] for place in (span.at - span.at[0]).tolist())
     if not all(math.isfinite(value) and _LOWEST < value < _HIGHEST for value in values):
         raise WireError(
             f"{about.kind} answered with a value that is no log-probability: {min(values)} to {max(values)}",
@@ -233,23 +236,24 @@ class Remote:
     async def _score(self, clients: Clients, batch: Sequence[TrainSample], found: list[Float32Array]) -> None:
         gate = asyncio.Semaphore(_IN_FLIGHT * len(self._servers))
 
-        async def one(index: int, sample: TrainSample) -> None:
+        async def one(index: int, span: Span) -> None:
             async with gate:
-                found[index] = await self._anyone(clients, sample)
+                found[index][span.targets] = await self._anyone(clients, span, batch[index].group_id)
 
         async with asyncio.TaskGroup() as tasks:
             for index, sample in enumerate(batch):
-                if len(sample.tokens):
-                    tasks.create_task(one(index, sample))
+                found[index] = np.zeros(len(sample.tokens), dtype=np.float32)
+                for span in spans(sample.tree, sample.prompt, sample.tokens):
+                    tasks.create_task(one(index, span))
 
-    async def _anyone(self, clients: Clients, sample: TrainSample) -> Float32Array:
+    async def _anyone(self, clients: Clients, span: Span, group_id: int) -> Float32Array:
         """Ask one server after the other until one answers, the deadline passes, or all gave invalid answers."""
         senseless: set[str] = set()
         pause = _FIRST_PAUSE
         while True:
             for server in sorted(self._servers, key=lambda server: server.rank):
                 try:
-                    return await self._ask(server, clients, sample)
+                    return await self._ask(server, clients, span, group_id)
                 except Unreachable as error:
                     self._failed(server, error)
                 except WireError as error:
@@ -260,15 +264,15 @@ class Remote:
             await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _ask(self, server: _Server, clients: Clients, sample: TrainSample) -> Float32Array:
+    async def _ask(self, server: _Server, clients: Clients, span: Span, group_id: int) -> Float32Array:
         server.load += 1
         try:
             about = await self._know(server, clients)
-            answer = await clients[server.url].call(scoring(about, sample), self._patience, retry=False)
-            scores = read_scores(about, answer, sample)
+            answer = await clients[server.url].call(scoring(about, span), self._patience, retry=False)
+            scores = read_scores(about, answer, span)
         except BadRequest as error:
             raise DataError(
-                f"group {sample.group_id}: the reference server refuses a response: {error.message}",
+                f"group {group_id}: the reference server refuses a response: {error.message}",
                 "does it hold a model with the vocabulary of model.path?",
             ) from error
         finally:

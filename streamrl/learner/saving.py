@@ -3,8 +3,9 @@
 ```
 between two steps: every rank copies its state to the host      (SAVE)
 in the background: every rank writes and fsyncs its copy; rank 0 syncs the lineage
+                   ranks that share no run directory copy their shards to checkpoint.store
                    all have written                              (SAVED, asked again and again)
-                   meta data, rename -> retire -> remove old ones
+                   meta data, rename -> copy to checkpoint.store -> retire -> remove old ones
 ```
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -23,8 +24,9 @@ import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
-from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
-from streamrl.learner.checkpoint_files import RankState, WriteProgress, take_notes
+from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, Position
+from streamrl.learner.checkpoint_files import RankFiles, RankState, WriteProgress
+from streamrl.learner.checkpoint_store import CheckpointStore, store_of
 from streamrl.learner.lineage import Lineage, TrainedDigest, greatest_logged_epoch
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
@@ -32,9 +34,6 @@ from streamrl.learner.train_buffer import TrainBuffer
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
-_ASK_SECONDS: Final = 0.01
-"""First pause between two questions whether all ranks have written; it doubles."""
-_LONGEST_ASK: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Trained(Protocol):
     step: int
     digest: TrainedDigest
     state: RankState
+    files: RankFiles
 
 
 class Saver:
@@ -57,8 +57,8 @@ class Saver:
 
     A checkpoint that fails (full disk) leaves the run as it was: nothing is retired, training goes on until the hard
     cap of live groups stops admission, and it is tried again after a pause that doubles. `newest` is the newest
-    checkpoint that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it;
-    `progress` says how far the slowest rank is. `tasks` owns the background task; an error there ends the learner.
+    checkpoint that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it; `written`
+    waits for the slowest rank. `tasks` owns the background task; an error there ends the learner.
     """
 
     def __init__(
@@ -70,12 +70,13 @@ class Saver:
         *,
         trained: Trained,
         copy: Callable[[int, int], Awaitable[None]],
-        progress: Callable[[], Awaitable[WriteProgress]],
+        written: Callable[[], Awaitable[WriteProgress]],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._config, self._start, self._buffer = config, start, buffer
-        self._trained, self._copy, self._progress, self._tasks = trained, copy, progress, tasks
+        self._trained, self._copy, self._written, self._tasks = trained, copy, written, tasks
         self._checkpoints = Checkpoints.of(run_dir)
+        self._store = store_of(config, run_dir)
         self._lineage = Lineage(run_dir, start.epoch)
         self.newest = start.meta
         self._begun = start.step
@@ -167,23 +168,29 @@ class Saver:
         await self._buffer.saved(meta.name, saving.group_ids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
-        await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
+        old = await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
+        if self._store is not None:
+            await self._forget(self._store, old)
         seconds = round(time.monotonic() - saving.started, 3)
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
         await self._buffer.archive.sync()
         await asyncio.to_thread(self._lineage.sync)
-        pause = _ASK_SECONDS
-        while (progress := await self._progress()) is WriteProgress.WRITING:
-            await asyncio.sleep(pause)
-            pause = min(_LONGEST_ASK, 2 * pause)
-        if progress is not WriteProgress.WRITTEN:
+        if await self._written() is not WriteProgress.WRITTEN:
             raise OSError("a rank could not write its shard")
-        shards = await asyncio.to_thread(take_notes, self._checkpoints.draft(meta.position), meta.world)
-        whole = msgspec.structs.replace(meta, shards=shards)
-        await asyncio.to_thread(self._checkpoints.finish, whole)
+        whole = msgspec.structs.replace(meta, shards=self._trained.state.shards)
+        together = not self._trained.files.apart
+        await asyncio.to_thread(self._checkpoints.finish, whole, whole=together)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.put, whole, shards=together)
         return whole
+
+    async def _forget(self, store: CheckpointStore, old: Sequence[Position]) -> None:
+        try:
+            await asyncio.to_thread(store.remove, old, self._start.epoch)
+        except OSError as error:  # they take room and do no harm
+            logger.warning("old checkpoints stay in the store", extra={"error": str(error)})
 
     async def _withdraw(self, meta: Meta, error: Exception) -> None:
         await asyncio.to_thread(self._remove, meta)

@@ -27,11 +27,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.learner.batch import PADDING, Extent, Limits, Microbatch, TrainSample, dummy, layout, work_of_prompt
+from streamrl.learner.batch import PADDING, Limits, Microbatch, TrainSample, dummy, layout, work_of
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.wire import Float32Array
+from streamrl.wire import Float32Array, Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,21 @@ class RowModel:
         if not batch:
             return
         # Check all token ids at once first, because most batches are good; search for the sample only on failure.
-        ids = np.concatenate([array for sample in batch for array in (sample.prompt, sample.tokens)])
+        ids = np.concatenate([array for sample in batch for array in _ids_of(sample)])
         known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
             if sample.width > self.limits.longest:
+                where = "" if sample.tree is None else " on one branch of an episode"
                 raise ValueError(
-                    f"group {sample.group_id}: {sample.width} tokens, the model takes {self.limits.longest}"
+                    f"group {sample.group_id}: {sample.width} tokens{where}, the model takes {self.limits.longest}"
                 )
-            both = () if known else np.concatenate([sample.prompt, sample.tokens])
-            if any(token < 0 or token >= self.vocabulary for token in both):
+            if self.limits.alone and sample.tree is not None and len(sample.tree.branches) > 1:
+                raise ValueError(
+                    f"group {sample.group_id}: an episode of {len(sample.tree.branches)} branches needs rows of several"
+                    " lengths in one pass, and padding changes what this model computes"
+                )
+            every = () if known else np.concatenate(_ids_of(sample))
+            if any(token < 0 or token >= self.vocabulary for token in every):
                 raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
@@ -73,10 +79,7 @@ class RowModel:
 
     def work(self, samples: Sequence[TrainSample]) -> int:
         """Work of the samples of one group, as `Limits.work` counts. Not collective."""
-        prompts: dict[bytes, list[Extent]] = {}
-        for sample in samples:
-            prompts.setdefault(sample.prompt.tobytes(), []).append(Extent(len(sample.prompt), len(sample.tokens)))
-        return sum(work_of_prompt(extents, self.limits) for extents in prompts.values())
+        return work_of(samples, self.limits)
 
     @property
     def _fsdp(self) -> FSDPModule:
@@ -97,10 +100,10 @@ class RowModel:
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:
-        plain = not part.shared and not (part.segments == PADDING).any()
+        plain = not part.shared and not (part.until == PADDING).any()
         return self._module(
             input_ids=self._to_device(part.input_ids),
-            segments=None if plain else self._to_device(part.segments),
+            until=None if plain else self._to_device(part.until),
             position_ids=self._to_device(part.position_ids) if part.shared else None,
             positions=self._to_device(part.positions),
             targets=self._to_device(part.targets),
@@ -120,6 +123,11 @@ class RowModel:
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
+
+
+def _ids_of(sample: TrainSample) -> list[Int32Array]:
+    observed = [] if sample.tree is None else [sample.tree.observed_ids]
+    return [sample.prompt, sample.tokens, *observed]
 
 
 _PROBE = "Two plus 34 is thirty-six; naïve?"

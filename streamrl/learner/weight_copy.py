@@ -30,35 +30,61 @@ class PolicySnapshot:
 class Copies:
     """Host memory that snapshots are copied into, again and again: fresh memory costs six times the copy.
 
-    A snapshot is overwritten by the one that comes `sets` after it.
+    A snapshot is overwritten by the one that comes `sets` after it. With `gather`, rank 0 copies the rows of all ranks
+    and the others copy nothing.
     """
 
     def __init__(
-        self, parameters: Mapping[str, DTensor], dtype: torch.dtype, sets: int = 1, adapter: Adapter | None = None
+        self,
+        parameters: Mapping[str, DTensor],
+        dtype: torch.dtype,
+        sets: int = 1,
+        adapter: Adapter | None = None,
+        *,
+        gather: bool = False,
     ) -> None:
+        self._gather = gather
         self._rows = {
             name: parameter
             for name, parameter in parameters.items()
             # An empty tensor belongs to the first rank, so that it is not lost.
-            if parameter.to_local().numel() or not (parameter.numel() or parameter.device_mesh.get_rank())
+            if gather or parameter.to_local().numel() or not (parameter.numel() or parameter.device_mesh.get_rank())
         }
         self._shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         self._dtype, self._most, self._adapter = dtype, sets, adapter
-        self._sets: deque[list[torch.Tensor]] = deque()
+        self._sets: deque[dict[str, torch.Tensor]] = deque()
 
     @torch.no_grad()
     def take(self, changed: Rows | None = None) -> PolicySnapshot:
-        """Copy this rank's rows, or what `changed` makes of them. Not collective."""
+        """Copy this rank's rows, or what `changed` makes of them. Collective with `gather` alone."""
         started = time.monotonic()
-        rows = {name: parameter.to_local().detach() for name, parameter in self._rows.items()}
-        copies = self._sets.popleft() if len(self._sets) == self._most else [self._room(row) for row in rows.values()]
-        for copy, (name, row) in zip(copies, rows.items(), strict=True):
-            copy.copy_(row if changed is None else changed(name, row), non_blocking=True)
-        for device in {row.device for row in rows.values() if row.device.type == "cuda"}:
+        copies = self._sets.popleft() if len(self._sets) == self._most else self._room()
+        for name, parameter in self._rows.items():
+            rows = parameter.to_local().detach()
+            if changed is not None and rows.numel():
+                rows = changed(name, rows)
+            if self._gather:
+                rows = _whole(parameter, rows.to(self._dtype))
+            if name in copies:
+                copies[name].copy_(rows, non_blocking=True)
+        for device in {parameter.device for parameter in self._rows.values() if parameter.device.type == "cuda"}:
             torch.cuda.synchronize(device)
         self._sets.append(copies)
-        tensors, seconds = list(zip(self._rows, copies, strict=True)), time.monotonic() - started
-        return PolicySnapshot(tensors, self._shapes, seconds, self._adapter)
+        return PolicySnapshot(list(copies.items()), self._shapes, time.monotonic() - started, self._adapter)
 
-    def _room(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.empty(rows.shape, dtype=self._dtype, pin_memory=rows.device.type == "cuda")
+    def _room(self) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(
+                parameter.shape if self._gather else parameter.to_local().shape,
+                dtype=self._dtype,
+                pin_memory=parameter.device.type == "cuda",
+            )
+            for name, parameter in self._rows.items()
+            if not (self._gather and parameter.device_mesh.get_rank())
+        }
+
+
+def _whole(parameter: DTensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, on each of them: one tensor at a time, as FSDP gathers them."""
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(rows, mesh, parameter.placements, shape=shape, stride=stride).full_tensor()

@@ -52,6 +52,10 @@ class Board:
         with self._lock:
             self.roles[name] = state
 
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self.roles.pop(name, None)
+
     def event(self, text: str, *, bad: bool = False) -> None:
         with self._lock:
             self.events.append((time.time(), text, bad))

@@ -1,17 +1,21 @@
-"""`supervisor.json`: the supervisor's states of its roles, for `streamrl status` in another shell."""
+"""The supervisor's states of its roles, for `status`: in `supervisor.json`, and in Redis for other machines."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
 from streamrl.atomic import write_whole
+from streamrl.queues.replies import read_number
+from streamrl.queues.supervision import parsed
 
 FILE: Final = "supervisor.json"
 
@@ -42,6 +46,10 @@ class RoleStates:
         self.roles[name] = role
         self._write({"pid": os.getpid(), "host": socket.gethostname()})
 
+    def forget(self, name: str) -> None:
+        self.roles.pop(name, None)
+        self._write({"pid": os.getpid(), "host": socket.gethostname()})
+
     def close(self) -> None:
         self._write({"pid": None, "host": socket.gethostname()})
 
@@ -53,7 +61,7 @@ class RoleStates:
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Content of `supervisor.json`; `alive`: the supervisor is a living process of this machine."""
+    """What a supervisor says of its roles; `alive`: it is a living process of this machine, or its heart beats."""
 
     alive: bool
     roles: dict[str, KnownRole]
@@ -67,14 +75,30 @@ def read_states(run_dir: Path) -> Supervised:
     """
     try:
         data = orjson.loads((run_dir / FILE).read_bytes())
-        roles = {name: KnownRole(**known) for name, known in data["roles"].items()}
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        roles = _roles(data["roles"])
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return Supervised(alive=False, roles={})
     here = data.get("host") == socket.gethostname()
-    return Supervised(alive=here and _is_alive(data.get("pid")), roles=roles)
+    return Supervised(alive=here and is_alive(data.get("pid")), roles=roles)
 
 
-def _is_alive(pid: int | None) -> bool:
+def states_said(said: Mapping[str, str]) -> Supervised:
+    """States in the heartbeat of a supervisor, which is alive; `since` by the clock of this host."""
+    try:
+        ahead = (read_number(said["beat"]) or 0.0) - time.time()
+        roles = _roles(parsed(said, "states"))
+        return Supervised(
+            alive=True, roles={name: replace(role, since=role.since - ahead) for name, role in roles.items()}
+        )
+    except (KeyError, TypeError, AttributeError):
+        return Supervised(alive=True, roles={})
+
+
+def _roles(data: Any) -> dict[str, KnownRole]:
+    return {name: KnownRole(**known) for name, known in data.items()}
+
+
+def is_alive(pid: int | None) -> bool:
     if pid is None:
         return False
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -16,14 +16,18 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 
-from streamrl.config import RunConfig
+from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.base import ServerKind
 from streamrl.engine import Completion, Request, StreamingEngine
 from streamrl.errors import Refused, StreamrlError, WeightsError
 from streamrl.http import HttpClient
 from streamrl.producers import tiny
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.producers.episodes import probe
+from streamrl.producers.episodes.known_models import renderer_of
+from streamrl.producers.episodes.template import TemplateRenderer
 from streamrl.producers.group.server import ServerEngine
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 
@@ -62,10 +66,14 @@ class Examination:
     """Examines one engine.
 
     `folder` is empty, for the model, the versions and the server's log. `heard` is called with every finding as it is
-    made. `engine` are further keys of the `engine` section.
+    made. `chat` is the model whose chat template is examined, the tiny one when None. `engine` are further keys of the
+    `engine` section.
     """
 
-    def __init__(self, kind: Kind, folder: Path, heard: Callable[[Finding], None], **engine: Any) -> None:
+    def __init__(
+        self, kind: Kind, folder: Path, heard: Callable[[Finding], None], chat: str | None = None, **engine: Any
+    ) -> None:
+        self._chat_model = chat or str(folder / "model")
         self._kind = kind
         self._folder = folder
         self._heard = heard
@@ -104,6 +112,7 @@ class Examination:
             "LoRA adapters": self._adapters,
             "metrics": self._metrics,
             "sleep and wake": self._sleep,
+            "chat": self._chat,
         }
         try:
             if await self._look("start", self._start, self.config.engine.start_deadline + 60):
@@ -285,6 +294,9 @@ class Examination:
         prompt = _prompt(9)
         return self._judge(await self._generate("woken", prompt, 16), prompt, 3)
 
+    async def _chat(self) -> str:
+        return await asyncio.to_thread(examine_chat, self._chat_model)
+
     async def _apply(self, number: int) -> None:
         version = await asyncio.to_thread(tiny.make_version, self._folder, number, self._weights[number])
         await self._running.apply(version)
@@ -296,6 +308,28 @@ class Examination:
         heard = asyncio.Event()
         task = group.create_task(self._generate("long", prompt, limit, listener=lambda *_: heard.set()))
         return task, heard
+
+
+def examine_chat(model: str, tool_format: str = "auto") -> str:
+    """Say how episodes extend the chats of a model, in words; `Refused` when some turns cannot be extended. Slow."""
+    tokenizer = Tokenizer.load(ModelConfig(path=model))
+    if not tokenizer.template:
+        return "no chat template"
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, special=True)
+
+    renderer = renderer_of(tokenizer, tool_format)
+    findings = probe.examine(renderer, decode)
+    said = ["prefix-stable" if findings.stable else "not prefix-stable, so episodes fork"]
+    if findings.why:
+        said.append(findings.why)
+    template = TemplateRenderer(tokenizer).render(probe.MESSAGES, probe.TOOLS)
+    if other := probe.first_difference(renderer.render(probe.MESSAGES, probe.TOOLS), template, decode):
+        said.append(f"its chat template, which servers use, differs from the renderer of episodes: {other}")
+    if findings.stable:
+        return "; ".join(said)
+    raise Refused("; ".join(said))
 
 
 def _prompt(seed: int, length: int = 24) -> list[int]:

@@ -2,7 +2,7 @@
 
 ```
 weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
-prompts        -> lease -> the samples that are missing -> Engine.generate -> emit     (one task a sample)
+prompts        -> lease -> the samples that are missing -> Sampler.sample -> emit      (one task a sample)
 engines        -> Membership -> EngineGroup.add, remove
 ```
 When its engine dies, the replica exits with an error, others take over its leases, and the supervisor starts it again.
@@ -20,20 +20,24 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
+from uuid import uuid4
 
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Engine
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrapped
 from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
+from streamrl.producers.episodes.journal import LedgerJournal
+from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.group.fleet import Fleet, life_seed
 from streamrl.producers.group.group import EngineGroup
 from streamrl.producers.group.pool import Source
 from streamrl.producers.meter import Meter
+from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
 from streamrl.weight_sync.follower import Follower
-from streamrl.wire import Prompt, Sample, decode, encode, pack_float32, pack_int32
+from streamrl.wire import Prompt, decode, encode
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
@@ -51,7 +55,7 @@ async def run_rollout(role: Role) -> None:
     died.
     """
     config = role.config
-    seed = life_seed(config.seed, role.name, _earlier_output(role))
+    seed = life_seed(config.seed, role.name, await _life(role))
     engine = make_engine(config, seed, role.run_dir, role.name, await role.ledgers.servers.enlisted())
     membership = None
     if isinstance(engine, EngineGroup):
@@ -75,10 +79,14 @@ async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-def _earlier_output(role: Role) -> int:
-    """Bytes of metrics of earlier lives. It grows with every life, because each writes some before it samples."""
-    path = role.run_dir / "metrics" / f"{role.name}.jsonl"
-    return path.stat().st_size if path.exists() else 0
+async def _life(role: Role) -> str:
+    """`0` for the first life of this replica, so that a run can be repeated; a nonce for any later one, on any host.
+
+    Its metrics tell of earlier lives too, in case Redis forgot them.
+    """
+    nonce = uuid4().hex
+    first = await role.ledgers.roles.first_life(role.name, nonce)
+    return "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
 
 
 def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
@@ -91,7 +99,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
         held: prompts held now.
         unopened: prompts whose missing samples are not known yet; each counts as a whole group.
         samples: samples that the others still miss.
-        slots: responses that the engine can decode at the same time; 0: it takes none now.
+        slots: samples that can be made at the same time; 0: it takes none now.
         group_size: samples of a whole group.
     """
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
@@ -106,7 +114,7 @@ class Replica:
         self._role = role
         self._config = config
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._sampler = sampler_of(config, engine, tokenizer, role.name)
         self._numbers = count()
         self._missing = 0
         self._opened = 0
@@ -141,10 +149,11 @@ class Replica:
             following = group.create_task(self._follower.run(ended))
             keeping = group.create_task(self._keep_servers())
             if await self._first_version():
-                meter = Meter(self._role, self._engine.load, self._weights)
+                meter = Meter(self._role, self._engine.load, self._figures)
                 metering = group.create_task(meter.run())
-                self._role.ready()
-                await self._leases.run(self._role.stop)
+                async with self._sampler:
+                    self._role.ready()
+                    await self._leases.run(self._role.stop)
                 metering.cancel()
             ended.set()
             following.cancel()
@@ -187,16 +196,17 @@ class Replica:
         held = self._leases.leased
         if self._is_stale():
             return held
-        capacity = self._engine.load().capacity
+        capacity = self._sampler.capacity(self._engine.load().capacity)
         return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.responses)
 
-    def _weights(self) -> dict[str, int | float]:
+    def _figures(self) -> dict[str, int | float]:
         follower = self._follower
         return {
             "weights_refused": follower.refused,
             "weights_fetched": follower.bytes_fetched,
             "fetch_seconds": round(follower.fetch_seconds, 4),
             "apply_seconds": round(follower.apply_seconds, 4),
+            **self._sampler.figures(),
         }
 
     def _is_stale(self) -> bool:
@@ -234,7 +244,7 @@ class Replica:
         greedy = not lease.ledger.evaluation and sample >= self._config.sampling.group_size
         for attempt in range(_ATTEMPTS):
             try:
-                payload = self._encode(await self._generate(lease, prompt, greedy), greedy)
+                payload = encode(await self._sampler.sample(self._order(lease, prompt, sample, greedy)))
             except Unreachable:
                 raise
             except (DataError, WireError) as error:
@@ -256,40 +266,13 @@ class Replica:
             )
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
-    async def _generate(self, lease: Lease, prompt: Prompt, greedy: bool) -> Completion:
-        tokens = prompt.token_ids
-        room = self._config.model.context - tokens.size
-        if room < 1:
-            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
-        request = Request(
+    def _order(self, lease: Lease, prompt: Prompt, sample: int, greedy: bool) -> SampleOrder:
+        return SampleOrder(
+            prompt,
             id=f"{self._role.name}-{next(self._numbers)}",
-            tokens=tokens,
-            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
-            temperature=0.0 if greedy else self._config.sampling.temperature,
             affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.group_id}",
-        )
-        limit = self._config.lease.max_hold
-        try:
-            async with asyncio.timeout(limit):
-                completion = await self._engine.generate(request)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no response within lease.max_hold ({limit:g} s)") from error
-        if completion.finish == "abort":
-            raise RuntimeError("the engine aborted the request")
-        return completion
-
-    def _encode(self, completion: Completion, greedy: bool) -> bytes:
-        return encode(
-            Sample(
-                tokens=pack_int32(completion.tokens),
-                logprobs=pack_float32(completion.logprobs),
-                runs=completion.runs,
-                finish=completion.finish,
-                text=self._tokenizer.decode(completion.tokens),
-                engine=self._role.name,
-                seconds=completion.seconds,
-                greedy=greedy,
-            )
+            greedy=greedy,
+            journal=LedgerJournal(lease, sample, self._leases.progressed),
         )
 
     async def _first_version(self) -> bool:

@@ -43,6 +43,17 @@ class Tokenizer:
                 f"no tokenizer in {name}: {reason}", "set model.path or model.tokenizer to a directory or a hub name"
             ) from error
 
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers, for what has to know more of it than texts and ids."""
+        return self._backend
+
+    @property
+    def template(self) -> str:
+        """Source of the chat template; empty when there is none."""
+        found = self._backend.chat_template or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
     def encode_texts(self, texts: Sequence[str]) -> list[Int32Array]:
         """Return the ids of plain prompts, with the special tokens that the model expects at their start."""
         return self._encode(texts, special=True)
@@ -56,16 +67,26 @@ class Tokenizer:
 
         `DataError`: the model has no chat template, or the template refuses the messages.
         """
-        texts = [self._render(messages) for messages in chats]
+        texts = [self.chat_text(messages) for messages in chats]
         return list(zip(texts, self._encode(texts, special=False), strict=True))
 
-    def decode(self, tokens: npt.ArrayLike) -> str:
-        """Return the text of sampled ids, without special tokens and without any tidying of spaces."""
+    def decode(self, tokens: npt.ArrayLike, *, special: bool = False) -> str:
+        """Return the text of sampled ids without any tidying of spaces; `special` tokens are left out unless asked."""
         ids = np.asarray(tokens).tolist()
-        text: str = self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        opened: bool = True,
+    ) -> str:
+        """Return a chat after the model's template; `opened`: with what begins the model's next turn.
+
+        `DataError`: the model has no chat template, or the template refuses the messages.
+        """
         from jinja2 import TemplateError
 
         if not self._backend.chat_template:
@@ -75,9 +96,12 @@ class Tokenizer:
             )
         try:
             text: str = self._backend.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=opened,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         return text
 

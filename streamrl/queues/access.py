@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -75,6 +76,11 @@ def connection_options(config: RedisConfig, url: str) -> tuple[dict[str, Any], t
         except (OSError, UnicodeDecodeError) as error:
             hint = "name a file that holds the password"
             raise ConfigError(f"redis.password_file {config.password_file}: {error}", hint) from error
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options and not os.access(options[name], os.R_OK):
+            raise ConfigError(
+                f"redis.url names {name}={options[name]}, which cannot be read here", "each host needs this file"
+            )
     options |= {
         "protocol": 3,
         "legacy_responses": False,
@@ -131,22 +137,24 @@ def is_denied(error: BaseException | None) -> bool:
     return False
 
 
-async def check_server(connection: AbstractConnection, url: str) -> None:
-    """Refuse a server that is too old, or that evicts data when it is full."""
+async def check_server(connection: AbstractConnection, url: str) -> int:
+    """Refuse a server that is too old, or that evicts data when it is full; returns its version, 0 if it hides it."""
     info = await ask(connection, "INFO", "server")
     version = re.search(rb"redis_version:(\d+)\.(\d+)", info if isinstance(info, bytes) else b"")
     if version is not None and (int(version[1]), int(version[2])) < MINIMUM:
         raise ConfigError(f"Redis at {url} is version {version[0].decode()}, 6.2 or later is needed")
+    major = int(version[1]) if version is not None else 0
     answer = await ask(connection, "CONFIG", "GET", "maxmemory-policy")
     if not isinstance(answer, dict):
         logger.info("cannot see maxmemory-policy", extra={"url": url})  # managed servers hide CONFIG
-        return
+        return major
     policy = answer.get(b"maxmemory-policy", b"noeviction")
     if policy != b"noeviction":
         raise ConfigError(
             f"Redis at {url} has maxmemory-policy {policy.decode()}: it would throw work away when it is full",
             "CONFIG SET maxmemory-policy noeviction",
         )
+    return major
 
 
 async def rewrite_append_only_file(connection: AbstractConnection, url: str) -> None:

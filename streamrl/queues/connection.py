@@ -31,7 +31,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from streamrl.config import RedisConfig
-from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.errors import UNKNOWN_NAME, ConfigError, StreamrlError, Unreachable
 from streamrl.queues.access import (
     Argument,
     ReplyError,
@@ -67,10 +67,23 @@ _CANNOT_WRITE: Final = "MISCONF"
 _LAST_PATIENCE: Final = 5.0
 """Seconds for which a process that is to end waits for a Redis that cannot write."""
 _WARN_SECONDS: Final = 5.0
+_ONLY_READ: Final = frozenset({"snapshot"})
+"""Scripts for people who may only look."""
+_KNOWS_READERS: Final = 7
+"""The first version of Redis with scripts and rights that only read."""
 _FATAL: Final = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+_ABSENT: Final = (
+    "is the server running, is its port open to this host, and is it `rediss://` with TLS, `redis://` without?"
+)
 _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
     _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
+    "CERTIFICATE_VERIFY_FAILED": (
+        "name the file of its authority with `?ssl_ca_certs=` in redis.url, and reach it by a name in its certificate;"
+        " the clock of this host counts too"
+    ),
+    # Redis-py keeps only the text of `getaddrinfo`: unknown, unknown for now, no address.
+    **dict.fromkeys(("Error -2 connecting", "Error -3 connecting", "Error -5 connecting"), UNKNOWN_NAME),
 }
 
 
@@ -152,6 +165,7 @@ class Connection:
         self._block_outage = Outage(config.patience)
         self._last_error = -math.inf
         self._checked = False
+        self._major = 0
         self._stale = False
         self._ended: BaseException | None = None
         self._leaving = False
@@ -165,7 +179,9 @@ class Connection:
         `redis.patience` seconds after the first failure. ConfigError: wrong password or permissions. ReplyError: Redis
         refused: a bug, or foreign keys.
         """
-        return await self._send(("EVALSHA", self._scripts[script], len(keys), *keys, *args))
+        only_reads = script in _ONLY_READ and self._major >= _KNOWS_READERS
+        run = "EVALSHA_RO" if only_reads else "EVALSHA"
+        return await self._send((run, self._scripts[script], len(keys), *keys, *args))
 
     async def read(self, *command: Argument) -> Any:
         """Send a command that may be repeated (a read, or one that sets an absolute value). Errors as in `call`."""
@@ -286,7 +302,7 @@ class Connection:
         self._connection = connection = self._kind(**self._options)
         await open_socket(connection)
         if not self._checked:
-            await check_server(connection, self._url)
+            self._major = await check_server(connection, self._url)
             self._checked = True
         # In one go: one after the other they would take longer than ROUND_TRIP where Redis is far away.
         loads = [pack(("SCRIPT", "LOAD", script.text)) for script in load_scripts().values()]
@@ -401,10 +417,10 @@ class Connection:
     def _unreachable(self, reason: str, seconds: float) -> Unreachable:
         hint = next((hint for code, hint in _HINTS.items() if code in reason), "")
         if not self._patience:
-            return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or "is the server running?")
+            return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or _ABSENT)
         return Unreachable(
             f"Redis at {self._url} did not serve a call for {seconds:.0f} s: {reason}",
-            hint or "is the server running? `redis.patience` is how long a role waits for it",
+            hint or f"{_ABSENT} `redis.patience` is how long a role waits for it",
         )
 
     async def close(self) -> None:

@@ -10,6 +10,8 @@ ALL_SAMPLES: Final = "*"
 """In an entry of `rollouts` in place of the number of a sample: all samples of the group, to be scored together."""
 BEAT_TTL: Final = 10.0
 """Seconds after which a silent role vanishes from the board."""
+SUPERVISOR: Final = "supervisor"
+"""Name of the supervisor among the roles that send heartbeats."""
 REWARD_FIGURES: Final = "rewards"
 """Field of a reward worker's heartbeat: JSON, figures by the name of the reward."""
 
@@ -32,8 +34,14 @@ class Keys:
         device_lock: hash: which learner asks for or has the devices that it shares with the engines, and until when.
         device_engines: sorted set of the engines that use the shared devices, by the end of their lease.
         roles: set of the names of all roles that ever wrote a heartbeat.
+        lives: hash of the replicas that ever started, each with the nonce of its first life.
         engines: hash of the engine servers that were added to the run or removed from it; `#` counts the added ones.
         servers: set of the names of all replicas that ever spoke of engine servers.
+        supervising: id of the one supervisor, with a time to live.
+        logs: set of the names of all roles whose last log lines are kept.
+        run_file: the configuration, for machines without the run directory.
+        run_digest: which rendered manifests it is of; empty: of none.
+        weights_token: the token of the weights for them; users who only look have no right to keys with `!`.
     """
 
     def __init__(self, run: str, *, evaluation: bool = False) -> None:
@@ -52,8 +60,14 @@ class Keys:
         self.device_lock = f"{self._run}turn"
         self.device_engines = f"{self._run}turn:engines"
         self.roles = f"{self._run}roles"
+        self.lives = f"{self._run}lives"
         self.engines = f"{self._run}engines"
         self.servers = f"{self._run}servers"
+        self.run_file = f"{self._run}run"
+        self.run_digest = f"{self._run}run-digest"
+        self.weights_token = f"{self._run}!weights-token"
+        self.supervising = f"{self._run}supervising"
+        self.logs = f"{self._run}logs"
 
     def group(self, group_id: int) -> str:
         return f"{self._space}group:{group_id}"
@@ -63,6 +77,18 @@ class Keys:
 
     def role(self, name: str) -> str:
         return f"{self._run}role:{name}"
+
+    def member(self, kind: str, index: int) -> str:
+        """Who has this number among the members of a role (`--index auto`)."""
+        return f"{self._run}member:{kind}:{index}"
+
+    def log(self, role: str) -> str:
+        """Stream of the last log lines of a role."""
+        return f"{self._run}log:{role}"
+
+    def asked(self, supervisor: str) -> str:
+        """Hash of what people asked of one start of the supervisor: `end`, `count:ROLE`."""
+        return f"{self._run}asked:{supervisor}"
 
     def server_report(self, replica: str) -> str:
         """Hash with a time to live: each engine server of a replica, as JSON."""

@@ -9,7 +9,8 @@ deaths first:
 * after `max_deliveries` deaths never again: it becomes a dead letter.
 
 A clean hand-back is no death. After a connection error no process takes over for one lease: everything looks expired
-then, and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed.
+then, and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed;
+`progressed` begins that time anew.
 
 ```
 loop            does                                                  waits for
@@ -81,9 +82,9 @@ class Leases:
         width: handlers at the same time; a function is asked each time, for work of unequal size. With several
             ledgers, each may exceed it by one.
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
-            lease is lost, exceeds `max_hold`, or the drain is over. An exception is logged and ends `run`: a handler
-            turns failures of the work into dead letters itself. Work that it leaves unsettled counts as one more
-            delivery; work that it ends with `NotNow` does not, and another process takes it.
+            lease is lost, makes no progress for `max_hold`, or the drain is over. An exception is logged and ends
+            `run`: a handler turns failures of the work into dead letters itself. Work that it leaves unsettled counts
+            as one more delivery; work that it ends with `NotNow` does not, and another process takes it.
         drain: seconds that work in flight gets after `stop`.
         first: the one of `ledgers` whose entries are taken first; None: no order.
     """
@@ -128,6 +129,15 @@ class Leases:
     def recount(self) -> None:
         """Ask the `width` function again at once, because some work within a lease has ended."""
         self._freed.set()
+
+    def progressed(self, lease: Lease) -> None:
+        """Count `max_hold` anew for a lease, because a part of its work is finished and durable.
+
+        An episode may take longer than any single answer; what hangs makes no progress.
+        """
+        work = self._leased.get((getattr(lease.ledger.keys, self.stage), lease.entry))
+        if work is not None:
+            work.since = asyncio.get_running_loop().time()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lease and handle work until `stop`; then wait up to `drain` seconds for it and hand the rest back.

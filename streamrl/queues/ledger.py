@@ -206,6 +206,29 @@ class Ledger:
         )
         return bool(reply == 1)
 
+    async def journal(self, lease: Lease, sample: int, number: int, payload: bytes) -> bool:
+        """Write one finished turn of a sample that is not emitted yet; a full Redis refuses before anything changes.
+
+        `number` is its place in the journal of the sample, from 0. The journal ends with the sample. False, without
+        effect: it is there already (also from a repeat), the turn before it is not, the sample has a payload or is
+        dead, the group is gone, or the lease was given to another process since.
+        """
+        return bool(await self.connection.call("journal", *self._journal(lease, sample, number, payload)))
+
+    async def read_journal(self, lease: Lease, sample: int) -> list[bytes]:
+        """The turns that `journal` wrote, also those of an earlier holder of the lease; none if the group is gone."""
+        group = self.keys.group(lease.group_id)
+        turns: list[bytes] = await self.connection.call("read_journal", [group], [lease.attempt, sample])
+        return turns
+
+    async def forget_journal(self, lease: Lease, sample: int) -> bool:
+        """Empty the journal of a sample, whose episode begins again. False, without effect: as in `journal`."""
+        return bool(await self.connection.call("forget_journal", *self._journal(lease, sample)))
+
+    def _journal(self, lease: Lease, sample: int, *more: Argument) -> tuple[list[str], list[Argument]]:
+        names = [self.keys.group(lease.group_id), self.keys.prompts]
+        return names, [lease.entry, lease.attempt, lease.deliveries, sample, *more]
+
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
         """One response cannot be generated: the sample dies. False: it has a payload or is dead already."""
         return await self._fail("generate", lease, sample, why, detail)

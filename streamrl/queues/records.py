@@ -169,6 +169,7 @@ def group_trace(group_id: int, reply: Mapping[bytes, bytes]) -> dict[str, Any]:
         "payloads": _numbered(known, b"s"),
         "scores": _numbered(known, b"r"),
         "causes": {k: text(why) for k, why in _numbered(known, b"x").items()},
+        "journaled": {k: int(count) for k, count in _numbered(known, b"j").items()},
     }
 
 

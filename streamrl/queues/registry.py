@@ -30,6 +30,10 @@ class RoleRegistry:
         keys = [self._keys.role(name), self._keys.roles]
         await self._connection.call("beat", keys, [name, int(ttl * 1000), *flat])
 
+    async def first_life(self, name: str, nonce: str) -> bool:
+        """Whether this process, known by its nonce, is the first of the role in the run, on whatever host."""
+        return bool(await self._connection.call("first_life", [self._keys.lives], [name, nonce]))
+
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Fields of living roles whose names begin with `prefix`."""
         found = await _living(self._connection, self._keys.roles, self._keys.role, prefix)

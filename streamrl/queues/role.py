@@ -42,6 +42,7 @@ class Role:
     ledgers: Ledgers
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     status: dict[str, int | float | str] = field(default_factory=dict)
+    last_record: dict[str, Any] = field(default_factory=dict)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _records: int | None = None
     _torn: bool = False
@@ -63,6 +64,7 @@ class Role:
         One write per line, so a kill leaves no half line; numbers that are not finite become null. Safe from any
         thread. On a full disk the line is lost, with a warning, because the role matters more.
         """
+        self.last_record = line
         data = {"at": 0.0, "mono": 0.0, **line} | {"at": time.time(), "mono": time.monotonic()}
         try:
             if self._records is None:

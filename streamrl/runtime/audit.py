@@ -197,6 +197,7 @@ async def structural_faults(ledger: Ledger) -> list[str]:
     * some sample has neither payload nor cause of death: exactly then the group has one entry in `prompts`,
     * a sample has a payload and neither score nor cause of death: exactly then it has one entry in `rollouts`; a group
       that is scored whole has one for all of them, when none is left to generate,
+    * a sample with a journal has neither payload nor cause of death,
     * every sample has a score or a cause of death: exactly then the group is closed and has one entry in `scored`,
     * every delivered entry is pending with a consumer, and every pending entry is in its stream.
 
@@ -294,7 +295,7 @@ def _breaches(
     closed: bool,
 ) -> list[str]:
     size = values["n"]
-    has: dict[str, set[int]] = {letter: set() for letter in "srx"}
+    has: dict[str, set[int]] = {letter: set() for letter in "srxj"}
     for name in names:
         letter, colon, number = name.partition(":")
         if colon and letter in has and number.isdecimal() and int(number) < size:
@@ -311,6 +312,9 @@ def _breaches(
         faults.append(
             f"group {group_id}: samples {sorted(unscored)} wait for a score, {sorted(samples)} are in rollouts"
         )
+    ended = has["j"] & (has["s"] | has["x"])
+    if ended:
+        faults.append(f"group {group_id}: samples {sorted(ended)} have ended and still have a journal")
     if has["r"] & has["x"]:
         faults.append(f"group {group_id}: samples {sorted(has['r'] & has['x'])} have a score and are dead")
     if waiting != (counts["todo"] > 0):

@@ -39,6 +39,13 @@ class StateChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleGone:
+    """A role was taken out of the run, and has ended."""
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """One line of a role's log, a JSON object without its newline; `tail`: shown again because the role died."""
 
@@ -70,7 +77,7 @@ class Notice:
     hint: str = ""
 
 
-Event: TypeAlias = StateChanged | LogLine | LinesDropped | DrainStage | Notice
+Event: TypeAlias = StateChanged | RoleGone | LogLine | LinesDropped | DrainStage | Notice
 OnEvent: TypeAlias = Callable[[Event], None]
 
 

@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +18,10 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
 from streamrl.queues import embedded
-from streamrl.runfile import RUNS, LoadedConfig, read_saved, save
-from streamrl.runtime.plan import RENDEZVOUS, plan
+from streamrl.queues.supervision import Published
+from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, parse_saved, read_saved, save
+from streamrl.runtime.placement.local import RENDEZVOUS
+from streamrl.runtime.plan import plan
 from streamrl.runtime.preflight import Check, preflight
 from streamrl.weight_sync.files import make_token, memory_of, release_memory
 
@@ -41,7 +44,7 @@ FIXED: Final = (
 )
 """Values that a run keeps for life: ledger, data order, checkpoints and waiting groups depend on them."""
 
-_OURS: Final = frozenset({"logs", "metrics", "checkpoints", "run.json.draft", "run.draft", "supervisor.lock"})
+_OURS: Final = frozenset({"logs", "metrics", "checkpoints", "supervisor.lock"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,17 @@ class PreparedRun:
 
 
 def prepare_run(
-    loaded: LoadedConfig, run_dir: Path | None = None, *, fresh: bool = False, resume: bool = False
+    loaded: LoadedConfig,
+    run_dir: Path | None = None,
+    *,
+    fresh: bool = False,
+    resume: bool = False,
+    published: Published | None = None,
 ) -> PreparedRun:
     """Check everything, then make or resume the run directory, and write `run.json`.
 
-    A directory that holds a run is resumed, or with `fresh` moved to `DIR.old-TIME`. A repeat does no harm. Refused:
+    A directory that holds a run is resumed, or with `fresh` moved to `DIR.old-TIME`. A repeat does no harm. What the
+    run has `published` before is compared as a directory is, and its token is kept. Refused:
     the run is running. ConfigError: keys that the run must keep have changed, or the preflight failed. UsageError: both
     flags, or `resume` without a run.
     """
@@ -75,9 +84,11 @@ def prepare_run(
         raise UsageError(f"--fresh would put {recording} aside", "train it in a directory of its own: --run DIR")
     if resume and not there:
         raise UsageError(f"there is no run in {folder} to resume", "leave out --resume to start one")
-    if folder.exists() and not there and any(path.name not in _OURS for path in folder.iterdir()):
+    if folder.exists() and not there and not all(map(_is_ours, folder.iterdir())):
         raise CannotCreate(f"{folder} is not empty and holds no run", "name another directory with --run, or remove it")
     changed = _changed(config, folder) if there and not fresh else ()
+    if published is not None and not fresh:
+        _expect_published(config, published)
     checks = tuple(preflight(config, folder))
     put_aside = None
     with writing(inside=folder):
@@ -88,35 +99,63 @@ def prepare_run(
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
     if config.weights.pulled:
-        make_token(folder)  # here, so that no replica waits for the learner to write it
+        # here, so that no replica waits for the learner to write it
+        make_token(folder, published.weights_token if published is not None else None)
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an earlier start may have left it, before it wrote `run.json`."""
+    return path.name in _OURS or path.suffix == ".draft"
 
 
 def describe(config: RunConfig, run_dir: Path) -> list[str]:
     lines = []
     for unit in plan(config, run_dir):
         for position, name in enumerate(unit.processes):
-            command = unit.command(position, "START")
-            env = " ".join(f"{key}={value}" for key, value in sorted(command.env.items()) if "SUPERVISOR" not in key)
-            lines.append(f"{name}: {env} {' '.join(command.argv)}")
+            command = unit.command(position)
+            env = " ".join(f"{key}={value}" for key, value in sorted(command.env.items()))
+            lines.append(f"{name}: {env} {sys.executable} {' '.join(command.arguments)}")
     return lines
 
 
 def _changed(config: RunConfig, folder: Path) -> tuple[str, ...]:
     """Dotted keys whose values differ from the run's; raises for those that it must keep."""
-    before, now = read_saved(folder / "run.json").config, config
-    differ = tuple(sorted(_differences(before.model_dump(mode="json"), now.model_dump(mode="json"))))
-    kept = [key for key in differ if key in FIXED]
-    if kept:
-        values = ", ".join(f"{key} was {_value(before, key)!r} and is {_value(now, key)!r}" for key in kept)
+    before = read_saved(folder / "run.json").config
+    differ = tuple(_differences(before, config))
+    if values := _broken(before, config, FIXED):
         raise ConfigError(f"{folder} has a run with other values: {values}", "--fresh starts anew, --run DIR elsewhere")
     return differ
 
 
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+def _expect_published(config: RunConfig, published: Published) -> None:
+    """Raise ConfigError if the run in Redis is not one that this configuration goes on with."""
+    before = parse_saved(published.run_file, f"the run file of {config.name} in Redis").config
+    # How Redis is reached may differ from host to host.
+    if values := _broken(before, config, [key for key in FIXED if key != "redis.url"]):
+        raise ConfigError(f"Redis has run {config.name} with other values: {values}", "give this run another name")
+    if published.digest and published.digest == os.environ.get(RUN_DIGEST) and _differences(before, config):
+        keys = ", ".join(_differences(before, config))
+        raise ConfigError(
+            f"the manifests were rendered before {keys} changed, so roles would not wait for the new values",
+            "render and apply them again",
+        )
+
+
+def _broken(before: RunConfig, now: RunConfig, kept: Sequence[str]) -> str:
+    """The values of a run that must not differ and do, in words."""
+    keys = [key for key in _differences(before, now) if key in kept]
+    return ", ".join(f"{key} was {_value(before, key)!r} and is {_value(now, key)!r}" for key in keys)
+
+
+def _differences(before: RunConfig, now: RunConfig) -> list[str]:
+    return sorted(_walk(before.model_dump(mode="json"), now.model_dump(mode="json")))
+
+
+def _walk(before: Any, now: Any, key: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {*before, *now}:
-            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+            yield from _walk(before.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif before != now:
         yield key
 
@@ -158,6 +197,20 @@ def supervisor_lock(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def supervising_pid(run_dir: Path) -> int | None:
+    """The process on this machine that supervises a run, from its first moment on; None if there is none."""
+    path = run_dir / "supervisor.lock"
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError):
+            return int(orjson.loads(path.read_bytes())["pid"])
+    except OSError:
+        pass  # no run, or not ours to look at
+    return None
 
 
 def _holder(path: Path) -> str:

@@ -86,7 +86,9 @@ class _JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"at": record.created, "role": self._role, "event": record.getMessage()}
         line |= {"level": record.levelname.lower(), "logger": record.name}
-        extras = {name: value for name, value in record.__dict__.items() if name not in _ATTRIBUTES}
+        given = record.__dict__.items()
+        # Ray adds names with an underscore to every record of its process.
+        extras = {name: value for name, value in given if name not in _ATTRIBUTES and name[:1] != "_"}
         line |= {f"{name}_" if name in RECORD_FIELDS else name: value for name, value in extras.items()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -15,10 +15,11 @@ from streamrl.consumers.calls import ScoringFailed
 from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import StreamrlError, unwrapped
+from streamrl.errors import DataError, DeadlineExceeded, StreamrlError, unwrapped
 from streamrl.producers.dataset import PromptLimits, load_prompts
-from streamrl.producers.engines import Engine, Request
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.producers.episodes.sampler import EpisodeFailed, sampler_of
+from streamrl.producers.sampler import SampleOrder, Sampler
 from streamrl.producers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
 
     Responses are sampled at the run's temperature with transformers in this process, whatever engine the run had: its
     servers have ended or belong to others. Runs whose rewards cannot measure it then are refused at their start. A
-    response whose reward fails does not count; StreamrlError if none could be scored.
+    response that fails, or whose reward fails, does not count; StreamrlError if none could be scored.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
@@ -55,7 +56,8 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
                 open_scorer(config, RewardContext(config, run_dir, models)) as scorer,
             ):
                 patient, progress = PatientScorer(scorer, config.lease), partial(on_progress, label)
-                values = await _scores(config, engine, tokenizer, patient, prompts, on_progress=progress)
+                async with sampler_of(config, engine, tokenizer) as sampler:
+                    values = await _scores(config, sampler, patient, prompts, on_progress=progress)
     finally:
         await engine.close()
     if not values:
@@ -65,37 +67,30 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
 
 async def _scores(
     config: RunConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
+    sampler: Sampler,
     scorer: PatientScorer,
     prompts: Sequence[wire.Prompt],
     *,
     on_progress: Callable[[int, int], None],
 ) -> list[float]:
     # Enough to keep every slot busy while finished responses are scored.
-    room = asyncio.Semaphore(2 * config.engine.slots)
+    room = asyncio.Semaphore(2 * sampler.capacity(config.engine.slots))
     total = len(prompts) * config.evaluation.samples
     values: list[float] = []
     done = 0
 
+    async def scored(number: int, prompt: wire.Prompt) -> wire.SampleScore | ScoringFailed:
+        try:
+            sample = await sampler.sample(SampleOrder(prompt, id=f"measure-{number}"))
+        except (EpisodeFailed, DataError, DeadlineExceeded) as error:
+            return ScoringFailed(error.message)
+        (score,) = await scorer.score_group([RewardSample.of(prompt, sample)])
+        return score
+
     async def one(number: int, prompt: wire.Prompt) -> None:
         nonlocal done
         async with room:
-            request = Request(
-                id=f"measure-{number}",
-                tokens=prompt.token_ids,
-                max_new_tokens=config.sampling.max_new_tokens,
-                temperature=config.sampling.temperature,
-            )
-            completion = await engine.generate(request)
-            sample = wire.Sample(
-                tokens=wire.pack_int32(completion.tokens),
-                logprobs=wire.pack_float32(completion.logprobs),
-                runs=completion.runs,
-                finish=completion.finish,
-                text=tokenizer.decode(completion.tokens),
-            )
-            (score,) = await scorer.score_group([RewardSample.of(prompt, sample)])
+            score = await scored(number, prompt)
             if isinstance(score, ScoringFailed):
                 logger.warning("held-out response not scored", extra={"line": prompt.line, "why": score.message})
             else:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
-from streamrl.queues import embedded
-from streamrl.queues.embedded import STARTER
-from streamrl.runtime.process import RoleCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,36 +22,31 @@ class RoleKind:
     finishes: bool = False
     # Its end is the end of the run.
     ends_run: bool = False
+    # Members come and go while the run goes on (`streamrl scale`).
+    scales: bool = False
 
 
 ROLE_KINDS: Final = {
     "feeder": RoleKind(drain_share=0.05, finishes=True),
     "player": RoleKind(),  # in the place of a feeder
-    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.3),  # for the first version of the weights
-    "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2),
-    REWARD_MODEL: RoleKind(drain_share=0.05),
+    # It waits for the first version of the weights.
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.3, scales=True),
+    "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2, scales=True),
+    REWARD_MODEL: RoleKind(drain_share=0.05, scales=True),
     "learner": RoleKind(drain_share=0.35, finishes=True, ends_run=True),
     "recorder": RoleKind(finishes=True, ends_run=True),  # in the place of a learner
     "redis": RoleKind(frozenset(), 0.05),
 }
 """In the order of the drain, which is the order of the data; Redis last."""
 
-RENDEZVOUS: Final = "rendezvous"
-"""Directory in the run's where the ranks of a learner find each other, one file for each start."""
-
 
 @dataclass(frozen=True, slots=True)
-class Checkup:
-    """Health checks for a process that sends no heartbeats (Redis).
+class RoleCommand:
+    """What runs a role on any host: arguments of its Python, variables that are added to its environment."""
 
-    `ready` returns when it can work. `answers` is asked once a second from then on: after `silence` seconds without an
-    answer the process is killed, and `describe(pid)` goes to the log.
-    """
-
-    ready: Callable[[], Awaitable[None]]
-    answers: Callable[[], Awaitable[bool]]
-    silence: float
-    describe: Callable[[int], Mapping[str, str]]
+    arguments: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +55,11 @@ class UnitSpec:
 
     kind: str
     processes: tuple[str, ...]
-    # Command of the process at a position; the token is new for each start, and the ranks of a start meet by it.
-    command: Callable[[int, str], RoleCommand]
+    # Command of the process at a position.
+    command: Callable[[int], RoleCommand]
     finishes: bool = False
-    # None: the processes send heartbeats.
-    checkup: Checkup | None = None
+    # False: it is asked for its health (checkup.py).
+    heartbeats: bool = True
     # Time to be ready, if longer than supervisor.start_deadline.
     start_seconds: float = 0.0
     # Kinds that must be ready before the first start.
@@ -80,6 +70,11 @@ class UnitSpec:
     @property
     def name(self) -> str:
         return self.processes[0] if len(self.processes) == 1 else self.kind
+
+    @property
+    def group(self) -> str:
+        """Name of all members of its role: `rollout`, `reward_model.NAME`."""
+        return self.processes[0].rpartition(".")[0] or self.kind
 
 
 def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
@@ -94,10 +89,11 @@ def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
 
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
     """The units of a run; those on the way to the first sampled token come first."""
-    units = [] if config.redis.url is not None else [_redis(config, run_dir)]
+    own_redis = UnitSpec("redis", ("redis",), lambda _: _command(run_dir, "redis"), heartbeats=False)
+    units = [own_redis] if config.redis.url is None else []
     for kind, count in processes(config).items():
         places: list[Sequence[int]] = [range(count)] if kind == "learner" else [[index] for index in range(count)]
-        units += [_unit(config, run_dir, kind, indices) for indices in places]
+        units += [unit_of(config, run_dir, kind, indices) for indices in places]
     return units
 
 
@@ -117,27 +113,13 @@ def role_names(config: RunConfig) -> list[str]:
     return redis + [f"{kind}.{index}" for kind, count in processes(config).items() for index in range(count)]
 
 
-def _redis(config: RunConfig, run_dir: Path) -> UnitSpec:
-    async def ready() -> None:
-        await embedded.wait_ready(run_dir, config.supervisor.start_deadline)
+def unit_of(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -> UnitSpec:
+    """A unit of a role: one member of it, or all ranks of the learner."""
 
-    def command(_position: int, _token: str) -> RoleCommand:
-        return _command(run_dir, "redis", 0, {})
-
-    checkup = Checkup(
-        ready=ready,
-        answers=partial(embedded.answers, run_dir),
-        silence=min(config.supervisor.liveness_deadline, config.redis.patience / 2),  # the roles survive the outage
-        describe=partial(embedded.describe, run_dir),
-    )
-    return UnitSpec("redis", ("redis",), command, checkup=checkup)
-
-
-def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -> UnitSpec:
-    def command(position: int, token: str) -> RoleCommand:
+    def command(position: int) -> RoleCommand:
         env = threads(config, kind)
         if kind == "learner":
-            env |= _rank(position, len(indices), run_dir, token)
+            env |= {"RANK": str(position), "LOCAL_RANK": str(position), "WORLD_SIZE": str(len(indices))}
         return _command(run_dir, kind, indices[position], env)
 
     names = tuple(f"{kind}.{index}" for index in indices)
@@ -154,19 +136,21 @@ def _unit(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int]) -
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
-    """A replica is ready when its first server has the weights; a learner when it has its devices."""
-    if kind == "learner" and config.rollout.placement == "colocated":
-        return config.supervisor.start_deadline + config.turn_deadline
+    """A replica is ready when its first server has the weights; a learner when it has its devices and checkpoint."""
+    if kind == "learner":
+        devices = config.turn_deadline if config.rollout.placement == "colocated" else 0.0
+        fetch = config.checkpoint.deadline if config.checkpoint.store is not None else 0.0
+        return config.supervisor.start_deadline + devices + fetch if devices or fetch else 0.0
     if kind.startswith(f"{REWARD_MODEL}."):
         return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
     serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)
     return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
 
 
-def _command(run_dir: Path, kind: str, index: int, env: dict[str, str]) -> RoleCommand:
+def _command(run_dir: Path, kind: str, index: int = 0, env: Mapping[str, str] = MappingProxyType({})) -> RoleCommand:
     # -P: the working directory must not shadow installed modules (a user's `redis/` or `queue.py`).
-    argv = (sys.executable, "-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
-    return RoleCommand(argv, {"PYTHONUNBUFFERED": "1", STARTER: str(os.getpid()), **env})
+    arguments = ("-P", "-m", "streamrl.runtime", kind, str(index), str(run_dir))
+    return RoleCommand(arguments, {"PYTHONUNBUFFERED": "1", **env})
 
 
 def threads(config: RunConfig, kind: str) -> dict[str, str]:
@@ -180,12 +164,4 @@ def threads(config: RunConfig, kind: str) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if wanted is not None:
         env |= {f"{library}_NUM_THREADS": str(wanted) for library in ("OMP", "MKL", "OPENBLAS")}
-    return env
-
-
-def _rank(rank: int, world: int, run_dir: Path, token: str) -> dict[str, str]:
-    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    if world > 1:
-        # A file store needs an unused file: a rank of a dead group may still hold the old one.
-        env["STREAMRL_RENDEZVOUS"] = f"file://{run_dir.resolve() / RENDEZVOUS / token}"
     return env

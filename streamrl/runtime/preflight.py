@@ -21,8 +21,19 @@ from streamrl.config.base import ServerKind
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
-from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, Unreachable, need_packages
+from streamrl.errors import (
+    UNKNOWN_NAME,
+    CannotCreate,
+    ConfigError,
+    DataError,
+    StreamrlError,
+    Unreachable,
+    need_packages,
+)
+from streamrl.producers.episodes.known_models import renderer_of
+from streamrl.producers.episodes.sampler import episode_of
 from streamrl.producers.player import check_recording
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
@@ -30,6 +41,7 @@ from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory,
 from streamrl.runtime.model_checks import look_at_models
 from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
+from streamrl.store import run_store
 
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _DEADLINE: Final = 10.0
@@ -46,16 +58,18 @@ class Check:
 
 
 def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
-    """In the order of the roles; nothing is started or written."""
+    """In the order of the roles; nothing is started, and nothing written but a probe to stores, which is removed."""
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
         "model": lambda: look_at_models(config),
-        "data": lambda: _data(config),
+        "data": lambda: look_at_data(config),
+        **({"episode": lambda: look_at_episode(config)} if config.episode.kind else {}),
         "rewards": lambda: _rewards(config),
         "reward models": lambda: look_at_reward_models(config),
         "engine": lambda: look_at_engine(config),
         "weights": lambda: look_at_way(config),
+        "stores": lambda: look_at_stores(config),
         "disk": lambda: look_at_disk(config, run_dir),
         "shared memory": lambda: look_at_shared_memory(config),
         "memory": lambda: look_at_memory(config, model_bytes(config, "float32")),
@@ -64,6 +78,7 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}
         del looks["engine"], looks["reward models"]
+        looks.pop("episode", None)
     checks = []
     for name, look in looks.items():
         try:
@@ -100,7 +115,7 @@ async def _reach(config: RedisConfig, url: str) -> None:
         pass
 
 
-def _data(config: RunConfig) -> str:
+def look_at_data(config: RunConfig) -> str:
     for file in _files(config):
         _first_prompt(file)
     return ", ".join(map(str, _files(config)))
@@ -144,6 +159,14 @@ def _rewards(config: RunConfig) -> str:
     if config.recording.mode != "read":
         _check_columns(rewards, config)
     return ", ".join(reward.name for reward in rewards)
+
+
+def look_at_episode(config: RunConfig) -> str:
+    """The code of the episodes is imported and built, and the tokenizer has a chat template."""
+    episode = episode_of(config)
+    renderer = renderer_of(Tokenizer.load(config.model), config.episode.tool_format)
+    forks = "" if renderer.prefix_stable else ", forks at turns that the chat template changes afterwards"
+    return f"{config.episode.kind}: {type(episode).__name__}{forks}"
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
@@ -246,6 +269,7 @@ def _answers(engine: EngineConfig, url: str) -> str:
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         hint = f"start it, or leave out engine.url to let streamrl start {engine.kind} servers"
+        hint = UNKNOWN_NAME if isinstance(error, socket.gaierror) else hint
         raise Unreachable(f"no server answers at {url}: {error or type(error).__name__}", hint) from error
     finally:
         connection.close()
@@ -267,6 +291,17 @@ def look_at_way(config: RunConfig) -> str:
         raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
     deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
     return f"{weights.transport}, {weights.dtype}{deltas}"
+
+
+def look_at_stores(config: RunConfig) -> str:
+    """Write a small file to each store of the run and remove it."""
+    archive = config.archive.store if config.archive.enabled else None
+    found = []
+    for key, url in {"checkpoint.store": config.checkpoint.store, "archive.store": archive}.items():
+        if (store := run_store(url, config, key)) is not None:
+            store.probe()
+            found.append(store.url)
+    return ", ".join(found) or "none"
 
 
 def _bindable(host: str, port: int) -> None:

@@ -26,7 +26,7 @@ from streamrl.isolation import lifeline
 from streamrl.queues import embedded
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
-from streamrl.runtime.process import StatusPipe
+from streamrl.runtime.status_pipe import StatusPipe
 from streamrl.weight_sync.files import allow_many_files
 
 if TYPE_CHECKING:
@@ -59,30 +59,30 @@ Runner: TypeAlias = "Callable[[Role], Awaitable[None]]"
 _BEAT: Final = 1.0
 
 
-def run(kind: str, index: int, run_dir: Path) -> NoReturn:
-    """Run one role, and end the process with its exit code.
+def run(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False) -> NoReturn:
+    """Run one role, and end the process with its exit code. `index` None: the first free one.
 
+    `until_finished`: one that was stopped before the run was finished ends with the code of the signal, not with 0.
     It does not wait for threads: a reward that hangs, or a collective without peers, must not delay the end.
     """
     if kind == "redis":
         code = _become_redis(run_dir)
     else:
-        code = asyncio.Runner().run(serve(kind, index, run_dir))
+        code = asyncio.Runner().run(serve(kind, index, run_dir, until_finished=until_finished))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
+async def serve(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False) -> ExitCode:
     """Run one role until it is finished, stopped or failed, and return the exit code of its process.
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
     logging, signals and the lifeline.
     """
-    name = f"{kind}.{index}"
     status = StatusPipe()
-    log_as_json(name)
+    log_as_json(kind if index is None else f"{kind}.{index}")
     allow_many_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -91,18 +91,30 @@ async def serve(kind: str, index: int, run_dir: Path) -> ExitCode:
     try:
         config = read_saved(run_dir / "run.json").config
         supervised = lifeline.hold(config.supervisor.term_grace)
-        runner = _runner(name, config)
+        runner = _runner(kind, index, config)
         if not supervised or await _own_redis_answers(config, run_dir, stop):
-            from streamrl.queues import open_role  # not needed by the process that becomes Redis
+            async with contextlib.AsyncExitStack() as opened:
+                # not needed by the process that becomes Redis
+                from streamrl.queues import open_role
+                from streamrl.queues.member_index import claimed_index
 
-            async with open_role(name, config, run_dir, stop) as role:
+                if index is None:
+                    index = await opened.enter_async_context(claimed_index(kind, config, run_dir))
+                    log_as_json(f"{kind}.{index}")
+                role = await opened.enter_async_context(open_role(f"{kind}.{index}", config, run_dir, stop))
                 await _live(role, runner, status)
     except asyncio.CancelledError:
         return signals.code
     except Exception as error:  # noqa: BLE001 (turned into words and an exit code)
         return _verdict(error, status)
     logger.info("role ended")
-    return ExitCode.OK
+    return signals.code if until_finished and stop.is_set() and not _is_finished(run_dir) else ExitCode.OK
+
+
+def _is_finished(run_dir: Path) -> bool:
+    from streamrl.learner.ending import FINISHED_FILE  # not needed by most roles
+
+    return (run_dir / FINISHED_FILE).exists()
 
 
 async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Event) -> bool:
@@ -122,11 +134,15 @@ async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Eve
 
 
 async def _live(role: Role, runner: Runner, status: StatusPipe) -> None:
-    pulse = asyncio.create_task(_pulse(role, status))
-    try:
-        await runner(role)
-    finally:
-        pulse.cancel()
+    from streamrl.runtime.health import serve_health  # not needed by the process that becomes Redis
+
+    async with serve_health(role, role.config.health) as url:
+        role.status["health"] = url
+        pulse = asyncio.create_task(_pulse(role, status))
+        try:
+            await runner(role)
+        finally:
+            pulse.cancel()
 
 
 async def _pulse(role: Role, status: StatusPipe) -> None:
@@ -138,13 +154,13 @@ async def _pulse(role: Role, status: StatusPipe) -> None:
         await asyncio.sleep(_BEAT)
 
 
-def _runner(name: str, config: RunConfig) -> Runner:
+def _runner(kind: str, index: int | None, config: RunConfig) -> Runner:
     """Import the coroutine of a role; roles without torch must not load it."""
-    kind, index = name.partition(".")[0], name.rpartition(".")[2]
+    kind = kind.partition(".")[0]
     if kind not in _RUNNERS:
         raise UsageError(f"there is no role {kind}", f"roles: {', '.join(_RUNNERS)}")
     if kind == "learner":
-        for variable, value in (("RANK", index), ("LOCAL_RANK", index), ("WORLD_SIZE", config.learner.ranks)):
+        for variable, value in (("RANK", index or 0), ("LOCAL_RANK", index or 0), ("WORLD_SIZE", config.learner.ranks)):
             os.environ.setdefault(variable, str(value))
     module, attribute = _RUNNERS[kind]
     served = kind == "rollout" and (config.engine.kind != "hf" or bool(config.engine.url))

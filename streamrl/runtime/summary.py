@@ -2,7 +2,7 @@
 
 The figures are measured, not remembered: accuracies by sampling the first and the last weights again on the same
 held-out prompts, counts of groups by the audit, times from the intervals the roles wrote down while they worked, on the
-monotonic clock that all roles of one machine share.
+monotonic clock that all roles of one machine share. Those of other machines are brought to it by their wall clocks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CURVE_FILE: Final = "curve.png"
 _ACCURACY: Final = "#0b7a4b"
 _REWARD: Final = "#7aa6c2"
 _ROOM: Final = 0.1  # of the height, for a label
+_SAME_CLOCK: Final = 1.0
+"""Seconds that wall clock and monotonic clock of one machine drift apart in a run, at most."""
 _MEASURING_SEED: Final = 0x5EED
 """Added to the seed of the run, so that no response is measured with the random numbers of the training."""
 
@@ -85,7 +87,7 @@ def summarize(
 ) -> dict[str, Any]:
     """The content of `summary.json`. Fractions are of `train_seconds`, the share is of all sampled tokens."""
     seconds = learner.train_seconds
-    rollouts = read_rollouts(run_dir, learner.spans)
+    rollouts = read_rollouts(run_dir, learner)
     samples = sum(line.get("samples", line["groups"] * config.sampling.group_size) for line in learner.steps.values())
     stale_tokens = sum(learner.staleness.values())
     staleness = sum(age * tokens for age, tokens in learner.staleness.items())
@@ -189,12 +191,14 @@ class LearnerFigures:
         spans: for each learner of the run, from its first groups to the end of its last step; ascending.
         busy: intervals of computing within the spans, ascending and apart.
         staleness: trained tokens by age in steps.
+        clock: wall clock less monotonic clock, in seconds.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     spans: list[Interval] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
+    clock: float = 0.0
 
     @property
     def train_seconds(self) -> float:
@@ -218,6 +222,7 @@ def read_learner(run_dir: Path) -> LearnerFigures:
         if "loss" not in line or "step" not in line:
             continue
         figures.steps[int(line["step"])] = line
+        figures.clock = line["at"] - line["mono"]
         # A line is written at the end of its step, and its step began that much earlier: the first one with the
         # first groups. Loading and the first version come before that, and do not count as training.
         began = line["mono"] - line["step_seconds"]
@@ -278,24 +283,31 @@ class RolloutFigures:
         return self.idle_seconds / self.covered_seconds if self.covered_seconds else 0.0
 
 
-def read_rollouts(run_dir: Path, spans: Sequence[Interval]) -> RolloutFigures:
-    """Idle time is counted within `spans` (the learner's) only."""
+def read_rollouts(run_dir: Path, learner: LearnerFigures) -> RolloutFigures:
+    """Idle time is counted within the spans of the learner only."""
     figures = RolloutFigures()
     for path in sorted((run_dir / "metrics").glob("rollout.*.jsonl")):
         lines = [line for line in Tail(path).read() if "idle_seconds" in line]
         for line in lines:
-            figures.ticks.extend((float(at), int(tokens)) for at, tokens in line.get("timeline", ()))
+            shift = _shift(line, learner.clock)
+            figures.ticks.extend((float(at) + shift, int(tokens)) for at, tokens in line.get("timeline", ()))
         if len(lines) < 2:
             continue
-        at = np.asarray([line["mono"] for line in lines], dtype=np.float64)
+        at = np.asarray([line["mono"] + _shift(line, learner.clock) for line in lines], dtype=np.float64)
         idle = np.diff(np.asarray([line["idle_seconds"] for line in lines], dtype=np.float64))
         seconds = np.diff(at)
         # A count that falls is another process of the same replica, which counts from 0.
         same = (idle >= 0) & (seconds > 0)
-        covered = overlap(at[:-1], at[1:], spans)[same]
+        covered = overlap(at[:-1], at[1:], learner.spans)[same]
         figures.covered_seconds += float(covered.sum())
         figures.idle_seconds += float((covered * np.minimum(1.0, idle[same] / seconds[same])).sum())
     return figures
+
+
+def _shift(line: Mapping[str, Any], clock: float) -> float:
+    """Seconds from the monotonic clock of a line to the learner's; on one machine both are the same clock."""
+    shift = float(line["at"] - line["mono"]) - clock
+    return shift if abs(shift) > _SAME_CLOCK else 0.0
 
 
 def share_within(ticks: Sequence[tuple[float, int]], busy: Sequence[Interval]) -> float:

@@ -14,10 +14,12 @@ from typing import Any, Final
 from streamrl.config import SupervisorConfig
 from streamrl.errors import ExitClass, ExitCode, StreamrlError, classify
 from streamrl.restarts import RestartPolicy
+from streamrl.runtime.checkup import Checkup
 from streamrl.runtime.events import Event, LogLine, StateChanged
 from streamrl.runtime.instance import FINAL, Instance, RoleState
-from streamrl.runtime.plan import Checkup, UnitSpec
-from streamrl.runtime.process import Lifeline, RoleLog, RoleProcess
+from streamrl.runtime.placement.placement import PlacedProcess, Placement
+from streamrl.runtime.plan import UnitSpec
+from streamrl.runtime.role_log import RoleLog
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +46,25 @@ class Unit:
         spec: UnitSpec,
         config: SupervisorConfig,
         run_dir: Path,
-        lifeline: Lifeline,
+        placement: Placement,
         send: Callable[[Event], None],
+        *,
+        checkup: Checkup | None = None,
     ) -> None:
         self.spec = spec
         self.instance = Instance(RestartPolicy.of(config), spec.finishes)
         self.ready = asyncio.Event()
         self._fenced = False
         self._config = config
-        self._lifeline = lifeline
+        self._placement = placement
+        self._checkup = checkup  # None: the processes send heartbeats
         self._send = send
         self._stop = asyncio.Event()
         self._killed = asyncio.Event()
         self._logs = {
             name: RoleLog(name, run_dir / "logs" / f"{name}.jsonl", config.log_bytes) for name in spec.processes
         }
-        self._processes: dict[str, RoleProcess] = {}
+        self._processes: dict[str, PlacedProcess] = {}
         self._reported_ready: set[str] = set()
         self._cause = ""
         self._stop_reason = ""
@@ -140,17 +145,20 @@ class Unit:
         self._killed.clear()
         self._reported_ready.clear()
         waits: dict[asyncio.Task[int], str] = {}
-        watch = asyncio.create_task(self._watch())
+        watch: asyncio.Task[None] | None = None
         try:
             await self._spawn(waits)
+            # From here on its deadlines run: a placement bounds its own waiting for room.
+            watch = asyncio.create_task(self._watch())
             return await self._end(waits)
         except OSError as error:
             self._cause = f"cannot be started: {error}"
             return int(ExitCode.FAILURE)
         finally:
             self.signal(signal.SIGKILL)
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            if watch is not None:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
             if waits:
                 await asyncio.wait(waits, timeout=KILL_SECONDS)
                 for left_behind in waits:
@@ -159,9 +167,9 @@ class Unit:
             self._processes.clear()
 
     async def _spawn(self, waits: dict[asyncio.Task[int], str]) -> None:
-        token = secrets.token_hex(8)
+        start = secrets.token_hex(8)
         for position, name in enumerate(self.spec.processes):
-            process = await RoleProcess.spawn(self.spec.command(position, token), self._logs[name], self._lifeline)
+            process = await self._placement.start(self.spec, position, start, self._logs[name])
             self._processes[name] = process
             waits[asyncio.create_task(self._copy(name, process))] = name
             self._changed(name)
@@ -169,7 +177,7 @@ class Unit:
             self.instance.drain(self._stop_reason)
             self.signal(signal.SIGTERM)
 
-    async def _copy(self, name: str, process: RoleProcess) -> int:
+    async def _copy(self, name: str, process: PlacedProcess) -> int:
         def on_status(key: str, _value: str) -> None:
             if key == "READY":
                 self._ready(name)
@@ -238,17 +246,17 @@ class Unit:
 
     async def _watch(self) -> None:
         started = self._now()
-        if self.spec.checkup is None:
+        if self._checkup is None:
             await self._check_deadlines(started)
             return
         try:
-            await self.spec.checkup.ready()
+            await self._checkup.ready()
         except StreamrlError as error:
             self._give_up(error.message)
             return
         for name in self.spec.processes:
             self._ready(name)
-        probing = asyncio.create_task(self._probe(self.spec.checkup))
+        probing = asyncio.create_task(self._probe(self._checkup))
         try:
             await self._check_deadlines(started)
         finally:
@@ -287,7 +295,7 @@ class Unit:
 
     def _silent(self, now: float) -> str:
         """Name the process whose heartbeat is overdue, in words for people; empty: none."""
-        checkup = self.spec.checkup
+        checkup = self._checkup
         limit = self._config.liveness_deadline if checkup is None else checkup.silence
         for name, process in self._processes.items():
             seconds = now - process.beat_at if process.beat_at is not None else 0.0
@@ -301,14 +309,14 @@ class Unit:
         self._cause = cause
         logger.warning("unit hangs", extra={"unit": self.spec.name, "why": cause})
         for name, process in self._processes.items():
-            if self.spec.checkup is None:
+            if self._checkup is None:
                 process.signal(signal.SIGUSR1)
             else:
-                line = self._logs[name].note("hangs", why=cause, **self.spec.checkup.describe(process.pid))
+                line = self._logs[name].note("hangs", why=cause, **self._checkup.describe(process.pid))
                 self._send(LogLine(name, line))
         asyncio.get_running_loop().call_later(1.0, self._kill_these, dict(self._processes))
 
-    def _kill_these(self, processes: Mapping[str, RoleProcess]) -> None:
+    def _kill_these(self, processes: Mapping[str, PlacedProcess]) -> None:
         for name, process in processes.items():
             if self._processes.get(name) is process:
                 self._killed.set()

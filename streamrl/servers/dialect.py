@@ -49,6 +49,8 @@ class Chunk:
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
     prompt_tokens: int | None = None  # as the server counted them, when it said
+    cached_tokens: int | None = None  # of these, the ones whose keys and values it still had, when it said
+    counts_follow: bool = False  # on the last message: one more, without tokens, says what was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,14 @@ class Dialect(Startable):
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         del model, port, seed
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
+
+    def salt(self, request: Request, version: int) -> str:
+        """The salt under which the keys and values of a request are found; `version` is that of the weights.
+
+        The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
+        and samples that begin with that version must not find what the older weights computed.
+        """
+        return f"{self._salt}-w{version if request.cache_version is None else min(version, request.cache_version)}"
 
     @abstractmethod
     def about(self) -> Sequence[Call]:
@@ -179,6 +189,16 @@ def read_finish(reason: Any) -> Finish | None:
         if reason == known:
             return known
     raise WireError(f"a response ended for an unknown reason: {reason!r}")
+
+
+def read_cached(usage: Mapping[str, Any]) -> int | None:
+    """Return how many tokens of the prompt were cached, from a usage of OpenAI's form; None when it does not say."""
+    details = usage.get("prompt_tokens_details")
+    return read_count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+
+
+def read_count(value: Any) -> int | None:
+    return max(0, value) if isinstance(value, int) else None
 
 
 def read_spans(spans: Any, total: int) -> Runs:

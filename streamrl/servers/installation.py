@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
-from streamrl.atomic import draft_of, write_whole
+from streamrl.atomic import write_whole
 from streamrl.config.base import ServerKind
 from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, writing
 from streamrl.servers.environments import (
@@ -88,8 +88,8 @@ class _Installation:
     def _begin(self) -> int:
         """Prepare the folder for pip and return how many steps are done."""
         empty = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
-        ours = ("pyvenv.cfg", UNFINISHED, draft_of(Path(UNFINISHED)).name)  # a kill may leave no more than the draft
-        if not empty and not any((self._folder / name).exists() for name in ours):
+        ours = ("pyvenv.cfg", f"{UNFINISHED}*")  # a kill may leave no more than a draft
+        if not empty and not any(any(self._folder.glob(name)) for name in ours):
             raise CannotCreate(
                 f"{self._folder} holds something else than a virtual environment",
                 "name an empty or new folder with --into",

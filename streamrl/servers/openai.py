@@ -29,6 +29,7 @@ from streamrl.servers.dialect import (
     Dialect,
     ServerInfo,
     ServerMetrics,
+    read_cached,
     read_finish,
     read_logprobs,
     read_prometheus,
@@ -138,7 +139,7 @@ class OpenaiDialect(Dialect):
         if (model := request.adapter or self._model) is not None:
             body["model"] = model
         if self._reload is not None:
-            body["cache_salt"] = f"{self._salt}-w{version}"
+            body["cache_salt"] = self.salt(request, version)
         return Call("POST", _COMPLETIONS, body)
 
     @override
@@ -150,17 +151,18 @@ class OpenaiDialect(Dialect):
             choices = message["choices"]
             usage = message.get("usage") or {}
             if not choices:
-                return Chunk(prompt_tokens=usage.get("prompt_tokens"))
+                return Chunk(prompt_tokens=usage.get("prompt_tokens"), cached_tokens=read_cached(usage))
             choice = choices[0]
             content = choice.get("logprobs") or {}
             values = list(content.get("token_logprobs") or ())
             tokens = _tokens(choice, content)
             reason = choice.get("finish_reason")
+            prompt, cached = usage.get("prompt_tokens"), read_cached(usage)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise WireError(f"no chunk of a completion with token ids and log-probabilities: {error!r}") from error
         if len(tokens) != len(values):
             raise WireError(f"{len(tokens)} token ids came with {len(values)} log-probabilities")
-        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, usage.get("prompt_tokens"))
+        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, prompt, cached)
 
     @override
     def update(self, version: Version) -> Sequence[Call]:

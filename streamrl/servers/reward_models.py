@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -30,30 +30,40 @@ class ModelServer(Startable):
     """
 
     kind: ClassVar[ServerKind]
+    module: ClassVar[str]
 
-    def __init__(self, name: str, config: RewardModelConfig) -> None:
+    def __init__(self, name: str, config: RewardModelConfig, environment: Path, *, cpu: bool) -> None:
         self._config = config
         self._section = f"reward_models.{name}"
-        self.environment = find_environment(config.environment, self.kind, key=f"{self._section}.environment")
-        marker = installed(self.environment)
-        self.cpu = bool(marker["cpu"]) if marker is not None else computes_on_cpu("auto")
+        self.environment = environment
+        self.cpu = cpu
         merged({}, config.flags, section=self._section)
-        if config.sleep and self.cpu:
+        if config.sleep and cpu:
             raise ConfigError(
                 f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
                 f"leave out {self._section}.sleep",
             )
 
+    @override
+    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+        python = str(self.environment / "bin" / "python")
+        flags = self.flags(model=model, port=port, seed=seed)
+        return Launch([python, "-m", self.module, *words(flags)], self.environ(model))
+
+    def flags(self, *, model: str, port: int, seed: int) -> dict[str, Any]:
+        """Those of a server on the loopback interface; the user's win."""
+        return merged(self._flags(model, port, seed), self._config.flags, section=self._section)
+
+    @abstractmethod
+    def _flags(self, model: str, port: int, seed: int) -> dict[str, Any]: ...
+    @abstractmethod
+    def environ(self, model: str) -> dict[str, str]: ...
     @abstractmethod
     def sleep(self) -> Sequence[Call]:
         """Free its memory; requests that come wait until it wakes."""
 
     @abstractmethod
     def wake(self) -> Sequence[Call]: ...
-    def _argv(self, module: str, flags: dict[str, Any]) -> list[str]:
-        given = merged(flags, self._config.flags, section=self._section)
-        return [str(self.environment / "bin" / "python"), "-m", module, *words(given)]
-
     def _threads(self) -> dict[str, str]:
         # Servers on one CPU share its cores.
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
@@ -61,9 +71,10 @@ class ModelServer(Startable):
 
 class VllmModel(ModelServer):
     kind: ClassVar[ServerKind] = "vllm"
+    module: ClassVar[str] = "vllm.entrypoints.openai.api_server"
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def _flags(self, model: str, port: int, seed: int) -> dict[str, Any]:
         flags: dict[str, Any] = {
             "model": model,
             "host": "127.0.0.1",
@@ -72,14 +83,20 @@ class VllmModel(ModelServer):
             "runner": "generate" if self._config.task == "chat" else "pooling",
             "disable-uvicorn-access-log": True,
         }
-        environ = {"VLLM_NO_USAGE_STATS": "1"}
         if self.cpu:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_CACHE_BYTES}
-            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": python_path(PLUGIN)}
         if self._config.sleep:
             flags["enable-sleep-mode"] = True
+        return flags
+
+    @override
+    def environ(self, model: str) -> dict[str, str]:
+        environ = {"VLLM_NO_USAGE_STATS": "1"}
+        if self.cpu:
+            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": python_path(PLUGIN)}
+        if self._config.sleep:
             environ["VLLM_SERVER_DEV_MODE"] = "1"  # otherwise it has no routes for it
-        return Launch(self._argv("vllm.entrypoints.openai.api_server", flags), environ)
+        return environ
 
     @override
     def ready(self) -> Call:
@@ -98,9 +115,10 @@ class VllmModel(ModelServer):
 
 class SglangModel(ModelServer):
     kind: ClassVar[ServerKind] = "sglang"
+    module: ClassVar[str] = "sglang.launch_server"
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def _flags(self, model: str, port: int, seed: int) -> dict[str, Any]:
         flags: dict[str, Any] = {
             "model-path": model,
             "host": "127.0.0.1",
@@ -113,15 +131,20 @@ class SglangModel(ModelServer):
             # Otherwise the idle scheduler keeps a core busy.
             "sleep-on-idle": True,
         }
+        if self.cpu:
+            flags |= {"device": "cpu", "max-total-tokens": _CPU_CACHE_TOKENS}
+        if self._config.sleep:
+            flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+        return flags
+
+    @override
+    def environ(self, model: str) -> dict[str, str]:
         environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if Path(model).is_dir():
             environ["HF_HUB_OFFLINE"] = "1"
         if self.cpu:
-            flags |= {"device": "cpu", "max-total-tokens": _CPU_CACHE_TOKENS}
             environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads(), "PYTHONPATH": python_path(SGLANG_CPU)}
-        if self._config.sleep:
-            flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-        return Launch(self._argv("sglang.launch_server", flags), environ)
+        return environ
 
     @override
     def ready(self) -> Call:
@@ -140,6 +163,13 @@ class SglangModel(ModelServer):
         return (resume, Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True))
 
 
+MODEL_SERVERS: Final[Mapping[str, type[ModelServer]]] = {kind.kind: kind for kind in (VllmModel, SglangModel)}
+
+
 def model_server(name: str, config: RewardModelConfig) -> ModelServer:
     """Return the kind of the servers of `reward_models.NAME`; `ConfigError` names the key that does not fit."""
-    return SglangModel(name, config) if config.kind == "sglang" else VllmModel(name, config)
+    kind = MODEL_SERVERS[config.kind]
+    environment = find_environment(config.environment, kind.kind, key=f"reward_models.{name}.environment")
+    marker = installed(environment)
+    cpu = bool(marker["cpu"]) if marker is not None else computes_on_cpu("auto")
+    return kind(name, config, environment, cpu=cpu)

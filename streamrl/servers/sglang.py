@@ -30,6 +30,7 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    read_count,
     read_finish,
     read_logprobs,
     read_spans,
@@ -59,7 +60,18 @@ class SglangDialect(Dialect):
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        return _launch(self._config, model=model, port=port, seed=seed)
+        engine = self._config.engine
+        python = find_environment(engine.environment, "sglang") / "bin" / "python"
+        cpu = on_cpu(engine)
+        flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
+        return Launch([str(python), "-m", "sglang.launch_server", *words(flags)], self.environ(model, cpu=cpu))
+
+    def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
+        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+        return _flags(self._config, model=model, port=port, seed=seed, cpu=cpu)
+
+    def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
+        return _environ(self._config, model, cpu=cpu)
 
     @override
     def ready(self) -> Call:
@@ -125,7 +137,7 @@ class SglangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
-            "cache_salt": f"{self._salt}-w{version}",
+            "cache_salt": self.salt(request, version),
         }
         if request.adapter is not None:
             body["lora_path"] = request.adapter
@@ -279,7 +291,7 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
     unsaid = spans is None and finish == "abort"
     runs = None if finish is None or unsaid else read_spans(spans or (), total)
-    return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"))
+    return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"), read_count(meta.get("cached_tokens")))
 
 
 def _finish(reason: Any) -> Finish | None:
@@ -326,10 +338,8 @@ def _wants_memory_saver(config: RunConfig) -> bool:
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
 
 
-def _launch(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
-    """Return command line and environment of a server on the loopback interface; the user's flags come last."""
+def _flags(config: RunConfig, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
     engine = config.engine
-    python = find_environment(engine.environment, "sglang") / "bin" / "python"
     flags: dict[str, Any] = {
         "model-path": model,
         "host": "127.0.0.1",
@@ -363,22 +373,21 @@ def _launch(config: RunConfig, *, model: str, port: int, seed: int) -> Launch:
             "lora-target-modules": "all",
             "max-loras-per-batch": adapters_in_flight(config.max_staleness),
         }
-    if on_cpu(config.engine):
+    if cpu:
         flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
     elif _wants_memory_saver(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-    argv = [str(python), "-m", "sglang.launch_server", *words(merged(flags, engine.flags))]
-    return Launch(argv, _environ(config, model))
+    return merged(flags, engine.flags)
 
 
-def _environ(config: RunConfig, model: str) -> dict[str, str]:
+def _environ(config: RunConfig, model: str, *, cpu: bool) -> dict[str, str]:
     engine = config.engine
     # A look at /health is then only a look: no token is sampled for it.
     environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     paths = [PLUGIN]
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
-    if on_cpu(config.engine):
+    if cpu:
         # More threads than one fight each other for the cores of a busy machine.
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
         if engine.tensor_parallel > 1:

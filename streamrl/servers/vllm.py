@@ -19,6 +19,7 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    read_cached,
     read_finish,
     read_logprobs,
     read_prometheus,
@@ -60,6 +61,15 @@ class VllmDialect(Dialect):
         engine = self._config.engine
         python = find_environment(engine.environment, "vllm") / "bin" / "python"
         cpu = on_cpu(engine)
+        self._settings_known = not engine.flags
+        flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
+        return Launch(
+            [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(flags)], self.environ(model, cpu=cpu)
+        )
+
+    def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
+        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+        engine = self._config.engine
         flags: dict[str, Any] = {
             "model": model,
             "served-model-name": MODEL,
@@ -77,6 +87,8 @@ class VllmDialect(Dialect):
             # A seed of the server and not of each request: a request that goes on at another server would draw the
             # numbers again that it drew before, and vLLM samples requests with a seed one by one.
             "seed": seed,
+            # Without it a response does not say how many tokens of its prompt were cached.
+            "enable-prompt-tokens-details": True,
             "disable-uvicorn-access-log": True,
         }
         if self._config.model.tokenizer:
@@ -89,16 +101,15 @@ class VllmDialect(Dialect):
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
         elif self._config.rollout.placement == "colocated":
             flags["enable-sleep-mode"] = True
-        self._settings_known = not engine.flags
-        argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(merged(flags, engine.flags))]
-        return Launch(argv, self._environ(cpu=cpu))
+        return merged(flags, engine.flags)
 
     def _adapter_flags(self) -> dict[str, Any]:
         """Room for the adapters of all versions that requests in flight may have begun with."""
         rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
-    def _environ(self, *, cpu: bool) -> dict[str, str]:
+    def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
+        del model  # SGLang's depends on it
         environ = {
             "PYTHONPATH": python_path(PLUGIN),
             "VLLM_SERVER_DEV_MODE": "1",
@@ -184,7 +195,7 @@ class VllmDialect(Dialect):
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             # Blocks of keys and values that older weights computed are not found under another salt.
-            "cache_salt": f"{self._salt}-w{version}",
+            "cache_salt": self.salt(request, version),
         }
         if request.adapter is not None:
             body["model"] = request.adapter
@@ -196,9 +207,10 @@ class VllmDialect(Dialect):
             raise stream_error(message["error"])
         try:
             choices = message["choices"]
-            prompt = (message.get("usage") or {}).get("prompt_tokens")
+            usage = message.get("usage") or {}
+            prompt, cached = usage.get("prompt_tokens"), read_cached(usage)
             if not choices:
-                return Chunk(prompt_tokens=prompt)
+                return Chunk(prompt_tokens=prompt, cached_tokens=cached)
             choice = choices[0]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             content = (choice["logprobs"] or {}).get("content") or ()
@@ -213,7 +225,8 @@ class VllmDialect(Dialect):
         logprobs, finish = read_logprobs(values), read_finish(reason)
         unsaid = finish is None or (spans is None and finish == "abort")
         runs = None if unsaid else read_spans(spans or (), received + len(tokens))
-        return Chunk(tokens, logprobs, finish, runs, prompt)
+        # vLLM says what was cached only in the message after the last token.
+        return Chunk(tokens, logprobs, finish, runs, prompt, cached, counts_follow=finish is not None)
 
     @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 import xxhash
 
+from streamrl.atomic import write_whole
 from streamrl.errors import CannotCreate, ConfigError, WeightsError
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, encode, parse_folder, read_manifest
 
@@ -31,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private
 _SHM_HINT: Final = "give the host (or container: --shm-size) a larger /dev/shm, or set weights.transport=directory"
 _STAGING: Final = "-spool-"
 _DRAFT: Final = ".draft-"
-_TOKEN_FILE: Final = "weights.token"  # noqa: S105  (a name, no secret)
+TOKEN_FILE: Final = "weights.token"  # noqa: S105  (a name, no secret)
 _MIN_TOKEN_CHARACTERS: Final = 16
 _OPEN_FILES: Final = 1 << 16
 
@@ -267,28 +268,29 @@ def read_token(run_dir: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"no token for the weights in {path}: {error}",
-            f"copy RUN_DIR/{_TOKEN_FILE} of the learner's host to this host and name it in ${TOKEN_VARIABLE}",
+            f"copy RUN_DIR/{TOKEN_FILE} of the learner's host to this host and name it in ${TOKEN_VARIABLE}",
         ) from error
     if len(token) < _MIN_TOKEN_CHARACTERS:
         raise ConfigError(f"the token in {path} has fewer than {_MIN_TOKEN_CHARACTERS} characters", "remove the file")
     return token
 
 
-def make_token(run_dir: Path) -> str:
-    """Return the token; a missing file is made with a new one, readable by its owner alone."""
-    path = _token_path(run_dir)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    if not path.exists():
-        try:
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-            draft.rename(path)
-        except OSError as error:
-            raise CannotCreate(f"cannot write the token of the weights to {path}: {error}") from error
+def make_token(run_dir: Path, known: str | None = None) -> str:
+    """Return the token; a missing file is made with the `known` one or a new one, readable by its owner alone."""
+    if not _token_path(run_dir).exists():
+        keep_token(run_dir, known or secrets.token_urlsafe(32))
     return read_token(run_dir)
+
+
+def keep_token(run_dir: Path, token: str) -> None:
+    """Write the token of a run; CannotCreate if that fails."""
+    path = _token_path(run_dir)
+    try:
+        write_whole(path, f"{token}\n".encode("ascii"), private=True)
+    except OSError as error:
+        raise CannotCreate(f"cannot write the token of the weights to {path}: {error}") from error
 
 
 def _token_path(run_dir: Path) -> Path:
     named = os.environ.get(TOKEN_VARIABLE)
-    return Path(named) if named else run_dir / _TOKEN_FILE
+    return Path(named) if named else run_dir / TOKEN_FILE

@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # engines that pull have no redis-py
 logger = logging.getLogger(__name__)
 RELAY_FIELD: Final = "weights_relay"
 """Field of a role on the board of roles: URL under which it serves what it has fetched."""
+_OPEN_PORT: Final = (
+    "weights.host must be an address of the learner's host that this host reaches, and weights.port open to it"
+    " (0 is another port at each start); or raise weights.deadline"
+)
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
 _CONNECT_SECONDS: Final = 5.0
@@ -270,6 +274,7 @@ class HttpSource(WeightSource):
         self._deadline, self._silence = deadline, max(1.0, _SILENCE_SHARE * deadline)
         self._draft: _Draft | None = None
         self._looked = 0.0
+        self._failure = ""  # of the last transfer that broke, in words
         self._one_at_a_time = asyncio.Lock()  # there is one draft
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
 
@@ -304,8 +309,9 @@ class HttpSource(WeightSource):
                 raise cause from error
             except TimeoutError as error:
                 raise Unreachable(
-                    f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}",
-                    "check that this host can reach the learner's host, or raise weights.deadline",
+                    f"version {manifest.version} was not fetched within {self._deadline:g} s from {manifest.sources}"
+                    f"{self._failure}",
+                    _OPEN_PORT,
                 ) from error
 
     @override
@@ -323,7 +329,10 @@ class HttpSource(WeightSource):
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
                         self._note(hosts, host, error)
         except TimeoutError as error:
-            raise Unreachable(f"no manifest of {folder} within {self._deadline:g} s from {manifest.sources}") from error
+            raise Unreachable(
+                f"no manifest of {folder} within {self._deadline:g} s from {manifest.sources}{self._failure}",
+                _OPEN_PORT,
+            ) from error
 
     def _begin(self, manifest: Manifest) -> _Draft:
         """Go on with the draft of this version, or begin one in the place of any other."""
@@ -432,7 +441,9 @@ class HttpSource(WeightSource):
 
     def _note(self, hosts: PeerHosts, host: PeerHost, error: BaseException) -> None:
         hosts.failed(host, time.monotonic())
-        extra = {"url": host.url, "failures": host.failures, "error": str(error) or type(error).__name__}
+        said = str(error) or type(error).__name__
+        self._failure = f", at last {host.url}: {said}"
+        extra = {"url": host.url, "failures": host.failures, "error": said, "hint": _OPEN_PORT}
         logger.log(logging.WARNING if host.failures == 3 else logging.DEBUG, "weights transfer broken", extra=extra)
 
     async def _relays(self, folder: str) -> dict[str, int]:

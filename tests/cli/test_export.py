@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import orjson
@@ -20,15 +21,15 @@ def trained(tmp_path: Path, tiny: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from streamrl.learner.checkpoint_files import take_notes, write_shard
+    from streamrl.learner.checkpoint_files import write_shard
 
     run_dir = tmp_path / "run"
     make_run(run_dir, f"model.path={tiny / 'model'}")
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     checkpoints = Checkpoints(run_dir / "checkpoints")
     draft = checkpoints.begin((1, 4))
-    write_shard(draft / shard_name(0, 1), {f"actor/weight/{n}": p for n, p in model.named_parameters()})
-    checkpoints.finish(Meta(epoch=1, step=4, version=5, format=FORMAT, parts=["actor"], shards=take_notes(draft, 1)))
+    shard = write_shard(draft / shard_name(0, 1), {f"actor/weight/{n}": p for n, p in model.named_parameters()})
+    checkpoints.finish(Meta(epoch=1, step=4, version=5, format=FORMAT, parts=["actor"], shards=[shard]))
     return run_dir
 
 
@@ -117,3 +118,30 @@ def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):
     status = data_of(cli("status", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.status/1")
     assert [role["name"] for role in status["roles"]] == ["redis", "learner.0", "player.0"]
     assert cli("export", "--run", str(tmp_path / "t"), "--out", str(tmp_path / "m")).returncode == 0
+
+
+def test_export_goes_to_a_store_and_takes_what_is_missing_from_one(tmp_path: Path, trained: Path):
+    """A host with the run file and without the checkpoint, as after the loss of a run directory."""
+    from transformers import AutoModelForCausalLM
+
+    from streamrl.learner.checkpoint import read_meta
+    from streamrl.learner.checkpoint_store import store_of
+    from streamrl.runfile import LoadedConfig, read_saved, save
+
+    loaded = read_saved(trained / "run.json")
+    kept = loaded.config.checkpoint.model_copy(update={"store": f"file://{tmp_path}/kept"})
+    config = loaded.config.model_copy(update={"checkpoint": kept})
+    save(LoadedConfig(config=config, origins={}), trained / "run.json")
+    store = store_of(config, trained)
+    assert store is not None
+    checkpoint = trained / "checkpoints" / "ckpt-1-4"
+    store.put(read_meta(checkpoint))
+    shutil.rmtree(checkpoint)
+    url = f"file://{tmp_path}/models/final"
+    found = data_of(cli("export", "--run", str(trained), "--out", url, "--json").stdout, "streamrl.export/1")
+    assert found["directory"] == url
+    AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "final")
+    assert not list(trained.glob("export-*"))
+    again = cli("export", "--run", str(trained), "--out", url)
+    assert (again.returncode, "is not empty" in again.stderr) == (73, True)
+    assert cli("export", "--run", str(trained), "--out", url, "--force").returncode == 0

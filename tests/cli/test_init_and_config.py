@@ -45,6 +45,12 @@ def test_init_overwrites_nothing_unless_told(tmp_path: Path):
     assert (tmp_path / "my_rewards.py").read_text() != "mine"
 
 
+def test_init_names_the_package_of_the_agent(tmp_path: Path):
+    (tmp_path / "cache").mkdir()  # made before
+    done = cli("init", str(tmp_path), "--template", "agent")
+    assert (done.returncode, "pip install openai" in done.stderr) == (0, True)
+
+
 def test_init_where_no_directory_can_be(tmp_path: Path):
     (tmp_path / "file").touch()
     assert cli("init", str(tmp_path / "file" / "new")).returncode == 73

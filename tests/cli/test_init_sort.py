@@ -24,13 +24,14 @@ OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a model that was trained for two steps, and few prompts: made in a second."""
+    """A model that was trained for two steps, and few prompts, made in a second; `tools` in it has another task."""
     folder = tmp_path_factory.mktemp("made")
     sizes = {"STEPS": 2, "WARM_UP": 1, "DECAY_FROM": 1, "BATCH": 16, "TRAINING_PROMPTS": 20, "HELD_OUT_PROMPTS": 10}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(prepare, name, value)
         assert prepare.main([str(folder)]) == 0
+        assert prepare.main([str(folder / "tools"), "--task", "tools"]) == 0
         yield folder
 
 
@@ -57,7 +58,7 @@ def test_the_commands_that_are_printed_run(new: Path):
 def test_two_preparations_at_once_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun, go = threading.Semaphore(0), threading.Event()
 
-    def slowly(folder: Path, console: object) -> None:
+    def slowly(folder: Path, *_: object) -> None:
         begun.release()
         assert go.wait(30)
         (folder / "cache").mkdir()
@@ -72,11 +73,17 @@ def test_two_preparations_at_once_make_it_once(tmp_path: Path, monkeypatch: pyte
     assert not begun.acquire(blocking=False)
 
 
-def test_its_run_file_is_that_of_the_demo(new: Path):
-    assert cli("init", str(new), "--template", "sort").returncode == 0
-    demo = shutil.copy(ROOT / "examples" / "sort" / "run.yaml", new / "demo.yaml")  # the same paths, which exist
+@pytest.mark.parametrize(("template", "code"), [("sort", ""), ("tools", "my_tools.py"), ("agent", "agent.py")])
+def test_its_run_file_is_that_of_the_demo(new: Path, template: str, code: str):
+    if template != "sort":
+        shutil.rmtree(new / "cache")
+        (new / "tools" / "cache").rename(new / "cache")
+    assert cli("init", str(new), "--template", template).returncode == 0
+    example = ROOT / "examples" / template
+    demo = shutil.copy(example / "run.yaml", new / "demo.yaml")  # the same paths, which exist
     ours, theirs = (load(file, environ={}).config.model_dump(mode="json") for file in (new / "run.yaml", Path(demo)))
-    assert ours | {"name": "demo"} == theirs
+    assert ours | {"name": theirs["name"]} == theirs
+    assert not code or (new / code).read_text() == (example / code).read_text()
     assert cli("config", "validate", str(new / "run.yaml"), env=OFFLINE).returncode == 0
 
 

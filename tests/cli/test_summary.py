@@ -16,6 +16,7 @@ from streamrl.runfile import load
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.summary import (
     Accuracies,
+    LearnerFigures,
     draw_curve,
     merged,
     read_learner,
@@ -66,6 +67,7 @@ def step(number: int, busy: list[list[float]], **changed: object) -> dict:
         "staleness": {"0": 600, "1": 400},
         "busy": busy,
         "epoch": 1,
+        "at": 1e9 + busy[-1][1] + 0.001,
         "mono": busy[-1][1] + 0.001,
         "step_seconds": busy[-1][1] + 0.001 - busy[0][0],
     }
@@ -84,11 +86,11 @@ def run_dir(tmp_path: Path) -> Path:
     )
     ticks = [[10 + 0.05 * n, 10] for n in range(1, 201)]
     rollout = [
-        {"mono": 8.0, "tokens": 0, "idle_seconds": 0.0, "timeline": [[9.0, 500]]},
-        {"mono": 10.0, "tokens": 500, "idle_seconds": 1.0, "timeline": []},
-        {"mono": 15.0, "tokens": 1500, "idle_seconds": 2.0, "timeline": ticks[:100]},
-        {"mono": 20.0, "tokens": 2500, "idle_seconds": 2.5, "timeline": ticks[100:]},
-        {"mono": 25.0, "tokens": 2500, "idle_seconds": 7.5, "timeline": []},
+        {"at": 1e9 + 8.0, "mono": 8.0, "tokens": 0, "idle_seconds": 0.0, "timeline": [[9.0, 500]]},
+        {"at": 1e9 + 10.0, "mono": 10.0, "tokens": 500, "idle_seconds": 1.0, "timeline": []},
+        {"at": 1e9 + 15.0, "mono": 15.0, "tokens": 1500, "idle_seconds": 2.0, "timeline": ticks[:100]},
+        {"at": 1e9 + 20.0, "mono": 20.0, "tokens": 2500, "idle_seconds": 2.5, "timeline": ticks[100:]},
+        {"at": 1e9 + 25.0, "mono": 25.0, "tokens": 2500, "idle_seconds": 7.5, "timeline": []},
     ]
     write(tmp_path / "metrics" / "rollout.0.jsonl", rollout)
     rounds = [
@@ -160,12 +162,31 @@ def test_a_step_that_was_done_again_counts_once_and_the_pause_before_it_not_at_a
 
 
 def test_a_replica_that_was_restarted_counts_from_zero_again(tmp_path: Path):
+    spent = ((0, 5.0), (1, 6.0), (2, 0.0), (3, 0.5))
+    lines = [{"at": 1e9 + s, "mono": float(s), "tokens": s, "idle_seconds": idle} for s, idle in spent]
+    write(tmp_path / "metrics" / "rollout.0.jsonl", lines)
+    figures = read_rollouts(tmp_path, LearnerFigures(spans=[(0.0, 10.0)], clock=1e9))
+    assert (figures.covered_seconds, figures.idle_seconds) == (2.0, 1.5)
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.3, 5000.0])
+def test_times_of_a_replica_on_another_machine_are_brought_to_the_clock_of_the_learner(tmp_path: Path, apart: float):
+    """`apart`: the machines were started that many seconds one after the other; less than a second is drift."""
+    mono = 0.0 if apart < 1 else apart
     lines = [
-        {"mono": float(s), "tokens": s, "idle_seconds": idle} for s, idle in ((0, 5.0), (1, 6.0), (2, 0.0), (3, 0.5))
+        {
+            "at": 1e9 + s + apart - mono,
+            "mono": s + mono,
+            "tokens": s,
+            "idle_seconds": s / 2,
+            "timeline": [[s + mono, 3]],
+        }
+        for s in (1.0, 2.0, 3.0)
     ]
     write(tmp_path / "metrics" / "rollout.0.jsonl", lines)
-    figures = read_rollouts(tmp_path, [(0.0, 10.0)])
-    assert (figures.covered_seconds, figures.idle_seconds) == (2.0, 1.5)
+    figures = read_rollouts(tmp_path, LearnerFigures(spans=[(0.0, 2.0)], clock=1e9))
+    assert figures.ticks == [(1.0, 3), (2.0, 3), (3.0, 3)]
+    assert (figures.covered_seconds, figures.idle_seconds) == (1.0, 0.5)
 
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)

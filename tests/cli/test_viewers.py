@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -14,7 +16,7 @@ import pytest
 from streamrl.commands import viewers
 from streamrl.commands.viewers import LogViewer, PlainViewer, Viewer, describe
 from streamrl.monitor.board import Board, Goal
-from streamrl.monitor.roles import RoleStates, read_states
+from streamrl.monitor.roles import KnownRole, RoleStates, read_states, states_said
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import RoleState
 
@@ -136,3 +138,11 @@ def test_a_supervisor_that_was_killed_is_not_believed(tmp_path: Path):
 def test_a_broken_supervisor_file_is_no_supervisor(tmp_path: Path, content: bytes):
     (tmp_path / "supervisor.json").write_bytes(content)
     assert read_states(tmp_path).alive is False
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_states_of_a_supervisor_with_another_clock(ahead: float):
+    there = time.time() + ahead
+    states = orjson.dumps({"feeder.0": asdict(KnownRole("ready", there - 100.0))}).decode()
+    found = states_said({"states": states, "beat": str(there)})
+    assert found.roles["feeder.0"].since == pytest.approx(time.time() - 100.0, abs=30)

@@ -12,23 +12,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
+import pytest
 import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
 from tiny_policy import count_tokens, make_batch, run_config
+from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
-from streamrl.config import WeightsConfig
-from streamrl.errors import StreamrlError
+from streamrl.config import RunConfig, WeightsConfig
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.learner.batch import TrainSample, sizes
+from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
+from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_group import NO_BASE, RankWorker
+from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Frozen
 from streamrl.learner.step import Models, make_models
@@ -95,6 +101,20 @@ def train(actor: Actor, steps: range) -> list[dict[str, Any]]:
         trained = {"tokens": stats.trained.tokens, "ess": stats.trained.ess}
         records.append({"loss": stats.loss, "norm": stats.grad_norm, "passes": passes, **trained})
     return records
+
+
+def episodes(model: Path, out: Path, ranks: Ranks) -> None:
+    """One update with episodes of three branches; the second rank has more rows than the first one."""
+    batch = make_episodes(3, groups=3, size=2, rows=THREE) + make_episodes(4, groups=2, size=3)
+    mine = batch if ranks.world == 1 else (batch[:2], batch[2:])[ranks.rank]
+    for rows in ("buckets", "packed"):
+        actor = Actor(run_config(model, ranks=ranks.world, rows=rows, **STEP_OPTIONS), ranks)
+        actor.accumulate(mine)
+        actor.apply_update(count_tokens(batch))
+        whole = full_tensors(actor)
+        if ranks.rank == 0:
+            save_file(whole, out / f"{rows}.safetensors")
+    keep({}, out, ranks)
 
 
 def policy(model: Path, out: Path, ranks: Ranks) -> None:
@@ -167,7 +187,7 @@ def steps(model: Path, out: Path, ranks: Ranks) -> None:
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
         models = make_models(config, ranks)
-        worker, actor = RankWorker(config, ranks, models, out), models.actor
+        worker, actor = RankWorker(config, ranks, models, RankFiles(config, ranks, out), out), models.actor
         records = []
         for step in range(2):
             worker.step = step + 10 if step else step
@@ -265,7 +285,7 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    worker = RankWorker(actor.config, ranks, Models(actor=actor), out)
+    worker = RankWorker(config, ranks, Models(actor=actor), RankFiles(config, ranks, out), out)
     deliver(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
     merged = full_tensors(actor)
     if ranks.rank == 0:
@@ -309,3 +329,70 @@ def whole_gradients(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in actor.parameters.items():
         # FSDP averages over ranks.
         yield name, (parameter.grad.full_tensor() * actor.ranks.world).contiguous()
+
+
+# ---- hosts that share no run directory
+
+
+def apart(model: Path, out: Path, ranks: Ranks) -> None:
+    """A checkpoint of ranks with a run directory each, read again by ranks with others; and a whole version."""
+    found: dict[str, Any] = {}
+    store = {"store": str(out / "store")}
+    bare = run_config(model, ranks=ranks.world, lora={"rank": 2, "alpha": 8.0}, **STEP_OPTIONS)
+    config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": store})
+    first, second = (out / f"{name}-{ranks.rank}" for name in ("first", "second"))
+    if ranks.world > 1:
+        with pytest.raises(ConfigError, match=r"do not share the run directory .* there is no checkpoint\.store"):
+            RankFiles(bare, ranks, first)
+    worker = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, first), first)
+    train(worker.actor, range(STEPS))
+    meta = written(worker, first)
+    found["sent"] = sorted(path.name for path in (out / "store").rglob("rank-*"))
+    again = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, second), second)
+    if ranks.rank == 0:
+        kept = store_of(config, second)
+        assert kept is not None
+        found["fetched"] = kept.fetch(kept.missing())
+        assert Checkpoints.of(second).greatest(None, 0) == meta
+    ranks.all_min(1)  # it is there
+    again.execute(Command.BRING, meta.position)
+    assert settled(again) is WriteProgress.WRITTEN
+    again.execute(Command.LOAD, meta.position)
+    ours, theirs = again.state.tensors(), worker.state.tensors()
+    found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found["here"] = sorted(path.name for path in (second / "apart").rglob("*")) if ranks.rank else []
+    snapshot = again.publish(1, 1, NO_BASE, NO_BASE)
+    assert snapshot is not None
+    found["published"] = len(snapshot.tensors)
+    merged = full_tensors(again.actor)
+    if ranks.rank == 0:
+        save_file(merged, out / "merged.safetensors")
+        save_file(dict(snapshot.tensors), out / "published.safetensors")
+    keep(found, out, ranks)
+
+
+def settled(worker: RankWorker) -> WriteProgress:
+    while (progress := worker.state.saved()) is WriteProgress.WRITING:
+        pass
+    return progress
+
+
+def written(worker: RankWorker, run_dir: Path) -> Meta:
+    """Rank 0's part of a checkpoint as the leader has it."""
+    ranks, place = worker.ranks, (1, 1)
+    worker.step = 1
+    if ranks.rank == 0:
+        Checkpoints.of(run_dir).begin(place)
+    ranks.all_min(1)  # it is there
+    worker.execute(Command.SAVE, place)
+    assert settled(worker) is WriteProgress.WRITTEN
+    if ranks.rank:
+        return Meta(epoch=1, step=1, version=1)
+    meta = worker.state.describe(Meta(epoch=1, step=1, version=1, model=worker.actor.config.model.path))
+    meta = msgspec.structs.replace(meta, shards=worker.state.shards)
+    together = not worker.files.apart
+    Checkpoints.of(run_dir).finish(meta, whole=together)
+    kept = store_of(worker.actor.config, run_dir)
+    assert kept is not None
+    kept.put(meta, shards=together)
+    return meta

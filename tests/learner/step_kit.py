@@ -14,6 +14,7 @@ from weights_kit import full_tensors
 
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.batch import TrainSample, sizes
+from streamrl.learner.checkpoint_files import RankFiles
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
@@ -57,7 +58,9 @@ def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
 
 def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
     """A worker with this actor that streams or collects, whatever its recipe says."""
-    worker = RankWorker(actor.config, actor.ranks, Models(actor=actor, **models), Path("unused"))
+    config, unused = actor.config, Path("unused")
+    files = RankFiles(config, actor.ranks, unused)
+    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), files, unused)
     worker._streams = not collected
     return worker
 

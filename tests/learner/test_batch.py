@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import BLOCK, PADDING, Limits, TrainSample, layout
+from streamrl.learner.batch import PADDING, Limits, TrainSample, layout
 
 LIMITS = st.builds(
     Limits,
@@ -58,9 +58,8 @@ def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
 
 def past(part, row, column):
     """The token ids that the token at this place sees, in the order of their positions."""
-    segments, places = part.segments[row], part.position_ids[row]
-    mine = segments[column], segments[column] // BLOCK * BLOCK
-    visible = [c for c in range(column + 1) if segments[c] in mine]
+    until, places = part.until[row], part.position_ids[row]
+    visible = [c for c in range(column + 1) if column < until[c]]
     assert [int(places[c]) for c in visible] == list(range(len(visible)))
     return [int(part.input_ids[row, c]) for c in visible]
 
@@ -70,7 +69,8 @@ def test_shared_rows_compute_a_prompt_once():
     (part,) = layout(batch, Limits(tokens=512, shared=256, hidden=64))
     assert part.shared
     assert part.input_ids.shape == (1, 48)
-    assert (part.segments == 0).sum() == 30
+    assert part.input_ids[0, :30].tolist() == list(range(30))
+    assert (part.input_ids == 7).sum() == 1, "the prompt stands there once"
 
 
 def test_prompts_are_not_shared_when_that_is_more_work():
@@ -103,7 +103,7 @@ def test_packed_rows_by_hand():
     assert part.shared
     assert part.samples.tolist() == [0, 1, 2]
     assert part.input_ids[0, :9].tolist() == [1, 2, 5, 6, 8, 1, 2, 5, 6]
-    assert part.segments[0, :10].tolist() == [0, 0, 1, 1, 2, BLOCK, BLOCK, BLOCK + 1, BLOCK + 1, PADDING]
+    assert part.until[0, :10].tolist() == [5, 5, 4, 4, 5, 9, 9, 9, 9, PADDING]
     assert part.position_ids[0, :9].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3]
     assert part.positions.tolist() == [1, 2, 3, 1, 4, 6, 7, 8]
     assert part.targets.tolist() == [5, 6, 7, 8, 9, 5, 6, 7]

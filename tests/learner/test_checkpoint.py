@@ -21,7 +21,7 @@ from streamrl.learner.checkpoint import (
     parse_name,
     shard_name,
 )
-from streamrl.learner.checkpoint_files import open_shards, rows_of, take_notes, write_shard
+from streamrl.learner.checkpoint_files import open_shards, rows_of, write_shard
 from streamrl.learner.lineage import EpochFile, trained_file
 
 TENSORS = {
@@ -42,10 +42,8 @@ def same_bytes(read, tensor) -> bool:
 def make(folder, epoch, step, *, world=1, version=1, bases=()):
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((epoch, step))
-    for rank in range(world):
-        path = draft / shard_name(rank, world)
-        assert write_shard(path, TENSORS) == describe(path)
-    shards = take_notes(draft, world)
+    shards = [write_shard(draft / shard_name(rank, world), TENSORS) for rank in range(world)]
+    assert shards == [describe(draft / shard.file) for shard in shards]
     meta = Meta(epoch=epoch, step=step, version=version, world=world, shards=shards, bases=list(bases))
     checkpoints.finish(meta)
     return meta

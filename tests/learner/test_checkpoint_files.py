@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from streamrl.errors import Refused
-from streamrl.learner.checkpoint import FORMAT, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, WriteProgress, rows_of, take_notes
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
+from streamrl.learner.checkpoint_files import RankState, WriteProgress, rows_of
 from streamrl.learner.takeover import check_fit
 
 
@@ -68,9 +68,7 @@ def written(ranks, folder, held):
         pass
     assert state.saved() is WriteProgress.WRITTEN
     meta = state.describe(META)
-    return msgspec.json.decode(
-        msgspec.json.encode(msgspec.structs.replace(meta, shards=take_notes(folder, 1))), type=Meta
-    )
+    return msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(meta, shards=state.shards)), type=Meta)
 
 
 def test_all_parts_come_back(one_rank, tmp_path):
@@ -162,21 +160,19 @@ def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one
         assert state.saved() is expected
 
 
-@pytest.mark.parametrize("damage", ["missing", "rubbish", "short"])
-def test_notes_that_do_not_fit_are_no_checkpoint(one_rank, tmp_path, damage):
-    state = RankState(one_rank, parts())
-    state.save(tmp_path)
-    while state.saved() is WriteProgress.WRITING:
-        pass
-    note, shard = tmp_path / "rank-0-of-1.json", tmp_path / shard_name(0, 1)
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_shard_that_rank_0_does_not_find_is_no_checkpoint(one_rank, tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    draft = checkpoints.begin(META.position)
+    meta = written(one_rank, draft, parts())
+    shard = draft / shard_name(0, 1)
     if damage == "missing":
-        note.unlink()
-    elif damage == "rubbish":
-        note.write_text("{")
+        shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises((OSError, InvalidCheckpoint)):
-        take_notes(tmp_path, 1)
+        checkpoints.finish(meta)
+    assert checkpoints.positions() == []
 
 
 def test_rows_of_a_rank_are_equal_pieces():

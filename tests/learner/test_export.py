@@ -16,7 +16,7 @@ from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, rows_of, take_notes, write_shard
+from streamrl.learner.checkpoint_files import RankState, rows_of, write_shard
 from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
 
@@ -35,11 +35,12 @@ def save(folder, actor, config, *, world=1, step=2, **changed):
     whole = state.tensors()
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((1, step))
+    shards = []
     for rank in range(world):
         mine = {n: t[rows_of(t.shape[0], rank, world)] if t.dim() else t for n, t in whole.items()}
-        write_shard(draft / shard_name(rank, world), {n: t for n, t in mine.items() if t.numel()})
+        shards.append(write_shard(draft / shard_name(rank, world), {n: t for n, t in mine.items() if t.numel()}))
     meta = state.describe(Meta(epoch=1, step=step, version=3, model=config.model.path))
-    written = {"world": world, "shards": take_notes(draft, world)}
+    written = {"world": world, "shards": shards}
     checkpoints.finish(msgspec.structs.replace(meta, **written, **changed))
     return checkpoints
 

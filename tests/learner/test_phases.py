@@ -40,7 +40,7 @@ PHASES = {
     "in the background write, before the file": f"{FILES}:write_shard:before:2",
     "in the background write, file not read back": f"{FILES}:describe:before:2",
     "shard written": f"{FILES}:write_shard:after:2",
-    "all ranks have written": "streamrl.learner.saving:take_notes:before:2",
+    "all ranks have written": "streamrl.learner.checkpoint:Checkpoints.finish:before:2",
     "before the rename": "streamrl.atomic:fsync_directory:before:3",
     "after the rename": "streamrl.atomic:fsync_directory:before:4",
     "after the rename is durable": "streamrl.atomic:fsync_directory:after:4",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
 from tiny_policy import VOCABULARY, make_batch, run_config
+from tree_kit import THREE, make_episodes
 
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.learner import reference_servers
 from streamrl.learner.reference_servers import NoReference, Remote
+from streamrl.learner.tree import Tree
+from streamrl.wire import PROMPT
 
 KINDS = ["vllm", "sglang"]
 
@@ -134,6 +138,34 @@ def assert_scored(found, batch):
     for values, sample in zip(found, batch, strict=True):
         assert values.dtype == np.float32
         assert values == pytest.approx([score(token) for token in sample.tokens.tolist()], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_branch_of_an_episode_is_scored_once(make, kind):
+    server = Server(kind)
+    batch = make_episodes(1, groups=1, size=2, rows=THREE)
+    assert_scored(make(server).compute_ref_log_prob(batch), batch)
+    assert server.scored == 2 * 3
+
+
+def test_an_observed_token_may_be_impossible_under_the_reference(make):
+    async def never_sees_60(whole):
+        for entry in whole["choices"][0]["prompt_logprobs"][1:]:
+            if "60" in entry:
+                entry["60"]["logprob"] = -9999.0
+
+    tree = Tree((PROMPT, 0, 1), (1, 0, 1), (EMPTY, np.asarray([60, 60], np.int32), EMPTY), (0.0,) * 3)
+    sample = replace(make_batch(0, groups=1, size=1)[0], tree=tree, **arrays(2))
+    assert_scored(make(Server(wrong=never_sees_60)).compute_ref_log_prob([sample]), [sample])
+
+
+EMPTY = np.zeros(0, dtype=np.int32)
+
+
+def arrays(count):
+    zeros = np.zeros(count, dtype=np.float32)
+    steps = np.zeros(count, dtype=np.int64)
+    return {"tokens": np.full(count, 3, np.int32), "logprobs": zeros, "advantages": zeros, "steps": steps}
 
 
 @pytest.mark.parametrize("kind", KINDS)

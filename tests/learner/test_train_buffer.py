@@ -310,6 +310,7 @@ async def test_dead_groups_that_are_to_be_replayed_are_more_data(table):
     await table.ledger.queue_replays([1])
     assert not await buffer.ended()
     assert not await is_over(table.config, table.redis_run.run_dir, table.ledger)
+    assert not (table.redis_run.run_dir / "finished.json").exists(), "a learner that is stopped now has not finished"
 
 
 async def test_end_of_data(table):

@@ -13,8 +13,9 @@ from tiny_policy import run_config, without_key_biases
 from transformers import AutoModelForCausalLM
 from world_kit import TwoRanks, start
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, Unreachable
 from streamrl.learner.ranks import Ranks, choose_device
+from streamrl.servers.process import free_port
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
 
@@ -63,6 +64,11 @@ def test_the_same_weights_and_statistics_as_one_rank(played, units):
         for key in ("loss", "norm", "tokens", "ess"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
     assert [found[f"{units}.continued"] for found in (runs.one, *runs.two)] == [True] * 3, "bit for bit"
+
+
+def test_episodes_are_learnt_by_two_ranks_as_by_one(played):
+    for rows in ("buckets", "packed"):
+        same_files(played("episodes"), f"{rows}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -193,6 +199,24 @@ def test_an_adapter_is_that_of_one_rank(played, kind):
     assert [found["refused"] for found in (one, first, second)] == [[], [], [[1, 2]]]
 
 
+def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played):
+    runs = played("apart")
+    first, second = runs.two
+    shards = ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
+    assert first["sent"] == second["sent"] == shards
+    assert first["fetched"] == ["ckpt-1-1"]
+    assert second["here"] == ["ckpt-1-1", "lock", "meta.json", *shards]
+    assert first["same"]
+    assert second["same"]
+    assert list((runs.folders["two"] / "first-1").rglob("*.safetensors")) == [], "its shard is in the store"
+    assert second["published"] == 0, "rank 0 writes the versions alone"
+    for world in ("one", "two"):
+        folder = runs.folders[world]
+        published, merged = (load_file(folder / f"{name}.safetensors") for name in ("published", "merged"))
+        assert published.keys() == merged.keys()
+        assert all(torch.equal(published[name], merged[name].to(published[name].dtype)) for name in merged)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_computes_what_it_computes_on_one_rank(played, kind):
@@ -237,12 +261,25 @@ def test_a_rank_that_never_comes_ends_the_wait(tmp_path):
     assert "DeadlineExceeded joining the process group of rank 0 of 2" in lonely.communicate(timeout=110)[0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_on_another_host_that_never_comes_ends_the_wait(rank):
+    """Rank 0 waits for the others where it listens; the others wait for rank 0."""
+    lonely = start(["-c", RANK, rank, 1, f"tcp://127.0.0.1:{free_port()}"])
+    said = lonely.communicate(timeout=110)[0]
+    assert f"DeadlineExceeded joining the process group of rank {rank} of 2: not all ranks came within 1 s" in said
+
+
 def test_ranks_need_a_rendezvous_and_the_configured_number(tmp_path):
     config = run_config(tmp_path, ranks=2, device="cpu").learner
     with pytest.raises(ConfigError, match="rendezvous"):
         Ranks.from_environment(config, {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match=r"1 ranks were started, learner\.ranks is 2"):
         Ranks.from_environment(config, {})
+
+
+def test_an_address_that_other_hosts_do_not_reach_is_named(one_rank):
+    said = one_rank._named("joining", RuntimeError("Gloo connectFullMesh failed with timed out connecting"))
+    assert (type(said), "GLOO_SOCKET_IFNAME" in said.hint) == (Unreachable, True)
 
 
 def test_one_rank_needs_no_collective(one_rank):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from streamrl.learner.checkpoint import Checkpoints, Meta
-from streamrl.learner.checkpoint_files import RankState, WriteProgress, take_notes
+from streamrl.learner.checkpoint_files import RankState, WriteProgress
 from streamrl.learner.export import export_checkpoint
 from streamrl.learner.policy import Actor
 from streamrl.learner.sharding import TrainableModel
@@ -47,7 +47,7 @@ def save(folder: Path, actor: Actor) -> Meta:
         pass
     assert progress is WriteProgress.WRITTEN
     if ranks.rank == 0:
-        meta = msgspec.structs.replace(meta, shards=take_notes(checkpoints.draft(meta.position), ranks.world))
+        meta = msgspec.structs.replace(meta, shards=state.shards)
         checkpoints.finish(meta)
     return meta
 

@@ -18,6 +18,7 @@ from streamrl.producers import replica as replica_module
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.group.fleet import life_seed
 from streamrl.producers.replica import lease_width, run_rollout
+from streamrl.queues import Role
 from streamrl.wire import Prompt, Sample, decode
 
 
@@ -217,7 +218,7 @@ async def test_a_request_that_always_fails_is_a_dead_letter_with_its_traceback(s
         letters = await with_faults(small, ledgers, [RuntimeError("the cause")] * 6, check)
     own = [letter for letter in letters if letter.sample is not None]
     assert {letter.sample for letter in own} == {0, 1}
-    assert all("the cause" in letter.why and "Traceback" in letter.detail for letter in own)
+    assert all("the cause" in letter.why and "in generate" in letter.detail for letter in own)
 
 
 async def test_the_death_of_the_engine_is_the_death_of_the_replica(small):
@@ -331,6 +332,22 @@ def test_the_width_fills_the_slots_and_not_much_more(slots, group, unopened, mis
     assert width >= held
     assert work >= slots  # every slot has work
     assert width == held or work < slots + math.ceil(slots / 4) + group
+
+
+async def test_a_replica_without_its_old_run_directory_draws_a_seed_of_its_own(small, tmp_path, monkeypatch):
+    seeds = []
+
+    def make(_config, seed, *_):
+        seeds.append(seed)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(replica_module, "make_engine", make)
+    async with small.open() as ledgers:
+        for run_dir in (small.run_dir, tmp_path / "other", tmp_path / "third"):
+            with pytest.raises(ConfigError, match="enough"):
+                await run_rollout(Role("rollout.0", small.config, run_dir, ledgers))
+    assert len(set(seeds)) == 3
+    assert seeds[0] == life_seed(small.config.seed, "rollout.0", 0), "the first life can be repeated"
 
 
 def test_seeds_differ_between_replicas_and_lives():

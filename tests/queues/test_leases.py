@@ -190,6 +190,27 @@ async def test_held_for_too_long_is_buried(ledgers: Ledgers):
     assert await faults(ledgers.train) == []
 
 
+async def test_progress_begins_the_time_of_a_lease_anew(ledgers: Ledgers):
+    """An episode may take longer than `max_hold`, as long as it finishes turns."""
+    await admit(ledgers.train, 0)
+    held: list[Lease] = []
+
+    async def hang(found: Lease) -> None:
+        held.append(found)
+        await forever(found)
+
+    async with working(ledgers, hang, PATIENT, drain=0) as leases:
+        await until(lambda: held)
+        (work,) = leases._leased.values()
+        for progresses in (True, False):
+            work.since -= 2 * PATIENT.max_hold
+            if progresses:
+                leases.progressed(held[0])
+            await leases._expire(ledgers.train.keys.prompts)
+            assert leases.leased == progresses
+    assert "max_hold" in (await ledgers.train.dead_letters())[0].why
+
+
 async def test_a_lost_lease_cancels_its_handler(ledgers: Ledgers):
     """Somebody else holds it (this process was paused for too long, say): the work here is for nothing."""
     await admit(ledgers.train, 0)

@@ -41,5 +41,6 @@ def test_two_thousand_steps_leave_no_memory_behind(tmp_path: Path):
     played = found["played"]
     assert played["killed"] >= 10
     assert played["restarts"] >= 50
+    assert played["turns"] >= 1000
     assert played["epoch"] >= 5
     assert found["groups"]["dropped"] >= 100

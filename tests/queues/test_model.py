@@ -46,6 +46,7 @@ class Group:
     payload: dict[int, bytes] = field(default_factory=dict)
     score: dict[int, bytes] = field(default_factory=dict)
     cause: dict[int, str] = field(default_factory=dict)
+    journal: dict[int, list[bytes]] = field(default_factory=dict)
     crashes: set[str] = field(default_factory=set)
     whole: bool = False
     doomed: bool = False
@@ -57,6 +58,13 @@ class Group:
     @property
     def missing(self) -> list[int]:
         return [k for k in range(self.size) if k not in self.payload and k not in self.cause]
+
+    @property
+    def journal_fields(self) -> set[bytes]:
+        counts = {k: len(turns) for k, turns in self.journal.items() if turns}
+        return {b"j:%d" % k for k in counts} | {
+            b"j:%d:%d" % (k, i) for k, count in counts.items() for i in range(count)
+        }
 
     def fate(self, k: int) -> bool:
         return k in self.score or k in self.cause
@@ -147,6 +155,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert found.attempt == group.attempt
             if stage == "prompts":
                 assert group.missing
+                self.write_a_turn(found)
             elif found.is_group:
                 assert group.whole
                 assert group.waiting
@@ -186,20 +195,71 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), sample=st.integers(0, 2))
     def emit(self, data, sample):
         held = data.draw(st.sampled_from(self.prompts))
-        group = self.known(held)
-        sample = sample % group.size if group is not None else sample
+        group, sample = self.known(held), self.sample_of(held, sample)
         payload = b"%d.%d" % (held.group_id, sample)
         written = self.twice(lambda: self.ledger.emit(held, sample, payload), unchanged=False)
         assert written == (group is not None and sample in group.missing)
         if written:
             group.payload[sample] = payload
+            group.journal.pop(sample, None)
+
+    def write_a_turn(self, held: Lease) -> None:
+        """Each missing sample gets one turn more, so that most of what happens to a group meets a journal."""
+        group = self.groups[held.group_id]
+        for sample in group.missing:
+            turns = group.journal.setdefault(sample, [])
+            assert self.wait(self.ledger.journal(held, sample, len(turns), b"turn"))
+            turns.append(b"turn")
+
+    def sample_of(self, held: Lease, sample: int) -> int:
+        group = self.known(held)
+        return sample % group.size if group is not None else sample
+
+    def may_journal(self, held: Lease, sample: int) -> Group | None:
+        """The group, when this lease is the newest one of its entry and the sample is still to be generated."""
+        group = self.known(held)
+        newest = self.owners.get(held.entry, held).deliveries == held.deliveries
+        return group if group is not None and newest and sample in group.missing else None
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), sample=st.integers(0, 2), turns=st.integers(1, 3), skipped=st.sampled_from([0, 0, 0, -1, 1]))
+    def journal(self, data, sample, turns, skipped):
+        held = data.draw(st.sampled_from(self.prompts))
+        sample = self.sample_of(held, sample)
+        group = self.may_journal(held, sample)
+        turn = b"%d by %d" % (sample, held.deliveries)
+        for _ in range(turns):
+            known = group.journal.setdefault(sample, []) if group is not None else []
+            number = max(0, len(known) + skipped)
+            written = self.twice(lambda n=number: self.ledger.journal(held, sample, n, turn), unchanged=False)
+            assert written == (group is not None and number == len(known))
+            if written:
+                known.append(turn)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), sample=st.integers(0, 2))
+    def read_journal(self, data, sample):
+        """Also an old holder of this attempt may read: it has been told nothing that it could spoil."""
+        held = data.draw(st.sampled_from(self.prompts))
+        group = self.known(held)
+        turns = self.twice(lambda: self.ledger.read_journal(held, sample))
+        assert turns == (group.journal.get(sample, []) if group is not None else [])
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), sample=st.integers(0, 2))
+    def forget_journal(self, data, sample):
+        held = data.draw(st.sampled_from(self.prompts))
+        sample = self.sample_of(held, sample)
+        group = self.may_journal(held, sample)
+        assert self.twice(lambda: self.ledger.forget_journal(held, sample)) == (group is not None)
+        if group is not None:
+            group.journal.pop(sample, None)
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), sample=st.integers(0, 2))
     def fail_sample(self, data, sample):
         held = data.draw(st.sampled_from(self.prompts))
-        group = self.known(held)
-        sample = sample % group.size if group is not None else sample
+        group, sample = self.known(held), self.sample_of(held, sample)
         died = self.twice(lambda: self.ledger.fail_sample(held, sample, "engine"), unchanged=False)
         assert died == (group is not None and sample in group.missing)
         if died:
@@ -261,6 +321,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for k in self.groups[group_id].missing:
             assert self.wait(self.ledger.emit(prompt, k, b"%d.%d" % (group_id, k)))
             self.groups[group_id].payload[k] = b"%d.%d" % (group_id, k)
+            self.groups[group_id].journal.pop(k, None)
         self.lease("rollouts", 100)
         for held in [held for held in self.samples if held.group_id == group_id]:
             group = self.awaits(held)
@@ -294,6 +355,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group = self.groups[group_id]
         for sample in list(samples):
             group.cause[sample] = why
+            group.journal.pop(sample, None)
             self.letters.append((group_id, sample))
         group.close_if_complete()
         self.settle(group_id)
@@ -321,6 +383,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if found is not None:
             mine.append(found)
             self.owners[held.entry] = found
+            if stage == "prompts":
+                assert not self.wait(self.ledger.forget_journal(held, 0)), "it is the zombie's no more"
+                self.write_a_turn(found)
 
     # The learner.
 
@@ -484,6 +549,9 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         letters = self.wait(self.ledger.dead_letters())
         assert [(letter.group_id, letter.sample) for letter in letters] == self.letters
+        for group_id, model in self.groups.items():
+            names = self.wait(self.ledger.connection.read("HKEYS", self.ledger.keys.group(group_id)))
+            assert {name for name in names if name.startswith(b"j:")} == model.journal_fields
         for group_id in self.closed():
             group, model = self.wait(self.ledger.read_group(group_id)), self.groups[group_id]
             assert group.samples == {k: (model.payload[k], score) for k, score in sorted(model.score.items())}

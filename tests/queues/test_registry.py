@@ -27,6 +27,11 @@ async def test_adding_and_removing_are_said_once_and_numbers_stay(ledgers):
     assert [found[f"http://{letter}:1"].owner(2) for letter in "abc"] == [0, 1, 0]
 
 
+async def test_the_first_life_of_a_role_is_known_by_its_nonce(ledgers):
+    lives = [("rollout.0", "a"), ("rollout.0", "a"), ("rollout.0", "b"), ("rollout.1", "b"), ("rollout.0", "a")]
+    assert [await ledgers.roles.first_life(*life) for life in lives] == [True, True, False, True, True]
+
+
 async def test_many_hands_at_once_give_every_server_a_number_of_its_own(ledgers):
     names = [f"http://host{at}:1" for at in range(40)]
     await asyncio.gather(*(ledgers.servers.enlist(name, present=True) for name in names * 2))

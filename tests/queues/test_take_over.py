@@ -35,6 +35,7 @@ from streamrl.queues import Leases, open_ledgers
 
 async def holds(lease):
     work = await lease.ledger.open_work(lease)
+    await lease.ledger.journal(lease, work.missing[1], 0, b"turn of the dead")
     await lease.ledger.emit(lease, work.missing[0], b"of the dead")
     print("held", flush=True)
     await asyncio.Event().wait()
@@ -58,7 +59,7 @@ HOLDER, POISONED = PROGRAM.replace("HANDLE", "holds"), PROGRAM.replace("HANDLE",
 
 
 async def test_a_holder_killed_with_9_is_replaced(ledgers: Ledgers, run: RedisRun, config: RunConfig):
-    """A real process dies in mid-work: another takes over, and generates what is missing only."""
+    """A real process dies in mid-work: another takes over, generates what is missing only, and has its journal."""
     await admit(ledgers.train, 0, samples=3)
     with start(HOLDER, run, config) as holder:
         assert (await asyncio.to_thread(holder.stdout.readline)) == b"held\n"
@@ -68,12 +69,13 @@ async def test_a_holder_killed_with_9_is_replaced(ledgers: Ledgers, run: RedisRu
 
     async def handle(found: Lease) -> None:
         seen.append((await found.ledger.open_work(found)).missing)
+        seen.append(await found.ledger.read_journal(found, 1))
         await generating(done)(found)
 
     async with working(ledgers, handle):
         await until(lambda: done)
     assert [found.deliveries for found in done] == [2]
-    assert seen == [(1, 2)]
+    assert seen == [(1, 2), [b"turn of the dead"]]
     assert await consumers(ledgers.train) == [], "the name of the dead is forgotten too"
 
 

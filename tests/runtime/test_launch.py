@@ -155,18 +155,35 @@ def test_no_redis_server_says_how_to_get_one(home, monkeypatch):
     assert "pip install" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("check", "overrides"),
+    [
+        ("redis", ["redis.url=redis://nobody.invalid:6379/0"]),
+        ("weights", ["weights.transport=http", "weights.host=nobody.invalid"]),
+        ("engine", ["engine.kind=vllm", "engine.url=[http://nobody.invalid:8000]"]),
+        ("stores", ["checkpoint.store=ftp://nobody.invalid/runs"]),
+    ],
+)
+def test_a_host_name_that_nobody_knows_is_named_with_its_remedy(home, check, overrides):
+    found = {one.name: one.error for one in preflight.check_all(loaded(home, *overrides).config, home / "runs")}
+    error = found.pop(check)
+    assert error is not None
+    assert "nobody.invalid" in error.message
+    assert "not known" in error.message
+    assert error.hint
+    assert not any(found.values())
+
+
 def test_the_plan_has_every_process_of_the_run(home):
     config = loaded(home, "rollout.replicas=2", "learner.ranks=2", "learner.threads=3", "engine.threads=2").config
     units = plan(config, home / "runs" / "t")
     assert [unit.name for unit in units] == ["redis", "learner", "rollout.0", "rollout.1", "reward.0", "feeder.0"]
     assert units[1].processes == ("learner.0", "learner.1")
-    first, second = (units[1].command(rank, "abc").env for rank in (0, 1))
+    first, second = (units[1].command(rank).env for rank in (0, 1))
     assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
-    assert first["STREAMRL_RENDEZVOUS"] == second["STREAMRL_RENDEZVOUS"] == f"file://{home}/runs/t/rendezvous/abc"
-    assert units[1].command(0, "def").env["STREAMRL_RENDEZVOUS"].endswith("def")
     assert first["OMP_NUM_THREADS"] == "3"
-    assert units[2].command(0, "").env["OMP_NUM_THREADS"] == "2"
-    assert units[4].command(0, "").env["OMP_NUM_THREADS"] == "1"
+    assert units[2].command(0).env["OMP_NUM_THREADS"] == "2"
+    assert units[4].command(0).env["OMP_NUM_THREADS"] == "1"
     assert not list((home).glob("runs/*"))
 
 
@@ -194,6 +211,12 @@ def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, sec
     units = {unit.kind: unit for unit in plan(loaded(home, *overrides).config, home)}
     assert units["rollout"].start_seconds == seconds
     assert units["learner"].start_seconds == 0
+
+
+def test_a_learner_with_a_store_may_bring_a_checkpoint_before_it_is_ready(home):
+    settings = ["checkpoint.store=/store", "checkpoint.deadline=1000", "supervisor.start_deadline=200"]
+    units = {unit.kind: unit for unit in plan(loaded(home, *settings).config, home)}
+    assert (units["learner"].start_seconds, units["feeder"].start_seconds) == (1200, 0)
 
 
 FOR_TRL = """

@@ -10,7 +10,9 @@ import pytest
 from streamrl.config import LeaseConfig, RunConfig
 from streamrl.consumers import scoring as scoring_module
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import RewardBusy, RewardUnavailable
+from streamrl.errors import DataError, DeadlineExceeded, RewardBusy, RewardUnavailable
+from streamrl.producers.episodes.sampler import EpisodeFailed
+from streamrl.producers.sampler import SingleTurn
 from streamrl.runtime.offline import _scores
 from tests.consumers.calls_kit import loaded, scorer
 from tests.consumers.samples import prompt, response
@@ -22,15 +24,23 @@ class Engine:
     async def generate(self, request):
         sample = response("4")
         return SimpleNamespace(
-            tokens=sample.token_ids, logprobs=[-1.0] * len(sample.token_ids), runs=sample.runs, finish=sample.finish
+            tokens=sample.token_ids,
+            logprobs=[-1.0] * len(sample.token_ids),
+            runs=sample.runs,
+            finish=sample.finish,
+            seconds=0.0,
         )
 
 
-async def measured(judge, **worker):
-    config = RunConfig.model_validate({"name": "t", "evaluation": {"samples": 2}})
+def told(done, total):
+    """Nobody looks."""
+
+
+async def measured(judge, samples=2, kind=SingleTurn, on_progress=told, **worker):
+    config = RunConfig.model_validate({"name": "t", "evaluation": {"samples": samples}})
     patient = PatientScorer(scorer(loaded(judge), **worker), LeaseConfig())
     decoder = SimpleNamespace(decode=lambda tokens: "4")
-    return await _scores(config, Engine(), decoder, patient, [prompt()], on_progress=lambda done, total: None)
+    return await _scores(config, kind(config, Engine(), decoder), patient, [prompt()], on_progress=on_progress)
 
 
 @pytest.mark.parametrize("kind", [RewardUnavailable, RewardBusy])
@@ -57,3 +67,21 @@ async def test_a_failure_counts_neither_way(caplog):
 
     assert await measured(judge, attempts=1) == [1.0]
     assert "held-out response not scored" in caplog.text
+
+
+async def test_an_episode_that_fails_counts_neither_way(caplog):
+    ends = [EpisodeFailed("broke"), DataError("no token"), DeadlineExceeded("too late")]
+    done = []
+
+    class Failing(SingleTurn):
+        async def sample(self, order):
+            if ends:
+                raise ends.pop()
+            return await super().sample(order)
+
+    async def judge(sample):
+        return 1.0
+
+    assert await measured(judge, 4, Failing, lambda *counts: done.append(counts)) == [1.0]
+    assert done[-1] == (4, 4)
+    assert [record.why for record in caplog.records] == ["too late", "no token", "broke"]

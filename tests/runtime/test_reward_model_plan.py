@@ -39,10 +39,10 @@ def test_each_server_is_a_role_of_its_own(tmp_path):
     served = units["reward_model.critic.1"]
     assert served.kind == "reward_model"
     assert served.start_seconds >= 777
-    command = served.command(0, "token")
-    assert command.argv[-3:] == ("reward_model.critic", "1", str(tmp_path))
+    command = served.command(0)
+    assert command.arguments[-3:] == ("reward_model.critic", "1", str(tmp_path))
     assert "OMP_NUM_THREADS" not in command.env
-    assert units["reward.0"].command(0, "token").env["OMP_NUM_THREADS"] == "1"
+    assert units["reward.0"].command(0).env["OMP_NUM_THREADS"] == "1"
     named = [name for name in role_names(config()) if name.startswith("reward_model.")]
     assert named == ["reward_model.critic.0", "reward_model.critic.1", "reward_model.judge.0"]
     only_trains = config(recording={"mode": "read", "path": str(tmp_path)})

@@ -2,7 +2,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.runtime.process import LONGEST_LINE, RoleLog
+from streamrl.runtime.role_log import LONGEST_LINE, RoleLog
 
 
 def lines(path):

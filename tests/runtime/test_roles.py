@@ -135,7 +135,7 @@ import sys
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
 from streamrl.runtime import roles
-roles._runner("feeder.0", RunConfig())
+roles._runner("feeder", 0, RunConfig())
 model = ModelConfig(path=sys.argv[1])
 print(sys.modules.get("torch") is None, Tokenizer.load(model).encode_texts(["0123", "31"]), vocabulary_of(model))
 """
@@ -201,7 +201,9 @@ async def put_one(config, run_dir, folder):
 def supervised(config, run_dir, *kinds, **supervisor):
     save_run(config, run_dir)
     units = [unit for unit in plan(config, run_dir) if unit.kind in kinds]
-    return Run(run_dir, *units, **supervisor)
+    run = Run(run_dir, *units, **(config.supervisor.model_dump(exclude_unset=True) | supervisor))
+    run.config = config.model_copy(update={"supervisor": run.config.supervisor})
+    return run
 
 
 def _there(pid):
@@ -384,3 +386,19 @@ def test_a_redis_whose_supervisor_dies_before_it_has_begun_does_not_begin(tmp_pa
         process.kill()
     assert not left
     assert not (tmp_path / "redis.sock").exists()
+
+
+@pytest.mark.parametrize(("finished", "code"), [(False, 143), (True, 0)])
+def test_a_role_that_is_wanted_until_the_end_says_whether_it_was_stopped_before(redis_run, finished, code):
+    save_run(make_config(redis_run.config), redis_run.run_dir)
+    if finished:
+        (redis_run.run_dir / "finished.json").touch()
+    words = ["run", "reward", "--run", str(redis_run.run_dir), "--until-finished"]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "streamrl", *words], stderr=subprocess.DEVNULL)
+    try:
+        until_it_handles_sigterm(process.pid)
+        process.terminate()
+        assert process.wait(30) == code
+    finally:
+        process.kill()
+        process.wait()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import RoleState
-from streamrl.runtime.plan import ROLE_KINDS, UnitSpec, starts_after
-from streamrl.runtime.process import RoleCommand
+from streamrl.runtime.plan import ROLE_KINDS, RoleCommand, UnitSpec, starts_after
 from streamrl.runtime.supervisor import supervise
 from streamrl.weight_sync.files import shm_store
 
@@ -24,10 +22,10 @@ STANDIN = Path(__file__).parent / "standin.py"
 
 
 def unit(folder, name, *behaviours, kind=None, finishes=False, names=None, start_seconds=0.0):
-    def command(position, token):
+    def command(position):
         which = (names or [name])[position]
-        argv = (sys.executable, "-S", "-E", str(STANDIN), which, *behaviours)
-        return RoleCommand(argv, {"TOKEN": token, "RANK": str(position)}, folder)
+        argv = ("-S", "-E", str(STANDIN), which, *behaviours)
+        return RoleCommand(argv, {"RANK": str(position)}, folder)
 
     kind = kind or name.split(".")[0]
     return UnitSpec(
@@ -39,7 +37,8 @@ def unit(folder, name, *behaviours, kind=None, finishes=False, names=None, start
 class Run:
     """A supervised run in a task, with what it told and what its children wrote down."""
 
-    def __init__(self, folder, *units, on_event=None, **supervisor):
+    def __init__(self, folder, *units, on_event=None, on="local", **supervisor):
+        self.on = on
         options = {"backoff": 0.01, "max_backoff": 0.05, "term_grace": 0.5, "drain_deadline": 20.0} | supervisor
         self.config = RunConfig.model_validate({"name": "t", "supervisor": options})
         self.folder = folder
@@ -56,7 +55,7 @@ class Run:
         self._loop.call_soon_threadsafe(self._changed.set)
 
     async def __aenter__(self):
-        self.task = asyncio.create_task(supervise(self.config, self.folder, self._saw, units=self.units))
+        self.task = asyncio.create_task(supervise(self.config, self.folder, self._saw, units=self.units, on=self.on))
         return self
 
     async def __aexit__(self, *error):
@@ -285,7 +284,7 @@ async def test_the_second_signal_stops_now_and_the_third_kills(tmp_path):
 
 async def test_a_process_that_not_even_sigkill_ends_does_not_hold_up_the_supervisor(tmp_path, monkeypatch):
     """As a process that is stuck in the kernel; it ends by itself when its lifeline is closed."""
-    monkeypatch.setattr("streamrl.runtime.process.RoleProcess.signal", lambda process, number: None)
+    monkeypatch.setattr("streamrl.runtime.placement.local.LocalProcess.signal", lambda process, number: None)
     monkeypatch.setattr("streamrl.runtime.unit.KILL_SECONDS", 0.2)
     stuck = unit(tmp_path, "rollout.0", "deaf", "ready", "beats")
     silent = unit(tmp_path, "reward.0", "deaf", "ready", "beat", "hang")
@@ -301,7 +300,7 @@ async def test_a_process_that_not_even_sigkill_ends_does_not_hold_up_the_supervi
 async def test_a_gang_dies_together_and_starts_together_with_a_new_rendezvous(tmp_path):
     names = ["learner.0", "learner.1"]
     gang = unit(
-        tmp_path, "learner", "environment:TOKEN", "environment:RANK", "ready", "serve",
+        tmp_path, "learner", "environment:STREAMRL_RENDEZVOUS", "environment:RANK", "ready", "serve",
         names=names, kind="learner", finishes=True,
     )  # fmt: skip
     async with Run(tmp_path, gang) as run:
@@ -310,7 +309,7 @@ async def test_a_gang_dies_together_and_starts_together_with_a_new_rendezvous(tm
         os.kill(first["learner.1"], signal.SIGKILL)
         await run.until(lambda: run.now("learner.0") is RoleState.READY and run.pid("learner.0") != first["learner.0"])
         assert not any(psutil.pid_exists(pid) for pid in first.values())
-        tokens = [event for _, event in run.journal() if event.startswith("TOKEN=")]
+        tokens = [event for _, event in run.journal() if event.startswith("STREAMRL_RENDEZVOUS=file:")]
         assert len(tokens) == 4
         assert len(set(tokens)) == 2
         assert {event for _, event in run.journal() if event.startswith("RANK=")} == {"RANK=0", "RANK=1"}
@@ -324,8 +323,8 @@ async def test_the_better_reason_of_two_ranks_counts(tmp_path):
         "os._exit(78 if rank == '0' else 75)\n"
     )
 
-    def command(position, token):
-        return RoleCommand((sys.executable, "-S", str(tmp_path / "rank.py")), {"RANK": str(position)}, tmp_path)
+    def command(position):
+        return RoleCommand(("-S", str(tmp_path / "rank.py")), {"RANK": str(position)}, tmp_path)
 
     spec = UnitSpec("learner", ("learner.0", "learner.1"), command, finishes=True)
     async with Run(tmp_path, spec) as run:
@@ -346,12 +345,12 @@ async def test_a_learner_replaced_by_a_newer_one_is_no_finished_run_and_comes_ba
 
 
 async def test_a_gang_is_fenced_when_its_leader_says_so_after_the_others_have_left(tmp_path):
-    def command(position, token):
+    def command(position):
         behaviours = ("ready", "wait-for:go", "fenced:epoch 3 took over", "wait-for:rank-1-left", "exit:0")
         if position == 1:
             behaviours = ("ready", "wait-for:go", "exit:0")
-        argv = (sys.executable, "-S", "-E", str(STANDIN), f"learner.{position}", *behaviours)
-        return RoleCommand(argv, {"TOKEN": token, "RANK": str(position)}, tmp_path)
+        argv = ("-S", "-E", str(STANDIN), f"learner.{position}", *behaviours)
+        return RoleCommand(argv, {"RANK": str(position)}, tmp_path)
 
     gang = UnitSpec("learner", ("learner.0", "learner.1"), command, finishes=True)
     async with Run(tmp_path, gang, max_restarts=1) as run:
@@ -392,8 +391,8 @@ async def test_what_dies_during_the_drain_stays_dead_except_redis(tmp_path):
 
 
 async def test_a_program_that_cannot_be_executed_is_a_death_with_its_reason(tmp_path):
-    def command(position, token):
-        return RoleCommand((str(tmp_path / "missing"),), {})
+    def command(position):
+        return RoleCommand((), {}, tmp_path / "missing")
 
     async with Run(tmp_path, UnitSpec("feeder", ("feeder.0",), command), max_restarts=1) as run:
         outcome = await run.outcome()
@@ -428,10 +427,10 @@ async def test_a_terminal_that_does_not_read_blocks_no_role(tmp_path):
         if isinstance(event, LogLine):
             free.wait(60)
 
-    chatter = ("ready", "chatter:30000", "environment:TOKEN", "wait-for:go", "exit:0")
+    chatter = ("ready", "chatter:30000", "environment:RANK", "wait-for:go", "exit:0")
     async with Run(tmp_path, unit(tmp_path, "learner.0", *chatter, finishes=True), on_event=slow) as run:
         async with asyncio.timeout(30):
-            while not any("TOKEN" in event for _, event in run.journal()):  # noqa: ASYNC110
+            while not any("RANK" in event for _, event in run.journal()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         free.set()  # it has written everything, although nobody has read a line
         (tmp_path / "go").touch()

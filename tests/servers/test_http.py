@@ -328,3 +328,11 @@ def test_an_event_without_end_is_refused(monkeypatch, data):
     with pytest.raises(WireError, match="more than 100 bytes"):
         for at in range(0, len(data), 7):
             list(events.feed(data[at : at + 7]))
+
+
+async def test_a_name_that_nobody_knows_is_said_with_its_remedy():
+    client = HttpClient("http://nobody.invalid:8000", hint="start it")
+    with pytest.raises(Lost, match=r"nobody\.invalid:8000/x: .*not known") as caught:
+        await client.call(GET, 5, retry=False)
+    await client.close()
+    assert "DNS" in caught.value.hint

@@ -51,6 +51,7 @@ def message(tokens, total, triples, finish=None, spans=None):
         "id": "57575e8f26a9875a4550412c6d316a43",
         "finish_reason": finish,
         "prompt_tokens": 10,
+        "cached_tokens": 8,
         "weight_version": "17",
         "completion_tokens": total,
         "output_token_logprobs": triples,
@@ -130,7 +131,7 @@ def test_pieces_add_up_to_the_response(incremental):
         heard += chunk.tokens
         logprobs += chunk.logprobs
         assert chunk.finish == ("length" if last else None)
-        assert chunk.prompt_tokens == 10
+        assert (chunk.prompt_tokens, chunk.cached_tokens) == (10, 8)
     assert heard == tokens
     assert logprobs == LOGPROBS
     assert chunk.runs == [(0, 17)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.servers import environments
-from streamrl.servers.dialect import read_spans
+from streamrl.servers.dialect import Dialect, read_spans
 from streamrl.servers.launch import PLUGIN
+from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.tensors import Version
 
@@ -112,6 +114,24 @@ def test_versions_of_another_run_have_other_salts() -> None:
     assert salts[0] == salts[1] != salts[2]
 
 
+@pytest.mark.parametrize("kind", [VllmDialect, SglangDialect])
+def test_later_turns_of_a_sample_may_use_what_the_weights_of_its_first_turn_computed(kind: type[Dialect]) -> None:
+    each, sticky = kind(RunConfig()), dataclasses.replace(asked(), cache_version=3)
+    first, later, fresh = (each.generation(one, version=4) for one in (sticky, sticky, asked()))
+    assert first.body["cache_salt"] == later.body["cache_salt"] != fresh.body["cache_salt"]  # type: ignore[index]
+    assert first.body["cache_salt"] == each.generation(asked(), version=3).body["cache_salt"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [VllmDialect, SglangDialect])
+def test_a_server_with_older_weights_than_its_sample_begins_with_leaves_nothing_for_the_newer(
+    kind: type[Dialect],
+) -> None:
+    each, sticky = kind(RunConfig()), dataclasses.replace(asked(), cache_version=3)
+    behind, level = (each.generation(sticky, version=version).body["cache_salt"] for version in (2, 3))  # type: ignore[index]
+    assert behind != level
+    assert behind == each.generation(asked(), version=2).body["cache_salt"]  # type: ignore[index]
+
+
 def test_the_limit_is_lowered_to_the_context_and_an_adapter_is_a_model() -> None:
     call = dialect().generation(asked(limit=300, prompt=250, adapter="policy-3"), version=0)
     assert call.body is not None
@@ -129,7 +149,10 @@ def test_a_stream_is_understood_message_by_message() -> None:
     assert (last.tokens, last.finish) == ([305, 253], "length")
     assert last.runs == [(0, 0), (1, 17)]
     usage = dialect().chunk(USAGE, received=3)
-    assert (usage.tokens, usage.finish, usage.prompt_tokens) == ((), None, 4)
+    assert (usage.tokens, usage.finish, usage.prompt_tokens, usage.cached_tokens) == ((), None, 4, None)
+    assert [chunk.counts_follow for chunk in (first, last, usage)] == [False, True, False]
+    counted = {**USAGE, "usage": {**USAGE["usage"], "prompt_tokens_details": {"cached_tokens": 3}}}
+    assert dialect().chunk(counted, received=3).cached_tokens == 3
 
 
 def test_an_aborted_request_may_have_nothing() -> None:
@@ -386,6 +409,7 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
     assert flags["logprobs-mode"] == "processed_logprobs"
     assert orjson.loads(flags["weight-transfer-config"]) == {"backend": "streamrl"}
     assert flags["max-num-seqs"] == "5"
+    assert "enable-prompt-tokens-details" in flags
     assert "enable-lora" in flags
     assert "enforce-eager" not in flags
     assert list(launch.argv[-3:]) == ["--lora-modules", "a=b", "c=d"]

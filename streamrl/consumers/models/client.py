@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
-from streamrl.consumers.models.rate_limit import Quota, RateLimit, Turn, limit_of
+from streamrl.consumers.models.rate_limit import Quota, RateLimit, RateTurn, limit_of
 from streamrl.consumers.models.router import Claim, PoolServer, PoolServerState, RequestOutcome, Router
 from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import AskedModel, RewardContext
@@ -82,7 +82,7 @@ class _Request:
     last: StreamrlError | None = None
     answered: bool = False  # a server answered and failed; otherwise they were away, which says nothing of the request
     rounds: int = 0  # how often all servers failed it without an answer
-    turn: Turn | None = None  # unused turn of the rate limit
+    turn: RateTurn | None = None  # unused turn of the rate limit
 
     def failed_at(self, url: str, error: StreamrlError) -> None:
         self.failed.add(url)

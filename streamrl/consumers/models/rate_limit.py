@@ -62,7 +62,7 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Turn:
+class RateTurn:
     id: str
     tokens: int
     settled: bool = False
@@ -120,7 +120,7 @@ class RateLimit:
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()
 
-    async def take(self, tokens: int, deadline: float) -> Turn:
+    async def take(self, tokens: int, deadline: float) -> RateTurn:
         """Wait for the turn of a request of `tokens` tokens, for at most `deadline` seconds.
 
         The caller calls `settle` at the end of the request. A cancelled wait leaves the line. `RewardUnavailable`: no
@@ -129,7 +129,7 @@ class RateLimit:
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         costs = self._quota.cost(tokens)
-        turn = Turn(f"{self._nonce}:{next(self._numbers)} {costs[0]!r} {costs[1]!r}", tokens)
+        turn = RateTurn(f"{self._nonce}:{next(self._numbers)} {costs[0]!r} {costs[1]!r}", tokens)
         try:
             async with asyncio.timeout(deadline):
                 while wait := await self._store.take(turn.id, costs, int(1000 * (end - loop.time()))):
@@ -145,11 +145,11 @@ class RateLimit:
             raise
         return turn
 
-    async def settle(self, turn: Turn, tokens: int) -> None:
+    async def settle(self, turn: RateTurn, tokens: int) -> None:
         """Give back the tokens that a request did not use. A repeat does nothing."""
         await self._settle(turn, (0.0, self._quota.cost(turn.tokens - tokens)[1]))
 
-    async def _settle(self, turn: Turn, back: tuple[float, float]) -> None:
+    async def _settle(self, turn: RateTurn, back: tuple[float, float]) -> None:
         """Settle once. If Redis is away, the costs stay taken, as for a process that died."""
         if turn.settled:
             return

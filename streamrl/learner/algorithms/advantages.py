@@ -71,6 +71,10 @@ class GroupData:
         tokens: sampled token ids. None when not asked for.
         texts: text of each sampled token, one list per response. None when not asked for.
         prompt_text: of the prompt that all responses answer; empty when not asked for.
+        going: rewards of turns that follow each token, one array per response (docs/reference/advantages.md). None: no
+            turn has a reward.
+        threads: of each response the places of its tokens, branch by branch: the tokens that each branch trains, one
+            action after the other. None: each response is one sequence.
 
     Raises:
         ValueError: a reward is not finite, or arrays that do not have the lengths.
@@ -86,6 +90,8 @@ class GroupData:
     tokens: Sequence[npt.ArrayLike] | None = None
     texts: Sequence[Sequence[str]] | None = None
     prompt_text: str = ""
+    going: Sequence[npt.ArrayLike] | None = None
+    threads: Sequence[Sequence[npt.NDArray[np.int64]]] | None = None
 
     def __post_init__(self) -> None:
         rewards, lengths = np.asarray(self.rewards, dtype=np.float64), np.asarray(self.lengths, dtype=np.int64)
@@ -96,32 +102,71 @@ class GroupData:
             raise ValueError(f"a reward is not finite: {known}")
         if rewards.ndim != 1 or rewards.shape != lengths.shape:
             raise ValueError(f"{rewards.size} rewards for {lengths.size} responses")
-        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts"):
+        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts", "going"):
             arrays = getattr(self, name)
             if arrays is not None and [len(array) for array in arrays] != lengths.tolist():
                 raise ValueError(f"{name} of other lengths than the responses, {lengths.tolist()}")
 
     @property
     def totals(self) -> FloatArray:
-        """Reward of each response without its penalties, shape (k,)."""
+        """Return of each response without its penalties, shape (k,); with rewards of turns the mean of its tokens."""
+        totals = self.rewards if self.going is None else self.rewards + self._means
         if self.penalties is None:
-            return self.rewards
+            return totals
         penalties = [float(np.sum(np.asarray(penalty, np.float64))) for penalty in self.penalties]
-        return np.asarray(self.rewards - np.array(penalties, dtype=np.float64))
+        return np.asarray(totals - np.array(penalties, dtype=np.float64))
 
-    def constant(self, per_response: FloatArray) -> list[FloatArray]:
-        """Give every token the number of its response: shape (k,) to one array per response."""
-        return [np.full(length, value) for value, length in zip(per_response, self.lengths, strict=True)]
+    @property
+    def deviations(self) -> list[FloatArray] | None:
+        """Return of each token minus the mean of its response; None without rewards of turns.
+
+        A group with one response has none, because that response would be its own baseline.
+        """
+        if self.going is None or self.rewards.size < 2:
+            return None
+        arrays = [np.asarray(going, dtype=np.float64) for going in self.going]
+        return [difference(array, mean) for array, mean in zip(arrays, self._means.tolist(), strict=True)]
+
+    def constant(self, per_response: FloatArray, slope: float | FloatArray = 1.0) -> list[FloatArray]:
+        """Give every token the number of its response: shape (k,) to one array per response.
+
+        With rewards of turns a token's own return counts: `slope` (one number, or shape (k,)) is what the number of a
+        response gains per unit of its return with the baseline held fixed.
+        """
+        arrays = [np.full(length, value) for value, length in zip(per_response, self.lengths, strict=True)]
+        if (deviations := self.deviations) is None:
+            return arrays
+        slopes = np.broadcast_to(np.asarray(slope, dtype=np.float64), self.rewards.shape)
+        return [array + factor * own for array, factor, own in zip(arrays, slopes, deviations, strict=True)]
 
     def token_rewards(self) -> list[FloatArray]:
-        """Reward of each token: minus its penalty, and the reward of the response on its last one."""
+        """Reward of each token: minus its penalty, plus that of the turns that it led to.
+
+        The last token of each thread, which is the end of a branch, also has the reward of the response. What later
+        branches of a fork get counts where they leave, so that rewards from a token on add up to its return.
+        """
         tokens = [np.zeros(length) for length in self.lengths]
         for index, reward in enumerate(self.rewards):
             if self.penalties is not None:
                 tokens[index] -= np.asarray(self.penalties[index], dtype=np.float64)
-            if tokens[index].size:
-                tokens[index][-1] += reward
+            for thread in self.threads_of(index):
+                if self.going is not None:
+                    going = np.append(np.asarray(self.going[index], dtype=np.float64)[thread], 0.0)
+                    tokens[index][thread] -= np.diff(going)
+                tokens[index][thread[-1]] += reward
         return tokens
+
+    def threads_of(self, index: int) -> Sequence[npt.NDArray[np.int64]]:
+        """Places of the tokens of a response in the order of its actions, branch by branch."""
+        if self.threads is not None:
+            return self.threads[index]
+        return [np.arange(self.lengths[index])] if self.lengths[index] else []
+
+    @property
+    def _means(self) -> FloatArray:
+        assert self.going is not None
+        arrays = [np.asarray(going, dtype=np.float64) for going in self.going]
+        return np.asarray([float(array.mean()) if array.size else 0.0 for array in arrays])
 
 
 class TokenTexts:
@@ -404,19 +449,36 @@ def _centred(rewards: FloatArray) -> FloatArray:
     return np.asarray((rewards / peak - np.mean(rewards / peak)) * peak)
 
 
-def _grpo(rewards: FloatArray) -> FloatArray:
+def _grpo(rewards: FloatArray, within: float = 0.0) -> FloatArray:
+    """`within` is the mean variance of returns within a response."""
     if all_equal(rewards):
         return np.zeros_like(rewards)
     peak = np.max(np.abs(rewards))
     scaled = rewards / peak
-    return np.asarray((scaled - scaled.mean()) / (scaled.std(ddof=1) + _STD_FLOOR / peak))
+    deviation = scaled.std(ddof=1) if not within else np.hypot(scaled.std(ddof=1), np.sqrt(within) / peak)
+    return np.asarray((scaled - scaled.mean()) / (deviation + _STD_FLOOR / peak))
+
+
+def _scaled(group: GroupData) -> tuple[FloatArray, float]:
+    """GRPO's number of each response, and what it gains per unit of return.
+
+    With rewards of turns the deviation is that of the returns of tokens, each response with weight one: the mean
+    variance within responses is added to the variance between them, so that responses with nearly equal means do not
+    blow up the differences between their turns.
+    """
+    deviations = group.deviations
+    if deviations is None:
+        return _grpo(group.totals), 0.0
+    within = float(np.mean([np.mean(own**2) if own.size else 0.0 for own in deviations]))
+    between = 0.0 if all_equal(group.totals) else float(np.var(group.totals, ddof=1))
+    return _grpo(group.totals, within), 1 / (np.sqrt(between + within) + _STD_FLOOR)
 
 
 @ESTIMATORS.register("grpo")
 @traits()
 def grpo(group: GroupData) -> list[FloatArray]:
     """`A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, unbiased std (Shao et al., arXiv 2402.03300, section 4.1.2)."""
-    return group.constant(_grpo(group.totals))
+    return group.constant(*_scaled(group))
 
 
 @ESTIMATORS.register("dr_grpo")
@@ -494,7 +556,7 @@ def pass_at_k(group: GroupData) -> list[FloatArray]:
     if totals.size > 1:
         best, scaled = int(np.argmax(totals)), _grpo(totals)
         advantages[best] = difference(scaled[best : best + 1], np.max(np.delete(scaled, best)))[0]
-    return group.constant(advantages)
+    return group.constant(advantages, 0.0)
 
 
 @ESTIMATORS.register("gae")
@@ -559,20 +621,21 @@ def egpo(
         wrong: mode asymmetric: a reward at or below this is a failure.
         degenerate: mode asymmetric: size of the advantages in a group of failures only.
     """
-    advantages, masks = _grpo(group.totals), None
+    (advantages, slope), masks = _scaled(group), None
     if (chosen := _egpo_part(mode, part)) != "joint":
         assert group.texts is not None
         masks = [part_of(texts, chosen, group.prompt_text, opening=opening, closing=closing) for texts in group.texts]
     if mode == "bonus":
         assert group.entropy is not None
         entropies = mean_uncertainty(group.entropy, masks)
-        return group.constant(entropy_bonus(advantages, entropies, scale=bonus, share=bonus_share))
+        return group.constant(entropy_bonus(advantages, entropies, scale=bonus, share=bonus_share), slope)
     surprisals = [-np.asarray(logprobs, dtype=np.float64) for logprobs in group.behaviour]
     weights = confidence_weights(mean_uncertainty(surprisals, masks), lambda_min=lambda_min, lambda_max=lambda_max)
     if mode == "ratio":
-        return group.constant(advantages * weights)
+        return group.constant(advantages * weights, slope * weights)
     if mode == "asymmetric":
-        return group.constant(failures_only(advantages, weights, group.rewards, wrong=wrong, degenerate=degenerate))
+        failed = failures_only(advantages, weights, group.rewards, wrong=wrong, degenerate=degenerate)
+        return group.constant(failed, slope)
     raise ValueError(f"there is no mode {mode}: bonus, ratio or asymmetric")
 
 
@@ -586,11 +649,16 @@ def _generalized(group: GroupData, values: list[FloatArray], gamma: float, lam: 
         raise ValueError(f"gamma {gamma} and lam {lam} are between 0 and 1")
     if not group.rewards.size:
         return []
-    flat = generalized_advantages(
-        np.concatenate(group.token_rewards()),
-        np.concatenate(values),
+    # Threads of all responses one behind the other: the token after the end of an action is the start of the next one.
+    starts = (np.cumsum(group.lengths) - group.lengths).tolist()
+    threads = [start + thread for index, start in enumerate(starts) for thread in group.threads_of(index)]
+    order = np.concatenate([np.zeros(0, dtype=np.int64), *threads])
+    flat = np.zeros(order.size)
+    flat[order] = generalized_advantages(
+        np.concatenate(group.token_rewards())[order],
+        np.concatenate(values)[order],
         gamma=gamma,
         lam=lam,
-        lengths=group.lengths,
+        lengths=[len(thread) for thread in threads],
     )
     return np.split(flat, np.cumsum(group.lengths)[:-1])

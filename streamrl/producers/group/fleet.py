@@ -23,8 +23,8 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def life_seed(seed: int, name: str, life: int) -> int:
-    """A sampling seed below 2**63 for one life of a replica or of a server; `life` is any number that grows.
+def life_seed(seed: int, name: str, life: int | str) -> int:
+    """A sampling seed below 2**63 for one life of a replica or of a server; `life` is any text of its own.
 
     No two lives draw the same numbers: a group whose samples come from both must not hold one response twice.
     """

@@ -59,6 +59,7 @@ class InFlightRequest:
         self._logprobs: list[float] = []
         self._runs: Runs = []
         self._proved: int | None = None
+        self._cached: int | None = None
 
     @property
     def heard(self) -> int:
@@ -86,11 +87,16 @@ class InFlightRequest:
             )
         if not all(map(math.isfinite, chunk.logprobs)):
             raise WireError(f"request {self.request.id!r}: a log-probability is not finite")
+        self.hear_counts(chunk)
         if chunk.tokens and not self.outcome.done():
             self._tokens += chunk.tokens
             self._logprobs += chunk.logprobs
             if self._listener is not None:
                 self._listener(chunk.tokens, chunk.logprobs)
+
+    def hear_counts(self, chunk: Chunk) -> None:
+        """Keep what was cached as the server said it first: one that puts a request back may count anew."""
+        self._cached = chunk.cached_tokens if self._cached is None else self._cached
 
     def land(self, finish: Finish, now: float, runs: Runs | None = None, vocabulary: int | None = None) -> bool:
         """Complete it with what was heard; return whether it still waited.
@@ -120,6 +126,7 @@ class InFlightRequest:
                 finish=finish,
                 prompt_tokens=len(self.request.tokens),
                 seconds=now - self._began,
+                cached_tokens=min(self._cached or 0, len(self.request.tokens)),
             )
         )
         return True

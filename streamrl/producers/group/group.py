@@ -1,7 +1,7 @@
 """`Engine` over several servers: balanced, each with the newest weights; the death of a server costs only time.
 
 ```
-generate -> RoutedRequest -> Placement (waits for room) -> Member -> its engine -> Completion
+generate -> RoutedRequest -> LoadBalancer (waits for room) -> Member -> its engine -> Completion
                   ^                                           |
                   +------- prompt + response so far ----------+   the server died, or is being removed
 apply -> ServerPool -> every Member by itself
@@ -30,7 +30,7 @@ from streamrl.engine import (
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
-from streamrl.producers.group.load_balancing import Placement
+from streamrl.producers.group.load_balancing import LoadBalancer
 from streamrl.producers.group.pool import MemberState, ServerPool, ServerSpec, Source
 from streamrl.producers.group.request import RoutedRequest
 from streamrl.weight_sync.tensors import Version
@@ -53,7 +53,7 @@ class EngineGroup(Engine):
         self._stops = stops
         self._first = list(servers)
         self._pool = ServerPool(config)
-        self._placement = Placement(config, self._pool)
+        self._balancer = LoadBalancer(config, self._pool)
         self._keeper: asyncio.Task[None] | None = None
         self._failure: Unreachable | None = None
         self._closed = False
@@ -116,9 +116,9 @@ class EngineGroup(Engine):
         queued = sum(min(member.load.waiting, len(member.requests)) for member in serving)
         return EngineLoad(
             running=sum(len(member.requests) for member in self._pool.members) - queued,
-            waiting=queued + len(self._placement),
+            waiting=queued + len(self._balancer),
             tokens_sampled=self._tokens + sum(request.sampled for request in self._requests.values()),
-            busy_seconds=self._placement.busy_seconds,
+            busy_seconds=self._balancer.busy_seconds,
             version=max(0, self._pool.newest[1]),
             capacity=sum(member.limit for member in usable),
             cache_use=sum(member.load.cache_use for member in serving) / max(1, len(serving)),
@@ -149,7 +149,7 @@ class EngineGroup(Engine):
         """Let a server finish its requests for `supervisor.drain_deadline`, then move them; ignores unknown names."""
         self._check()
         self._pool.remove(name)
-        self._placement.place()
+        self._balancer.place()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -169,12 +169,12 @@ class EngineGroup(Engine):
             self._tokens += routed.sampled
             del self._requests[request.id]
         if response.finish != "abort":
-            self._placement.learn(len(response.tokens))
+            self._balancer.learn(len(response.tokens))
         return response
 
     async def _ask(self, request: RoutedRequest, rest: Request) -> Completion | None:
         """Have one server continue a request; None when the request should end with what it has."""
-        while not request.over and (member := await self._placement.wait(request)) is not None:
+        while not request.over and (member := await self._balancer.wait(request)) is not None:
             try:
                 piece = await member.generate(request, rest)
             except Unreachable as error:
@@ -183,7 +183,7 @@ class EngineGroup(Engine):
                 logger.info("request moves", extra={"request": name, "from": member.name, "why": error.message})
                 return request.died(error)
             finally:
-                self._placement.release(request)
+                self._balancer.release(request)
             if piece is None:
                 continue
             if piece.finish == "abort" and not request.aborting and member.state is not MemberState.LEAVING:
@@ -200,12 +200,12 @@ class EngineGroup(Engine):
         }
         for request in chosen:
             request.aborting = True
-        ended = self._placement.abort(chosen.__contains__)
+        ended = self._balancer.abort(chosen.__contains__)
         answers = await asyncio.gather(*(self._abort(request) for request in chosen))
         return ended + sum(answers)
 
     async def _abort(self, request: RoutedRequest) -> int:
-        member = self._placement.server_of(request)
+        member = self._balancer.server_of(request)
         if member is None or member.engine is None:
             return 0
         try:
@@ -217,7 +217,7 @@ class EngineGroup(Engine):
         """End the requests that wait for a server; do not continue those that a server ends."""
         for request in self._requests.values():
             request.aborting = True
-        self._placement.abort(lambda _: True)
+        self._balancer.abort(lambda _: True)
 
     # --- controls ----------------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class EngineGroup(Engine):
         """
         self._check()
         await self._pool.apply(version)
-        self._placement.place()
+        self._balancer.place()
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         up = [(member, member.engine) for member in self._pool.members if member.engine is not None]
@@ -303,4 +303,4 @@ class EngineGroup(Engine):
             found = unwrap(keeper.exception() or AssertionError("the keeper of the servers returned"))
             self._failure = found if isinstance(found, Unreachable) else Unreachable(f"the group failed: {found!r}")
             logger.error("engine died", extra={"cause": self._failure.message})
-        self._placement.fail(self._failure)
+        self._balancer.fail(self._failure)

@@ -56,7 +56,7 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
     return before if kept.burden - places[best].burden <= together * cost / kept.limit else best
 
 
-class Placement:
+class LoadBalancer:
     """The queue of a group: in order of arrival, past requests that no server may take yet."""
 
     def __init__(self, config: RunConfig, pool: ServerPool) -> None:

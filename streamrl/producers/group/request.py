@@ -42,6 +42,7 @@ class PartialResponse:
         self._tokens = np.zeros(0, dtype=np.int32)
         self._logprobs = np.zeros(0, dtype=np.float32)
         self._runs: Runs = []
+        self._cached: int | None = None  # of the first piece: later ones begin with what was sampled here
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -75,6 +76,7 @@ class PartialResponse:
         count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
         whole = self.joined(first_tokens(piece, count), 0.0)
         self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
+        self._cached = whole.cached_tokens
 
     def rest(self) -> Request:
         prompt = np.concatenate([self._request.tokens, self._tokens])
@@ -88,10 +90,19 @@ class PartialResponse:
             runs=join_runs(self._runs, len(self), last.runs),
             prompt_tokens=len(self._request.tokens),
             seconds=seconds,
+            cached_tokens=last.cached_tokens if self._cached is None else self._cached,
         )
 
     def ended(self, finish: Finish, seconds: float) -> Completion:
-        return Completion(self._tokens, self._logprobs, list(self._runs), finish, len(self._request.tokens), seconds)
+        return Completion(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            runs=list(self._runs),
+            finish=finish,
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+            cached_tokens=self._cached or 0,
+        )
 
 
 class RoutedRequest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -438,12 +438,24 @@ class ServerEngine(StreamingEngine):
                 flight.hear(chunk)
                 self._tokens += len(chunk.tokens)
                 if chunk.finish is not None:
+                    if chunk.counts_follow:
+                        await self._hear_counts(flight, messages)
                     runs = chunk.runs if own is None else None
                     flight.land(chunk.finish, self._loop.time(), runs, self._facts.vocabulary)
                     break
             else:
                 raise Lost(f"{self._client.url} ended a response without a finish reason")
             await _read_out(messages)
+
+    async def _hear_counts(self, flight: InFlightRequest, messages: AsyncGenerator[Any, None]) -> None:
+        """Hear what the server counted; a response is whole without it."""
+        try:
+            async with asyncio.timeout(_TAIL_SECONDS):
+                message = await anext(messages, None)
+            if message is not None:
+                flight.hear_counts(self._dialect.chunk(message, received=flight.heard))
+        except (TimeoutError, StreamrlError):
+            return
 
     async def _broke_off(self, flight: InFlightRequest, error: Unreachable) -> None:
         """Handle a stream that ended early: the server is dead, or only this connection broke.

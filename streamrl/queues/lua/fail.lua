@@ -1,5 +1,5 @@
 -- Samples die: they get a cause of death and a dead letter each; the last open sample closes its group.
--- include _group_letter _close
+-- include _group_letter _close _drop_journal
 -- KEYS    stream group scored dead live state rollouts       stream: prompts, or rollouts for the stage reward
 -- ARGV    stage entry gid k attempt why deliveries detail doom
 --         stage prompt: every sample without payload and cause; generate: sample k; reward: sample k, * for all that have
@@ -25,6 +25,8 @@ for k = first, last do
   local generated = redis.call('HEXISTS', G, 's:' .. k) == 1
   if redis.call('HEXISTS', G, 'x:' .. k) == 0 and generated == (stage == 'reward') then
     redis.call('HSET', G, 'x:' .. k, ARGV[6])
+    local turns = redis.call('HGET', G, 'j:' .. k)
+    if turns then drop_journal(G, k, turns) end
     redis.call('XADD', KEYS[4], '*', 'g', ARGV[3], 'k', k, 'a', ARGV[5], 'why', ARGV[6], 'stage', stage,
       'deliveries', ARGV[7], 'detail', detail)
     died, detail = died + 1, '' -- one traceback for all samples of a prompt

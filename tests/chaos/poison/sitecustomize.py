@@ -9,16 +9,16 @@ import signal
 import sys
 
 if "rollout" in getattr(sys, "orig_argv", []):
-    from streamrl.producers.replica import Replica
+    from streamrl.producers.sampler import SingleTurn
 
-    generate = Replica._generate
+    sample = SingleTurn.sample
 
-    async def poisoned(self, lease, prompt, *rest):
-        fault = prompt.metadata.get("poison")
+    async def poisoned(self, order):
+        fault = order.prompt.metadata.get("poison")
         if fault == "kill rollout":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "break rollout":
             raise RuntimeError("played: the engine fails on this prompt")
-        return await generate(self, lease, prompt, *rest)
+        return await sample(self, order)
 
-    Replica._generate = poisoned
+    SingleTurn.sample = poisoned

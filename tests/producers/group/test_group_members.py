@@ -103,7 +103,7 @@ async def test_what_loses_its_server_after_the_end_of_the_group_does_not_wait_fo
     async with Stage("a") as stage:
         task = stage.ask()
         player = await stage.on("a")
-        stage.group._placement.fail(Unreachable("no server is left"))
+        stage.group._balancer.fail(Unreachable("no server is left"))
         player.die()
         with pytest.raises(Unreachable, match="no server is left"):
             await answer(task)

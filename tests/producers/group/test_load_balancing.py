@@ -1,5 +1,7 @@
 """What is pure about a group: joining pieces of a response, and the choice of a server."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,6 +88,16 @@ def test_nothing_is_kept_behind_the_token_that_ends_a_response(tokens, proved):
     expected = sure[: sure.index(3) + 1] if 3 in sure else sure
     assert partial.ended("abort", 0.0).tokens.tolist() == expected
     assert partial.finish == ("stop" if 3 in sure else None)
+
+
+def test_what_was_cached_of_a_prompt_is_said_by_the_first_piece():
+    partial = PartialResponse(Request("r", np.asarray([9, 8], np.int32), 50), frozenset(), 100)
+    last = replace(piece_of([5], [-1.0], [(0, 1)]), finish="stop", cached_tokens=2)
+    assert partial.joined(last, 0.0).cached_tokens == 2
+    partial.add(replace(piece_of([4], [-1.0], [(0, 1)]), cached_tokens=1))
+    partial.add(replace(piece_of([5], [-1.0], [(0, 1)]), cached_tokens=3))
+    assert partial.ended("abort", 0.0).cached_tokens == 1
+    assert partial.joined(last, 0.0).cached_tokens == 1
 
 
 def test_the_least_busy_server_for_its_size_is_taken():

@@ -242,6 +242,19 @@ async def test_a_server_that_does_not_close_its_streams_costs_no_place(monkeypat
         assert (await engine.generate(request("b"))).finish == "length"
 
 
+async def test_what_was_cached_may_be_told_after_the_last_token(monkeypatch):
+    monkeypatch.setattr(server, "_TAIL_SECONDS", 0.05)
+    toy = Toy()
+    async with engine_on(toy) as engine:
+        toy.cached, toy.faults["/generate"] = 2, ["late"]
+        untold = await engine.generate(request("a"))
+        assert (untold.finish, untold.cached_tokens) == ("length", 0), "the response does without it"
+        told = await engine.generate(request("b"))
+        assert (told.tokens.tolist(), told.cached_tokens) == (untold.tokens.tolist(), 2)
+        toy.cached = 99
+        assert (await engine.generate(request("c"))).cached_tokens == 3, "no more than the prompt"
+
+
 async def test_the_death_of_the_server_leaves_each_request_what_it_had_heard():
     toy = Toy()
     runner = serving(toy)

@@ -41,6 +41,7 @@ class Toy:
         self.figures = {"running": 0, "waiting": 0, "tokens_sampled": 0}
         self.running: dict[str, dict[str, Any]] = {}
         self.tell_runs = True
+        self.cached: int | None = None  # told after the last token
         self.key: str | None = None
         self._changed = asyncio.Condition()
 
@@ -176,6 +177,9 @@ class Toy:
                     one["permits"] = max(0, one["permits"] - 1)
                     self._changed.notify_all()
                 if finish:
+                    if self.cached is not None and fault is None:
+                        counts = {"tokens": [], "logprobs": [], "finish": None, "runs": None, "cached": self.cached}
+                        await response.write(b"data: " + json.dumps(counts).encode() + b"\n\n")
                     if fault == "late":  # never closes its stream
                         await asyncio.sleep(3600)
                     break
@@ -192,6 +196,8 @@ class Toy:
     async def _say(self, response: Any, tokens: Any, logprobs: Any, finish: Any, runs: Any) -> None:
         told = runs if finish and self.tell_runs else None
         message = {"tokens": tokens, "logprobs": logprobs, "finish": finish, "runs": told}
+        if finish and self.cached is not None:
+            message["counts_follow"] = True
         await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
 
@@ -279,6 +285,8 @@ def make_dialect() -> Any:
                     message["logprobs"],
                     message["finish"],
                     None if runs is None else [(a, b) for a, b in runs],
+                    cached_tokens=message.get("cached"),
+                    counts_follow=message.get("counts_follow", False),
                 )
             except (KeyError, TypeError) as error:
                 raise WireError("no chunk of a toy") from error

@@ -1,0 +1,112 @@
+"""Configuration of episodes: who runs them, what they may use, and when they end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from streamrl.config.base import Duration, Fraction, Positive, Section
+
+EpisodeKind: TypeAlias = Literal["run", "tools", "environment", "agent"]
+_KINDS: Final[tuple[EpisodeKind, ...]] = ("run", "tools", "environment", "agent")
+
+
+def _import_path(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise ValueError(f"{value!r} is not an import path: write module:Name, for example my_episodes:Game")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+Share = Annotated[Fraction, Field(gt=0)]
+
+
+class AgentConfig(Section):
+    """A program that acts through the OpenAI-compatible endpoint of its sample."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="program and arguments, without a shell; STREAMRL_TASK is the path of its task"
+    )
+    directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
+    variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
+    answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
+    host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
+    max_calls: Positive = Field(32, description="calls of one agent at the same time; more are answered with 429")
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+class EpisodeShares(Section):
+    """Longest part of `episode.deadline` that each kind of work may take."""
+
+    start: Share = Field(0.25, description="before the first turn: reset, sandbox, process of an agent")
+    model: Share = Field(1.0, description="generating, all turns together")
+    tools: Share = Field(1.0, description="waiting for tools or for the agent, all turns together")
+    scoring: Share = Field(0.1, description="the episode's own reward; this time is kept for it")
+
+
+class EpisodeConfig(Section):
+    """Episodes of several turns. One of `run`, `tools`, `environment` and `agent` makes a run one of episodes."""
+
+    run: ImportPath | None = Field(None, description="module:Class of a subclass of Episode")
+    tools: tuple[ImportPath, ...] = Field((), description="functions (module:function) that the model may call")
+    environment: ImportPath | None = Field(
+        None, description="module:Class with reset, public methods as tools and get_reward, as TRL takes it"
+    )
+    agent: AgentConfig | None = Field(None, description="a program that talks to the OpenAI-compatible endpoint")
+    args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of run or environment")
+    max_turns: Positive = Field(16, description="sampled turns of an episode, all branches together")
+    max_forks: Positive = Field(64, description="branches of an episode besides the first")
+    max_tool_calls: Positive | None = Field(None, description="calls of tools in an episode; empty: no limit")
+    max_sampled_tokens: Positive | None = Field(None, description="sampled tokens of an episode; empty: no limit")
+    max_tool_response: Positive = Field(
+        16384, description="characters of a tool's answer; a longer one is cut in the middle, with a note"
+    )
+    tool_deadline: Duration = Field(60.0, description="longest time of one call of a tool")
+    deadline: Duration = Field(300.0, description="longest time of an episode, from its start to its reward")
+    shares: EpisodeShares = Field(default_factory=EpisodeShares)
+    timed_out: Literal["score", "drop"] = Field(
+        "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
+    )
+    concurrent: Positive | None = Field(
+        None, description="episodes that a replica runs at the same time; empty: twice what its engine can decode"
+    )
+    deterministic: bool = Field(
+        False, description="the tools give the same answers again, so that another process may replay recorded turns"
+    )
+    prefix_cache: Literal["sample", "refresh"] = Field(
+        "sample",
+        description="sample: later turns use keys and values that the weights of the first turn computed; refresh: new"
+        " weights compute them again",
+    )
+    tool_format: str = Field("auto", description="how the model writes tool calls; auto: known from its tokenizer")
+
+    @property
+    def kind(self) -> EpisodeKind | None:
+        """Who runs the episodes; None: the run has single answers."""
+        return next((name for name in _KINDS if getattr(self, name)), None)
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> EpisodeConfig:
+        given = [name for name in _KINDS if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"episode.{given[0]} and episode.{given[1]} both run the episodes: set one of them")
+        if self.args and not (self.run or self.environment):
+            raise ValueError("episode.args are the arguments of episode.run or episode.environment: set one of them")
+        changed = [
+            name
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
+        if changed and not given:
+            raise ValueError(
+                f"episode.{changed[0]} is set, and nothing runs the episodes: set one of episode.{', '.join(_KINDS)}"
+            )
+        return self

@@ -1,0 +1,217 @@
+"""The turns of a sample as a tree, its branches, and how branches become runs of tokens in rows.
+
+```
+prompt ─ turn 0 (sampled) ─ turn 1 (observed) ┬ turn 2 (sampled)      branch 0: turns 0 1 2, trains 0 and 2
+                                              └ turn 3 (sampled)      branch 1: turns 0 1 3, trains 3
+NOTHING ─ turn 4 (observed) ─ turn 5 (sampled)                        branch 2: turns 4 5, has a prompt of its own
+```
+Branches are the paths from a root to a last sampled turn, in the order of a depth-first walk, so what a branch shares
+with earlier ones is its beginning. Each sampled token is trained in the first branch that holds it. Turns that no
+sampled turn follows predict nothing and take no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.wire import NOTHING, PROMPT, Int32Array, Sample
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+class EpisodeBranch(NamedTuple):
+    turns: tuple[int, ...]  # from the root to a sampled turn; an own prompt is the first of them
+    new: int  # place in `turns` of the first turn that no earlier branch holds
+    own_prompt: bool  # begins with an observed turn that continues nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """Turns of one sample; the sampled tokens themselves stand in the arrays of the sample."""
+
+    parents: tuple[int, ...]  # as in `wire.Turn`
+    sampled: tuple[int, ...]  # sampled tokens of each turn, 0 for an observed one
+    observed: tuple[Int32Array, ...]  # ids of each turn, none for a sampled one
+    rewards: tuple[float, ...]  # of each turn, 0 for none
+    branches: tuple[EpisodeBranch, ...] = field(init=False)
+    starts: tuple[int, ...] = field(init=False)  # first token of each turn in the arrays of the sample
+
+    def __post_init__(self) -> None:
+        starts = np.cumsum([0, *self.sampled[:-1]]) if self.sampled else np.zeros(0, dtype=np.int64)
+        object.__setattr__(self, "starts", tuple(starts.tolist()))
+        object.__setattr__(self, "branches", tuple(self._walk()))
+
+    @classmethod
+    def of(cls, sample: Sample) -> Tree | None:
+        """The tree of a sample; None for a single answer, which needs none."""
+        if not sample.turns:
+            return None
+        return cls(
+            parents=tuple(turn.parent for turn in sample.turns),
+            sampled=tuple(turn.sampled for turn in sample.turns),
+            observed=tuple(turn.observed_ids for turn in sample.turns),
+            rewards=tuple(turn.reward or 0.0 for turn in sample.turns),
+        )
+
+    def length(self, turn: int) -> int:
+        return self.sampled[turn] or len(self.observed[turn])
+
+    @property
+    def observed_ids(self) -> Int32Array:
+        return np.concatenate([np.zeros(0, dtype=np.int32), *self.observed])
+
+    def places(self, turns: Iterable[int]) -> Int64Array:
+        """Places of the sampled tokens of turns in the arrays of the sample."""
+        found = [np.arange(self.starts[turn], self.starts[turn] + self.sampled[turn]) for turn in turns]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    @property
+    def threads(self) -> list[Int64Array]:
+        """Places of the sampled tokens that each branch trains: its actions one after the other, without gaps."""
+        return [self.places(branch.turns[branch.new :]) for branch in self.branches]
+
+    def width(self, branch: EpisodeBranch, prompt: int) -> int:
+        """Tokens that a pass over this branch alone has, without the last one, from which nothing is predicted."""
+        tokens = sum(self.length(turn) for turn in branch.turns) - 1
+        return tokens if branch.own_prompt else prompt + tokens
+
+    def _walk(self) -> Iterator[EpisodeBranch]:
+        children: dict[int, list[int]] = {}
+        live = [count > 0 for count in self.sampled]
+        for turn in range(len(self.parents) - 1, -1, -1):
+            if live[turn]:
+                children.setdefault(self.parents[turn], []).append(turn)
+                if self.parents[turn] >= 0:
+                    live[self.parents[turn]] = True
+        # The lists run backwards, and a stack turns them round: the oldest turn comes first.
+        stack = [(turn, 0) for root in (NOTHING, PROMPT) for turn in children.get(root, [])]
+        path: list[int] = []
+        new = 0
+        while stack:
+            turn, depth = stack.pop()
+            new = min(new, depth)
+            path[depth:] = [turn]
+            below = children.get(turn, [])
+            stack += [(child, depth + 1) for child in below]
+            if not below:
+                yield EpisodeBranch(tuple(path), new, self.parents[path[0]] == NOTHING)
+                new = len(path)
+
+
+class Cut(NamedTuple):
+    """Branches of one sample that stand side by side behind one prompt, what they share once."""
+
+    prompt: int  # tokens of the prompt
+    branches: tuple[EpisodeBranch, ...]
+    added: int  # tokens behind the prompt
+
+
+def cut_up(tree: Tree, prompt: int, widest: int, shares: bool) -> list[Cut]:
+    """The branches of a sample by prompt; a cut has one branch, or several in at most `widest` tokens.
+
+    Without `shares`, and where some branch alone is wider than `widest`, each cut has one branch: the mask of several
+    branches and the model's own attention do not go together in one pass.
+    """
+    widths = [tree.width(branch, prompt) for branch in tree.branches]
+    together = shares and max(widths, default=0) <= widest
+    cuts: list[Cut] = []
+    last: dict[int, int] = {}  # the last cut of each root, because branches of other roots may lie between
+    for branch, width in zip(tree.branches, widths, strict=True):
+        root = branch.turns[0] if branch.own_prompt else PROMPT
+        before = tree.length(root) if branch.own_prompt else prompt
+        more = sum(tree.length(turn) for turn in branch.turns[max(branch.new, branch.own_prompt) :]) - 1
+        place = last.get(root)
+        # The last token of a turn that a later branch continues is left out only where nothing continues it.
+        if together and place is not None and before + cuts[place].added + more <= widest:
+            known = cuts[place]
+            cuts[place] = Cut(before, (*known.branches, branch), known.added + more)
+        else:
+            last[root] = len(cuts)
+            cuts.append(Cut(before, (branch,), width - before))
+    return cuts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limb:
+    """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order."""
+
+    prompt: Int32Array
+    ids: Int32Array  # shape (n,)
+    until: Int64Array  # first place in `ids` that does not see each token, shape (n,)
+    depth: Int64Array  # tokens between the prompt and each token, shape (n,)
+    before: Int64Array  # place in `ids` that predicts each trained token, -1: the end of the prompt, shape (m,)
+    targets: Int64Array  # place of each trained token in the arrays of the sample, shape (m,)
+
+
+def limb(tree: Tree, prompt: Int32Array, tokens: Int32Array, cut: Cut) -> Limb:
+    """The tokens of a cut; `prompt` and `tokens` are those of the sample."""
+    own = cut.branches[0].own_prompt
+    ids: list[Int32Array] = []
+    depth: list[Int64Array] = []
+    before: list[Int64Array] = []
+    begin: dict[int, int] = {}
+    close: dict[int, int] = {}
+    ends: dict[int, tuple[int, int]] = {}  # place and depth of the last token of each turn
+    end = 0
+    for number, branch in enumerate(cut.branches):
+        for place in range(branch.new if number else 0, len(branch.turns)):
+            turn = branch.turns[place]
+            if own and not place:
+                ends[turn] = (-1, -1)
+                continue
+            last = place == len(branch.turns) - 1
+            at, deep = ends[branch.turns[place - 1]] if place else (-1, -1)
+            count = tree.length(turn)
+            start = tree.starts[turn]
+            mine = tokens[start : start + count] if tree.sampled[turn] else tree.observed[turn]
+            ids.append(mine[: count - last])
+            depth.append(np.arange(count - last) + deep + 1)
+            if tree.sampled[turn] and place >= branch.new:
+                before.append(np.concatenate([[at], np.arange(end, end + count - 1)]))
+            begin[turn], end = end, end + count - last
+            ends[turn] = (end - 1, deep + count)
+        for turn in branch.turns:
+            close[turn] = end
+    sizes = [len(piece) for piece in ids]
+    return Limb(
+        prompt=tree.observed[cut.branches[0].turns[0]] if own else prompt,
+        ids=np.concatenate([np.zeros(0, dtype=np.int32), *ids]),
+        until=np.repeat(np.asarray([close[turn] for turn in begin], dtype=np.int64), sizes),
+        depth=np.concatenate([np.zeros(0, dtype=np.int64), *depth]),
+        before=np.concatenate([np.zeros(0, dtype=np.int64), *before]),
+        targets=np.concatenate([tree.places(branch.turns[branch.new :]) for branch in cut.branches]),
+    )
+
+
+class Span(NamedTuple):
+    """One whole sequence with places of it that are sampled tokens."""
+
+    ids: Int32Array
+    at: Int64Array  # places in `ids` of the trained tokens
+    targets: Int64Array  # places of the same in the arrays of the sample
+
+
+def spans(tree: Tree | None, prompt: Int32Array, tokens: Int32Array) -> list[Span]:
+    """Each branch of a sample with sampled tokens as one sequence, for a server that scores sequences."""
+    if tree is None:
+        every = np.arange(len(tokens))
+        return [Span(np.concatenate([prompt, tokens]), every + len(prompt), every)] if len(tokens) else []
+    found = []
+    for branch in tree.branches:
+        parts: list[Int32Array] = [] if branch.own_prompt else [prompt]
+        at: list[Int64Array] = []
+        end = sum(map(len, parts))
+        for place, turn in enumerate(branch.turns):
+            start, count = tree.starts[turn], tree.length(turn)
+            parts.append(tokens[start : start + count] if tree.sampled[turn] else tree.observed[turn])
+            if tree.sampled[turn] and place >= branch.new:
+                at.append(np.arange(end, end + count))
+            end += count
+        found.append(Span(np.concatenate(parts), np.concatenate(at), tree.places(branch.turns[branch.new :])))
+    return found

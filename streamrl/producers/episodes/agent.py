@@ -1,0 +1,145 @@
+"""`AgentEpisode`: a command as an agent, with a process of its own and the endpoint's key for each sample."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.config.episode import AgentConfig
+from streamrl.errors import PluginError, StreamrlError
+from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.endpoint.door import AgentDoor
+from streamrl.producers.episodes.endpoint.server import AgentEndpoint
+from streamrl.producers.episodes.episode import Chat, Episode, Task
+from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.score import Score
+
+TASK_FILE: Final = "STREAMRL_TASK"
+"""Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
+_LAST_SECONDS: Final = 10.0
+"""How long an agent may go on after a limit of its episode: it may post a reward or leave a message."""
+
+
+class AgentFailed(StreamrlError):
+    """The agent's process ended with an exit code other than 0, or could not be started."""
+
+
+class AgentEpisode(Episode):
+    """Runs `episode.agent.command` once for each sample, for as long as `open` to `close`.
+
+    The process gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `STREAMRL_TASK`,
+    a working directory, and no standard input. Exit code 0 ends the episode. Any other fails it, with the end of what
+    the agent printed, unless a limit had ended the episode already. At the end the process is killed with all that it
+    has started, also when this process dies.
+
+    PluginError: there is no such program.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.episode.agent is not None
+        self._agent: AgentConfig = config.episode.agent
+        self._context = config.model.context
+        self._beside = config.plugin_paths
+        program = self._agent.command[0]
+        if shutil.which(program, path=search_path(self._agent)) is None:
+            raise PluginError(f"the agent {program} is no program that can be run", COMMAND_HINT)
+        self._endpoint: AgentEndpoint | None = None
+        self._open = contextlib.AsyncExitStack()
+
+    @override
+    async def open(self) -> None:
+        self._endpoint = await self._open.enter_async_context(AgentEndpoint.open(self._agent.host))
+
+    @override
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    @override
+    async def run(self, task: Task, chat: Chat) -> float | Score | None:
+        assert self._endpoint is not None
+        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrl-agent-"))
+        try:
+            with self._endpoint.serving(door) as key:
+                try:
+                    await self._accompany(task, chat.session, door, folder, key)
+                except EpisodeOver:
+                    if door.score is None:
+                        raise
+                finally:
+                    await door.close()
+            return door.score
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> None:
+        """Start the process and return at its end.
+
+        Raises:
+            AgentFailed: it could not be started, or it failed.
+            EpisodeOver: a limit ended the episode, and the agent with it.
+        """
+        process = AgentProcess(folder, self._beside)
+        try:
+            async with session.part("start"):
+                await asyncio.to_thread(self._write_task, task, folder)
+                await process.start(self._agent, self._variables(key, folder), key)
+                await _first(process.wait(), door.called.wait())
+            while not (process.ended or door.over.is_set()):
+                await _first(process.wait(), door.over.wait(), door.idle.wait())
+                async with session.part("tools"):
+                    await _first(process.wait(), door.over.wait(), door.busy.wait())
+            if session.fault is None:
+                await _first(process.wait(), asyncio.sleep(_LAST_SECONDS))
+        finally:
+            await process.kill()
+        if session.fault is not None:
+            raise session.fault
+        if session.stop is not None:
+            raise EpisodeOver(session.stop)
+        if process.code != 0:
+            raise AgentFailed(f"the agent {self._agent.command[0]} {process.cause}")
+
+    def _write_task(self, task: Task, folder: Path) -> None:
+        known: dict[str, Any] = {
+            "text": task.text,
+            "messages": task.messages,
+            "metadata": task.metadata,
+            "line": task.line,
+            "evaluation": task.evaluation,
+        }
+        if self._agent.answer:
+            known["answer"] = task.answer
+        (folder / "task.json").write_bytes(orjson.dumps(known))
+
+    def _variables(self, key: str, folder: Path) -> dict[str, str]:
+        assert self._endpoint is not None
+        url = self._endpoint.url
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            TASK_FILE: str(folder / "task.json"),
+        }
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Return when the first of them is done; the others are given up."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,159 @@
+"""Anthropic's `POST /v1/messages`, as far as an agent with tools needs it. What is ignored or refused: as in chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+from typing_extensions import override
+
+from streamrl.producers.episodes.endpoint.calls import (
+    MODEL,
+    AgentApi,
+    AgentCall,
+    CallRefused,
+    Content,
+    Tokens,
+    assistant,
+    decoded,
+    event,
+    function_schema,
+    refuse_given,
+    said,
+    text_of,
+)
+from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.session import SampledTurn
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant"]
+    content: Content
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    model: str = MODEL
+    system: Content = None
+    tools: list[_Tool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    max_tokens: Tokens | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+
+
+class AnthropicMessages(AgentApi):
+    @override
+    def read(self, body: bytes) -> AgentCall:
+        asked = decoded(body, _Body)
+        refuse_given(stop_sequences=asked.stop_sequences)
+        messages: list[Message] = [{"role": "system", "content": text_of(asked.system)}] if asked.system else []
+        for message in asked.messages:
+            messages += _spoken(message.content) if message.role == "assistant" else _answers(message.content)
+        tools = [] if (asked.tool_choice or {}).get("type") == "none" else asked.tools or []
+        schemas = [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
+        return AgentCall(messages, schemas, asked.model, asked.max_tokens, asked.stream)
+
+    @override
+    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+        text, reasoning, calls = said(turn)
+        content: list[dict[str, Any]] = []
+        if reasoning:
+            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        if text or not calls:
+            content.append({"type": "text", "text": text})
+        for call_id, function, arguments in calls:
+            content.append({"type": "tool_use", "id": call_id, "name": function, "input": _object(arguments)})
+        return {
+            "id": f"msg_{name}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": content,
+            "stop_reason": "max_tokens" if turn.finish == "length" else "tool_use" if calls else "end_turn",
+            "stop_sequence": None,
+            "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.tokens)},
+            "streamrl": {"turn": turn.number},
+        }
+
+    @override
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+        begun = {**answer, "content": [], "stop_reason": None}
+        told: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+        for index, block in enumerate(answer["content"]):
+            told += _block_events(index, block)
+        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        told += [{"type": "message_delta", "delta": ended, "usage": answer["usage"]}, {"type": "message_stop"}]
+        return (event(data, data["type"]) for data in told)
+
+    @override
+    def error(self, refused: CallRefused) -> dict[str, Any]:
+        kind = {401: "authentication_error", 413: "request_too_large", 429: "rate_limit_error"}.get(refused.status)
+        kind = kind or ("api_error" if refused.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+def _spoken(content: Content) -> list[Message]:
+    if not isinstance(content, list):
+        return [assistant(content or "", [])]
+    calls = [
+        (str(part.get("id", "")), str(part.get("name", "")), _arguments(part.get("input")))
+        for part in content
+        if part.get("type") == "tool_use"
+    ]
+    reasoning = "".join(str(part.get("thinking", "")) for part in content if part.get("type") == "thinking")
+    others = [part for part in content if part.get("type") not in ("tool_use", "thinking")]
+    return [assistant(text_of(others), calls, reasoning)]
+
+
+def _answers(content: Content) -> list[Message]:
+    """A message of the user: the results of tools in it come first, each as a message of its own."""
+    if not isinstance(content, list):
+        return [{"role": "user", "content": content or ""}]
+    results: list[Message] = [
+        {"role": "tool", "tool_call_id": str(part.get("tool_use_id", "")), "content": text_of(part.get("content"))}
+        for part in content
+        if part.get("type") == "tool_result"
+    ]
+    others = [part for part in content if part.get("type") != "tool_result"]
+    return [*results, {"role": "user", "content": text_of(others)}] if others else results
+
+
+def _arguments(given: Any) -> str:
+    """JSON arguments; those that were malformed go back as they were written."""
+    if isinstance(given, dict) and given.keys() == {_RAW}:
+        return str(given[_RAW])
+    return orjson.dumps(given or {}).decode()
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments as an object, which this API wants: malformed ones stand in it as text."""
+    try:
+        read = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {_RAW: arguments}
+    return read if isinstance(read, dict) else {_RAW: arguments}
+
+
+_RAW = "malformed_arguments"
+
+
+def _block_events(index: int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    kinds = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
+    if block["type"] == "tool_use":
+        begun: dict[str, Any] = {**block, "input": {}}
+        delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+    else:
+        name, kind = kinds[block["type"]]
+        begun, delta = {**block, name: ""}, {"type": kind, name: block[name]}
+    yield {"type": "content_block_start", "index": index, "content_block": begun}
+    yield {"type": "content_block_delta", "index": index, "delta": delta}
+    yield {"type": "content_block_stop", "index": index}

@@ -1,0 +1,129 @@
+"""A call of an agent as a value, whatever API it came through, and what each API has to translate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Protocol, TypeAlias, TypeVar
+
+import msgspec
+import orjson
+
+from streamrl.errors import StreamrlError
+from streamrl.producers.episodes.rendering import Message, ToolSchema
+from streamrl.producers.episodes.session import SampledTurn
+from streamrl.wire import utf8
+
+MODEL: Final = "policy"
+"""The name of the model in `/v1/models`; calls may use any name."""
+Content: TypeAlias = str | list[dict[str, Any]] | None
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_TEXTS: Final = ("text", "input_text", "output_text")
+_Body = TypeVar("_Body")
+
+
+class CallRefused(StreamrlError):
+    """A call that is not carried out, with the HTTP status and the code of its answer."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """What an agent asks for: the next message of a conversation.
+
+    `model` is the name that it used. `usage` asks for a last event with the counts of tokens.
+    """
+
+    messages: list[Message]
+    tools: list[ToolSchema]
+    model: str = MODEL
+    max_tokens: int | None = None
+    stream: bool = False
+    usage: bool = False
+
+
+class AgentApi(Protocol):
+    """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
+
+    def read(self, body: bytes) -> AgentCall:
+        """Raises CallRefused for a body that is no call, or asks for what cannot be done."""
+        ...
+
+    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+        """The answer to a call; `name` is unique among the answers of a sample."""
+        ...
+
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+        """The same answer as the server-sent events that a streaming client reads."""
+        ...
+
+    def error(self, refused: CallRefused) -> dict[str, Any]: ...
+
+
+def decoded(body: bytes, kind: type[_Body]) -> _Body:
+    """The body of a call; fields that `kind` does not have are ignored. CallRefused: it is not one."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise CallRefused(400, str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CallRefused(400, f"the body is not JSON: {error}") from error
+
+
+def refuse_given(**given: object) -> None:
+    """CallRefused for the first option that is set: ignoring it would give the agent something else than it asked."""
+    for name, value in given.items():
+        if value:
+            raise CallRefused(400, f"`{name}` is not supported here", "unsupported_parameter")
+
+
+def text_of(content: Content) -> str:
+    """The text of a message. CallRefused for images and other media."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(map(_part, content))
+
+
+def _part(part: dict[str, Any]) -> str:
+    kind = part.get("type")
+    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise CallRefused(400, f"a message has a part of type {kind!r}; only text is supported", "unsupported_content")
+    return text
+
+
+def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def assistant(text: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:
+    """An assistant message; `calls` are id, name and JSON arguments."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in calls
+        ]
+    return message
+
+
+def said(turn: SampledTurn) -> tuple[str, str, list[tuple[str, str, str]]]:
+    """Text, reasoning and calls (id, name, JSON arguments) of a turn, all of which UTF-8 can encode."""
+    reply = turn.reply
+    calls = [(call.id, utf8(call.name), utf8(call.arguments_text)) for call in reply.calls]
+    return utf8(reply.content), utf8(reply.reasoning), calls
+
+
+def event(data: Any, name: str = "") -> bytes:
+    line = f"event: {name}\n".encode() if name else b""
+    return line + b"data: " + orjson.dumps(data) + b"\n\n"

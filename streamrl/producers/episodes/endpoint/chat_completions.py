@@ -1,0 +1,168 @@
+"""OpenAI's `POST /v1/chat/completions`.
+
+How tokens are sampled belongs to the run, so `temperature`, `top_p`, `seed` and penalties of a call are ignored.
+`tool_choice` is not enforced, except that `none` leaves the tools out. What would change the answer and cannot be done
+(`n` above 1, `logprobs`, `stop`, a `response_format`, images) is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from typing_extensions import override
+
+from streamrl.producers.episodes.endpoint.calls import (
+    MODEL,
+    AgentApi,
+    AgentCall,
+    CallRefused,
+    Content,
+    Tokens,
+    assistant,
+    decoded,
+    event,
+    function_schema,
+    refuse_given,
+    said,
+    text_of,
+)
+from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.session import SampledTurn
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Schema(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Schema
+    type: Literal["function"] = "function"
+
+
+class _Body(msgspec.Struct):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    model: str = MODEL
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+
+
+class ChatCompletions(AgentApi):
+    @override
+    def read(self, body: bytes) -> AgentCall:
+        asked = decoded(body, _Body)
+        if asked.n not in (None, 1):
+            raise CallRefused(400, f"`n` is {asked.n}; one choice is sampled for each call", "unsupported_parameter")
+        refuse_given(
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+            logit_bias=asked.logit_bias,
+            stop=asked.stop,
+            response_format=(asked.response_format or {}).get("type", "text") != "text",
+            functions=asked.functions,
+            modalities=set(asked.modalities or ()) - {"text"},
+        )
+        tools = [] if asked.tool_choice == "none" else asked.tools or []
+        return AgentCall(
+            [_message(message) for message in asked.messages],
+            [
+                function_schema(tool.function.name, tool.function.description, tool.function.parameters)
+                for tool in tools
+            ],
+            asked.model,
+            asked.max_completion_tokens or asked.max_tokens,
+            bool(asked.stream),
+            bool((asked.stream_options or {}).get("include_usage")),
+        )
+
+    @override
+    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+        text, reasoning, calls = said(turn)
+        finish = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+        return {
+            "id": f"chatcmpl-{name}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": call.model,
+            "choices": [{"index": 0, "message": assistant(text, calls, reasoning), "finish_reason": finish}],
+            "usage": {
+                "prompt_tokens": turn.prompt_tokens,
+                "completion_tokens": len(turn.tokens),
+                "total_tokens": turn.prompt_tokens + len(turn.tokens),
+            },
+            "streamrl": {"turn": turn.number},
+        }
+
+    @override
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+        base = {key: answer[key] for key in ("id", "created", "model", "streamrl")}
+        base["object"] = "chat.completion.chunk"
+        choice = answer["choices"][0]
+        message = dict(choice["message"])
+        calls = [{"index": index, **tool_call} for index, tool_call in enumerate(message.pop("tool_calls", ()))]
+        deltas = [{"role": message.pop("role")}, *({key: value} for key, value in message.items() if value)]
+        deltas += [{"tool_calls": [tool_call]} for tool_call in calls]
+        for delta in deltas:
+            yield event({**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        yield event({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+        if call.usage:
+            yield event({**base, "choices": [], "usage": answer["usage"]})
+        yield b"data: [DONE]\n\n"
+
+    @override
+    def error(self, refused: CallRefused) -> dict[str, Any]:
+        return openai_error(refused)
+
+
+def openai_error(refused: CallRefused) -> dict[str, Any]:
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(refused.status, "invalid_request_error")
+    kind = "server_error" if refused.status >= 500 else kind
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
+
+
+def _message(given: _Message) -> Message:
+    text = text_of(given.content)
+    if given.role == "assistant":
+        calls = [(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
+        return assistant(text, calls, given.reasoning_content or "")
+    message: Message = {"role": "system" if given.role == "developer" else given.role, "content": text}
+    if given.role == "tool":
+        message["tool_call_id"] = given.tool_call_id or ""
+    if given.name:
+        message["name"] = given.name
+    return message

@@ -1,0 +1,239 @@
+"""The calls of one sample's agent: which of them is a new turn, which is a repeat, and which is no part of the record.
+
+A client that lost an answer sends the same body again. Such a call is a repeat, and gets the answer of the first one,
+if one of these holds:
+
+* its SDK says so (`x-stainless-retry-count` above 0), or it has the `Idempotency-Key` of the first one;
+* all who asked before have left without an answer;
+* the first one is still being sampled, and the client does not number its tries.
+
+Any other call with the same body is a turn of its own: an agent may sample twice from one conversation. Of such
+siblings, those that nothing continued and that a later one replaced are dropped at the end.
+
+A call is auxiliary (a title, a summary for people) if its header `X-Streamrl-Auxiliary` says `1`; or, unless that says
+`0`, if it has no tools while other calls have some, begins with another message than they do, continues nothing, and
+nothing continued it. It is answered, counts towards the limits, and is dropped at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from secrets import token_hex
+from typing import Final, TypeAlias
+
+import orjson
+
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.endpoint.calls import AgentCall, CallRefused
+from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
+from streamrl.score import finite
+from streamrl.wire import Outcome, ToolUse
+
+Gone: TypeAlias = Callable[[], bool]
+"""Whether the client that asked has closed its connection."""
+_NO_TRIES: Final = frozenset({"", "0"})
+_TOKEN_BYTES: Final = 64
+"""No conversation has so many bytes of JSON a token. Spaces, escapes, and thinking that a template leaves out are
+long, but not that long."""
+_ALWAYS_BYTES: Final = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
+
+    task: asyncio.Task[SampledTurn]
+    clients: list[Gone] = field(default_factory=list)
+    heard: bool = False
+
+    @property
+    def left(self) -> bool:
+        return not self.heard and all(gone() for gone in self.clients)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What tells whether a turn is auxiliary: the mark of its call, whether it had tools, how its messages began."""
+
+    mark: str
+    tools: bool
+    first: bytes
+    fresh: bool
+
+
+class AgentDoor:
+    """Answers the calls of one sample's agent, at most `most` at the same time. For one event loop.
+
+    `context` is that of the model: a call far above it is not tokenized, which would hold the event loop. `called` is
+    set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
+    session refused a call for good: a limit was reached, or its engine failed. `score` is what the agent posted for
+    the episode. `name` tells the ids of its answers from those of other samples.
+    """
+
+    def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
+        self._session = session
+        self._most = most
+        self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
+        self._waiting = 0
+        self._asked: dict[bytes, PendingCall] = {}
+        self._tasks: set[asyncio.Task[SampledTurn]] = set()
+        self._answered: dict[int, _Answered] = {}
+        self._closed = False
+        self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
+        self.idle.set()
+        self.score: float | None = None
+        self.name = token_hex(4)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold the place of one call during the block, in which its body is read: bodies are what a flood is made of.
+
+        CallRefused: the episode has ended, or all places are taken.
+        """
+        self.check_open()
+        if self._waiting >= self._most:
+            raise CallRefused(429, f"{self._waiting} calls of this sample are being answered", "too_many_calls")
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    async def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
+        """Answer a call, which has a place: returns when its `task` is done, which may have failed.
+
+        Raises:
+            CallRefused: the episode has ended, also because the call is far too long.
+        """
+        self.check_open()
+        if len(body) > self._longest:
+            raise self._too_long(body)
+        key = _digest(body, headers.get("Idempotency-Key", ""))
+        asked = self._asked.get(key)
+        if asked is None or not _repeats(asked, headers):
+            asked = self._asked[key] = PendingCall(self._begin(call, headers, key))
+        asked.clients.append(gone)
+        await asyncio.wait([asked.task])
+        return asked
+
+    def count(self, call: AgentCall, body: bytes) -> int:
+        """Tokens before the reply to a call, which is not recorded. CallRefused: the end, or a call far too long."""
+        self.check_open()
+        if len(body) > self._longest:
+            raise CallRefused(413, f"a call of {len(body)} bytes is far above model.context", "too_large")
+        return self._session.prompt_tokens(call.messages, call.tools)
+
+    def check_open(self) -> None:
+        """CallRefused: the episode has ended."""
+        if self._closed or self._session.stop is not None:
+            why = self._session.stop or "completed"
+            raise CallRefused(410, f"the episode has ended ({why}): this key takes no more calls", "episode_over")
+
+    def reward(self, value: float, turn: int | None) -> None:
+        """Reward a sampled turn, or with None the episode. CallRefused: it has ended; there is no such turn."""
+        if self._closed:
+            self.check_open()
+        try:
+            value = finite(value, "the reward")
+        except (TypeError, ValueError) as error:
+            raise CallRefused(400, str(error)) from error
+        if turn is None:
+            self.score = value
+        elif turn in self._answered:
+            self._session.reward(value, turn)
+        else:
+            raise CallRefused(400, f"turn {turn} is no answer to a call; the answers say theirs in `streamrl`")
+
+    async def close(self) -> None:
+        """Refuse further calls, give up those that are being sampled, and drop what is no part of the record."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._session.drop(self._auxiliary() | self._unheard())
+
+    def _too_long(self, body: bytes) -> CallRefused:
+        """End the episode as the session does for a conversation that leaves no room; before a first reply, refuse."""
+        why = f"a call of {len(body)} bytes leaves no room in model.context"
+        if not self._answered:
+            return CallRefused(400, why)
+        self._session.end("context_overflow")
+        self.over.set()
+        return CallRefused(410, f"the episode ended: {why}", "episode_over")
+
+    def _begin(self, call: AgentCall, headers: Mapping[str, str], key: bytes) -> asyncio.Task[SampledTurn]:
+        mark = headers.get("X-Streamrl-Auxiliary", "").strip()
+        task = asyncio.create_task(self._sample(call, mark), name="agent-call")
+        self._tasks.add(task)
+
+        def ended(_: asyncio.Task[SampledTurn]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                asked = self._asked.get(key)
+                if asked is not None and asked.task is task:
+                    del self._asked[key]  # a repeat may fare better
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _sample(self, call: AgentCall, mark: str) -> SampledTurn:
+        try:
+            turn = await self._session.sampled(call.messages, call.tools, call.max_tokens)
+        except EpisodeOver:
+            self.over.set()
+            raise
+        finally:
+            if self._session.fault is not None:
+                self.over.set()
+        self._note_bad_calls(call, turn)
+        fresh = not any(message["role"] == "assistant" for message in call.messages)
+        self._answered[turn.number] = _Answered(mark, bool(call.tools), _first(call.messages), fresh)
+        return turn
+
+    def _note_bad_calls(self, call: AgentCall, turn: SampledTurn) -> None:
+        """Whatever the agent answers to a call that cannot be carried out, the record says what was wrong with it."""
+        known = {tool["function"]["name"] for tool in call.tools}
+        for made in turn.reply.calls:
+            outcome: Outcome = "malformed" if made.status == "malformed" else "ok" if made.name in known else "unknown"
+            if outcome != "ok":
+                self._session.used(made.id, ToolUse(name=made.name[:256], outcome=outcome))
+
+    def _count(self, change: int) -> None:
+        self._waiting += change
+        self.called.set()
+        (on, off) = (self.busy, self.idle) if self._waiting else (self.idle, self.busy)
+        on.set()
+        off.clear()
+
+    def _auxiliary(self) -> set[int]:
+        begun = {said.first for said in self._answered.values() if said.tools}
+        return {
+            number
+            for number, said in self._answered.items()
+            if said.mark == "1"
+            or (said.mark != "0" and said.fresh and not said.tools and begun and said.first not in begun)
+        }
+
+    def _unheard(self) -> set[int]:
+        done = [asked for asked in self._asked.values() if asked.task.done() and not asked.task.cancelled()]
+        return {asked.task.result().number for asked in done if asked.left and asked.task.exception() is None}
+
+
+def _repeats(earlier: PendingCall, headers: Mapping[str, str]) -> bool:
+    tries = headers.get("x-stainless-retry-count", "")
+    if earlier.left or tries not in _NO_TRIES or "Idempotency-Key" in headers:
+        return True
+    return not tries and not earlier.task.done()
+
+
+def _first(messages: list[Message]) -> bytes:
+    return _digest(orjson.dumps(messages[0]), "")
+
+
+def _digest(body: bytes, name: str) -> bytes:
+    return blake2b(body, digest_size=16, person=blake2b(name.encode(), digest_size=16).digest()).digest()

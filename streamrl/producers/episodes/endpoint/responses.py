@@ -1,0 +1,202 @@
+"""OpenAI's `POST /v1/responses`, as far as an agent with functions needs it. What is ignored or refused: as in chat.
+
+The conversation is in `input`, each time as a whole: nothing is stored, so `previous_response_id` is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from typing_extensions import override
+
+from streamrl.producers.episodes.endpoint.calls import (
+    MODEL,
+    AgentApi,
+    AgentCall,
+    CallRefused,
+    Content,
+    Tokens,
+    assistant,
+    decoded,
+    event,
+    function_schema,
+    refuse_given,
+    said,
+    text_of,
+)
+from streamrl.producers.episodes.endpoint.chat_completions import openai_error
+from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.session import SampledTurn
+
+_SPOKEN: Final = ("message", "function_call", "reasoning")
+
+
+class _Item(msgspec.Struct):
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: Content = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: Content = None
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the model said it: all such items in a row were one reply."""
+        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
+
+
+class _Function(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct):
+    input: str | list[_Item]
+    model: str = MODEL
+    instructions: str | None = None
+    tools: list[_Function] | None = None
+    tool_choice: Any = None
+    max_output_tokens: Tokens | None = None
+    stream: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+    text: dict[str, Any] | None = None
+
+
+class Responses(AgentApi):
+    @override
+    def read(self, body: bytes) -> AgentCall:
+        asked = decoded(body, _Body)
+        shape = (asked.text or {}).get("format") or {}
+        refuse_given(
+            previous_response_id=asked.previous_response_id,
+            conversation=asked.conversation,
+            background=asked.background,
+            prompt=asked.prompt,
+            top_logprobs=asked.top_logprobs,
+            text=shape.get("type", "text") != "text",
+        )
+        items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
+        opening: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+        messages = opening + _messages(items)
+        if not messages:
+            raise CallRefused(400, "`input` is empty")
+        tools = [] if asked.tool_choice == "none" else asked.tools or []
+        if other := next((tool.type for tool in tools if tool.type != "function"), None):
+            raise CallRefused(400, f"there is no tool of type {other!r} here; only functions", "unsupported_parameter")
+        schemas = [function_schema(tool.name, tool.description, tool.parameters) for tool in tools]
+        return AgentCall(messages, schemas, asked.model, asked.max_output_tokens, bool(asked.stream))
+
+    @override
+    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+        text, reasoning, calls = said(turn)
+        cut = turn.finish == "length"
+        status = "incomplete" if cut else "completed"
+        output: list[dict[str, Any]] = []
+        if reasoning:
+            thought = {"type": "reasoning_text", "text": reasoning}
+            output.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [thought]})
+        if text or not calls:
+            spoken = {"type": "output_text", "text": text, "annotations": []}
+            about = {"type": "message", "role": "assistant", "status": status}
+            output.append({"id": f"msg_{name}", **about, "content": [spoken]})
+        for index, (call_id, function, arguments) in enumerate(calls):
+            asked = {"call_id": call_id, "name": function, "arguments": arguments, "status": "completed"}
+            output.append({"id": f"fc_{name}_{index}", "type": "function_call", **asked})
+        return {
+            "id": f"resp_{name}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": call.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": None,
+            "metadata": {},
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": {
+                "input_tokens": turn.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": len(turn.tokens),
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": turn.prompt_tokens + len(turn.tokens),
+            },
+            "streamrl": {"turn": turn.number},
+        }
+
+    @override
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+        begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        told: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
+        for index, item in enumerate(answer["output"]):
+            told += _item_events(index, item)
+        told.append((answer["status"], {"response": answer}))
+        for number, (name, data) in enumerate(told):
+            kind = f"response.{name}"
+            yield event({"type": kind, "sequence_number": number, **data}, kind)
+
+    @override
+    def error(self, refused: CallRefused) -> dict[str, Any]:
+        return openai_error(refused)
+
+
+def _messages(items: Sequence[_Item]) -> list[Message]:
+    messages: list[Message] = []
+    reply: list[_Item] = []
+    for item in items:
+        if item.spoken:
+            reply.append(item)
+            continue
+        if reply:
+            messages.append(_reply(reply))
+            reply = []
+        if item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+        else:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": text_of(item.content)})
+    return [*messages, _reply(reply)] if reply else messages
+
+
+def _reply(items: Sequence[_Item]) -> Message:
+    texts = {kind: "".join(_text(item) for item in items if item.type == kind) for kind in _SPOKEN}
+    calls = [(item.call_id, item.name, item.arguments) for item in items if item.type == "function_call"]
+    return assistant(texts["message"], calls, texts["reasoning"])
+
+
+def _text(item: _Item) -> str:
+    if item.type == "reasoning" and isinstance(item.content, list):
+        return "".join(str(part.get("text", "")) for part in item.content)
+    return text_of(item.content)
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    at = {"output_index": index, "item_id": item["id"]}
+    if item["type"] == "function_call":
+        yield "output_item.added", {"output_index": index, "item": {**item, "arguments": "", "status": "in_progress"}}
+        yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
+        yield "function_call_arguments.done", {**at, "name": item["name"], "arguments": item["arguments"]}
+    else:
+        begun = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
+        yield "output_item.added", {"output_index": index, "item": begun}
+        kind = "output_text" if item["type"] == "message" else "reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        for number, part in enumerate(item["content"]):
+            here = {**at, "content_index": number}
+            yield "content_part.added", {**here, "part": {**part, "text": ""}}
+            yield f"{kind}.delta", {**here, **extra, "delta": part["text"]}
+            yield f"{kind}.done", {**here, **extra, "text": part["text"]}
+            yield "content_part.done", {**here, "part": part}
+    yield "output_item.done", {"output_index": index, "item": item}

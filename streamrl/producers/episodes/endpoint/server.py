@@ -1,0 +1,216 @@
+"""`AgentEndpoint`: the HTTP server of a replica's agents.
+
+```
+POST /v1/chat/completions     OpenAI, streaming and not            chat_completions.py
+POST /v1/responses            OpenAI, streaming and not            responses.py
+POST /v1/messages             Anthropic, streaming and not         anthropic.py
+POST /v1/messages/count_tokens
+GET  /v1/models
+POST /v1/streamrl/reward      {"reward": 0.5} for the episode; with "turn": N for a sampled turn
+```
+The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. Errors have the
+shape of the API: 400 cannot be done, 401 wrong key, 408 slow body, 410 the episode has ended, 413 body too long, 429
+too many calls at the same time, 503 the engine failed. A streamed answer is sampled first, and then sent as its events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from hashlib import sha256
+from typing import Any, Final
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from streamrl.errors import DataError
+from streamrl.listening import listen
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.endpoint.anthropic import AnthropicMessages
+from streamrl.producers.episodes.endpoint.calls import MODEL, AgentApi, CallRefused, decoded
+from streamrl.producers.episodes.endpoint.chat_completions import ChatCompletions
+from streamrl.producers.episodes.endpoint.door import AgentDoor, Gone, PendingCall
+from streamrl.producers.episodes.endpoint.responses import Responses
+from streamrl.producers.episodes.session import SampledTurn
+
+logger = logging.getLogger(__name__)
+MAX_CALL_BYTES: Final = 8 << 20
+MAX_REWARD_BYTES: Final = 1 << 12
+_READ_SECONDS: Final = 30.0
+_REMEMBERED: Final = 4096
+"""Keys of ended samples that are told apart from wrong ones."""
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Reward(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float
+    turn: int | None = None
+
+
+class AgentEndpoint:
+    """Made in `open`, which serves for as long as its block; `url` has no path."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._doors: dict[bytes, AgentDoor] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, host: str) -> AsyncIterator[AgentEndpoint]:
+        """Serve on any free port of `host`. CannotCreate: it cannot listen there."""
+        endpoint = cls("")
+        async with listen(
+            endpoint._app(), host, 0, what="agents", hint="set episode.agent.host to an address of this host"
+        ) as url:
+            endpoint.url = url
+            yield endpoint
+
+    @contextlib.contextmanager
+    def serving(self, door: AgentDoor) -> Iterator[str]:
+        """Serve the calls of one sample during the block; yields its key."""
+        key = f"sk-streamrl-{secrets.token_urlsafe(24)}"
+        known = _known(key)
+        self._doors[known] = door
+        try:
+            yield key
+        finally:
+            del self._doors[known]
+            self._ended[known] = None
+            while len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[_explain])
+        for path, api in _APIS.items():
+            app.router.add_post(path, self._count if path == _COUNT else self._asking(api))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._models)
+        app.router.add_post("/v1/streamrl/reward", self._reward)
+        return app
+
+    def _door(self, request: web.Request) -> AgentDoor:
+        """The sample of a request, which is found before its body is read."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        known = _known(key)
+        if known in self._ended:
+            raise CallRefused(410, "the episode of this key has ended", "episode_over")
+        if known not in self._doors:
+            logger.warning("agent endpoint asked with a wrong key", extra={"peer": request.remote})
+            raise CallRefused(401, "the API key is missing or wrong: use OPENAI_API_KEY", "invalid_api_key")
+        return self._doors[known]
+
+    def _asking(self, api: AgentApi) -> _Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            door = self._door(request)
+            with door.place():
+                body = await _body(request)
+                call = api.read(body)
+                asked = await door.ask(call, request.path.encode() + b"\n" + body, request.headers, _gone(request))
+            turn = _turn(asked)
+            said = api.answer(call, turn, f"{door.name}-{turn.number}")
+            response = _answer(said)
+            if call.stream:
+                headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+                response = web.Response(body=b"".join(api.events(call, said)), headers=headers)
+            with contextlib.suppress(ConnectionError):  # the client has left, and may ask again
+                await response.prepare(request)
+                await response.write_eof()
+                asked.heard = True
+            return response
+
+        return answer
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        door = self._door(request)
+        with door.place():
+            body = await _body(request)
+            return _answer({"input_tokens": door.count(_APIS[_COUNT].read(body), body)})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._door(request)
+        name = request.match_info.get("name")
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}
+        return _answer(model if name else {"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        door = self._door(request)
+        asked = decoded(await _body(request, MAX_REWARD_BYTES), _Reward)
+        door.reward(asked.reward, asked.turn)
+        return _answer({"object": "reward"})
+
+
+_COUNT: Final = "/v1/messages/count_tokens"
+_APIS: Final[dict[str, AgentApi]] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": AnthropicMessages(),
+    _COUNT: AnthropicMessages(),
+}
+
+
+def _turn(asked: PendingCall) -> SampledTurn:
+    """The turn of a call that was answered. CallRefused: why it was not."""
+    if asked.task.cancelled():
+        raise CallRefused(410, "the episode of this key has ended", "episode_over")
+    try:
+        return asked.task.result()
+    except EpisodeOver as over:
+        raise CallRefused(410, over.message, "episode_over") from over
+    except DataError as error:
+        raise CallRefused(400, error.message) from error
+    except Exception as error:
+        raise CallRefused(503, f"the policy cannot answer: {type(error).__name__}", "engine_failed") from error
+
+
+def _gone(request: web.Request) -> Gone:
+    transport = request.transport  # not the request, which holds its body
+    return lambda: transport is None or transport.is_closing()
+
+
+async def _body(request: web.Request, most: int = MAX_CALL_BYTES) -> bytes:
+    try:
+        async with asyncio.timeout(_READ_SECONDS):
+            return await request.clone(client_max_size=most).read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallRefused(413, f"the body may have at most {most} bytes", "too_large") from error
+    except TimeoutError as error:
+        raise CallRefused(408, f"the body did not come within {_READ_SECONDS:g} s", "slow") from error
+
+
+def _known(key: str) -> bytes:
+    """What is kept of a key: looking it up tells nothing about the key by its time."""
+    return sha256(key.encode(errors="replace")).digest()
+
+
+@web.middleware
+async def _explain(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except CallRefused as error:
+        refused = error
+    except DataError as error:
+        refused = CallRefused(400, error.message)
+    except web.HTTPException as error:
+        refused = CallRefused(error.status, f"{request.method} {request.path}: {error.reason}", "not_found")
+    except Exception:
+        logger.exception("the agent endpoint failed at a request", extra={"path": request.path})
+        refused = CallRefused(500, "the endpoint failed; the log of the replica says why", "internal")
+    api = _APIS.get(request.path, _APIS["/v1/chat/completions"])
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(refused.status, {})
+    return _answer(api.error(refused), refused.status, headers)
+
+
+def _answer(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data),
+        status=status,
+        content_type="application/json",
+        headers={"Cache-Control": "no-store", **(headers or {})},
+    )

@@ -1,0 +1,139 @@
+"""Ready-made episodes: a list of functions, or a class as TRL's `environment_factory` takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, Final
+
+from typing_extensions import override
+
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.episode import Chat, Episode, Task
+from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.tools import Tool, Toolbox, in_thread
+from streamrl.score import Score
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 10.0
+_NO_TOOLS: Final = frozenset({"reset", "get_reward", "close"})
+
+
+async def act(chat: Chat, messages: list[Message], done: Callable[[], bool] = lambda: False) -> None:
+    """Let the model call tools until it answers without a call; `messages` grows by what was said.
+
+    A reply that was cut off ends it as well, and so does a tool after which `done()` is true.
+    """
+    while not done():
+        reply = await chat(messages)
+        messages.append(reply.message)
+        if chat.cut is not None:
+            chat.session.end(chat.cut)
+        if chat.cut or not reply.calls:
+            return
+        messages += await chat.answer(reply)
+    chat.session.end("tool_stopped")
+
+
+class ToolEpisode(Episode):
+    """The model calls tools until it answers without a call (`episode.tools`); others score it."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | Tool]) -> None:
+        self._toolbox = Toolbox.of(tools)
+
+    @override
+    async def run(self, task: Task, chat: Chat) -> float | Score | None:
+        await act(chat.fork(self._toolbox), task.messages)
+        return None
+
+
+class EnvironmentEpisode(Episode):
+    """One object of `factory` a sample (`episode.environment`).
+
+    `reset(**row)` gets `prompt`, `messages`, `answer` and the metadata of the line, as far as it takes them; text that
+    it returns is appended to the last message of the user. The other public methods are tools, until an attribute
+    `done` of the object is true. `get_reward()`, if there is one, gives the score, also when a limit ended the
+    episode. `close()`, if there is one, is called at the end. Each method may be async; others run in threads. `tools`
+    are functions that the model may call as well.
+    """
+
+    def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]] = ()) -> None:
+        self._factory = factory
+        self._tools = [Tool.of(function) for function in tools]
+
+    @override
+    async def run(self, task: Task, chat: Chat) -> float | Score | None:
+        async with chat.session.part("start"):
+            environment = await in_thread(self._factory)
+            chat = chat.fork([*self._tools, *(Tool.of(method) for method in public_methods(environment))])
+        try:
+            async with chat.session.part("start"):
+                begin(task, await _called(environment, "reset", row(task)))
+            try:
+                await act(chat, task.messages, lambda: bool(getattr(environment, "done", False)))
+            except EpisodeOver as over:
+                chat.session.end(over.stop)
+            async with chat.session.part("scoring"):
+                value: float | Score | None = await _called(environment, "get_reward", {})
+                return value
+        finally:
+            await _close(environment)
+
+
+def check_environment(kind: type[Any]) -> None:
+    """PluginError if a public method of an environment cannot be a tool."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") and name not in _NO_TOOLS:
+            Tool.of(MethodType(method, kind))
+
+
+def public_methods(environment: Any) -> list[Callable[..., Any]]:
+    """The methods that the model may call: public ones besides those of the protocol."""
+    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in _NO_TOOLS]
+    found = [getattr(environment, name) for name in names if callable(getattr(type(environment), name))]
+    return [method for method in found if inspect.isroutine(method)]
+
+
+def row(task: Task) -> dict[str, Any]:
+    """The line of the data set, as keyword arguments."""
+    return {**task.metadata, "prompt": task.text, "messages": task.messages, "answer": task.answer}
+
+
+def begin(task: Task, text: Any) -> None:
+    """Append what `reset` returned to the last message of the user."""
+    if text is None or text == "":
+        return
+    if not isinstance(text, str):
+        raise TypeError(f"reset returned a {type(text).__name__}, not text or None")
+    last = next((message for message in reversed(task.messages) if message.get("role") == "user"), None)
+    if last is None:
+        task.messages.append({"role": "user", "content": text})
+    elif isinstance(last.get("content"), str):
+        last["content"] = f"{last['content']}{text}"
+    else:
+        last["content"] = [*(last.get("content") or ()), {"type": "text", "text": text}]
+
+
+async def _close(environment: Any) -> None:
+    """A failure is only logged, because the episode is over."""
+    try:
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await _called(environment, "close", {})
+    except Exception:
+        logger.exception("an environment did not close", extra={"environment": type(environment).__name__})
+
+
+async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:
+    """Call a method with the arguments that it takes; None if there is no such method."""
+    method = getattr(environment, name, None)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        given = {key: value for key, value in given.items() if key in parameters}
+    value = method(**given) if inspect.iscoroutinefunction(method) else await in_thread(lambda: method(**given))
+    return await value if inspect.isawaitable(value) else value

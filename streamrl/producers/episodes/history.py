@@ -1,0 +1,309 @@
+"""The tree that is being recorded: which branch a conversation extends, and where it forks.
+
+Messages are nodes of a tree, known by the node before them and by what they say (JSON arguments in one spelling, and
+not the ids of calls). A reply that comes back without its reasoning is the same message, because many clients drop what
+they do not know. Turns hang on nodes: a node is where a reply was sampled (`opened`), or it is such a reply (`ended`).
+Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the last turn
+whose ids it begins with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, get_args
+
+import numpy as np
+
+from streamrl.engine import Completion, Finish, Runs
+from streamrl.errors import DataError
+from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
+from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32
+
+_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class RecordedTurn:
+    """A turn of the sample; `finish` is empty for one that was observed."""
+
+    parent: int
+    ids: Int32Array
+    logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
+    runs: Runs = field(default_factory=list)
+    finish: Finish | None = None
+    role: Role = "assistant"
+    reward: float | None = None
+    tools: list[ToolUse] = field(default_factory=list)
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    cached: int = 0
+    ended_at: float = 0.0
+    children: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        return self.finish is not None
+
+    def wire(self) -> Turn:
+        return Turn(
+            parent=self.parent,
+            role=self.role,
+            sampled=len(self.ids) if self.sampled else 0,
+            observed=b"" if self.sampled else pack_int32(self.ids),
+            finish=self.finish or "",
+            reward=self.reward,
+            tools=self.tools,
+            model_seconds=round(self.model_seconds, 4),
+            tool_seconds=round(self.tool_seconds, 4),
+            cached=self.cached,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    message: Message | None = None
+    children: dict[bytes, _Node] = field(default_factory=dict)
+    opened: int | None = None
+    ended: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextTurn:
+    """Where a reply to a conversation will be recorded.
+
+    Attributes:
+        messages: the conversation.
+        tools: schemas that it was rendered with.
+        parent: turn that it continues.
+        observed: ids of the turn to be observed between `parent` and the reply; empty: none.
+        ids: everything before the reply.
+        agreed: how many of the messages were recorded before.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...]
+    parent: int
+    observed: list[int]
+    ids: Int32Array
+    agreed: int
+
+    @property
+    def new(self) -> Sequence[Message]:
+        """Messages that the observed turn adds."""
+        return self.messages[self.agreed :]
+
+
+class History:
+    """The tree of one sample; `turns` are in the order in which they were recorded, `forks` counts its branches less 1.
+
+    `prompt` are the ids of the data set's prompt, which a branch may begin with.
+    """
+
+    def __init__(self, renderer: ChatRenderer, prompt: Int32Array) -> None:
+        self._renderer = renderer
+        self._prompt = prompt
+        self._roots: dict[bytes, _Node] = {}
+        self.turns: list[RecordedTurn] = []
+        self.forks = 0
+
+    def ids(self, turn: int) -> Int32Array:
+        """Everything up to the end of a turn (`PROMPT`: of the prompt), shape (tokens,)."""
+        pieces = []
+        while turn >= 0:
+            pieces.append(self.turns[turn].ids)
+            turn = self.turns[turn].parent
+        if turn == PROMPT:
+            pieces.append(self._prompt)
+        return np.concatenate(pieces[::-1]) if pieces else self._prompt[:0]
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> NextTurn:
+        """Find where a conversation goes on. Changes nothing.
+
+        Raises:
+            DataError: the messages cannot be rendered.
+        """
+        if not messages:
+            raise DataError("a conversation without messages")
+        path = self._walk(messages, tools)
+        node = path[-1]
+        if len(path) == len(messages) + 1 and node.opened is not None:  # the same request again
+            return self._placed(messages, tools, node.opened, [], len(messages))
+        at = max((at for at, seen in enumerate(path) if seen.ended is not None and at < len(messages)), default=0)
+        ended = path[at].ended
+        if ended is not None:
+            known = [seen.message for seen in path[1 : at + 1] if seen.message is not None]
+            delta = self._renderer.extend(
+                known, tools or None, self.ids(ended).tolist(), messages[at:], sampled=len(self.turns[ended].ids)
+            )
+            if delta is not None:
+                return self._placed(messages, tools, ended, delta, len(path) - 1)
+        whole = np.asarray(self._renderer.render(messages, tools or None), dtype=np.int32)
+        parent, kept = self._continued(path, whole)
+        return self._placed(messages, tools, parent, whole[kept:].tolist(), len(path) - 1)
+
+    def record(
+        self, place: NextTurn, completion: Completion, reply: Reply, *, uses: Sequence[ToolUse] = (), away: float = 0.0
+    ) -> int:
+        """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn.
+
+        `uses` and `away` are the tools that the observed turn answers, and their seconds.
+        """
+        self.forks += self._continued_before(place.parent)
+        node = self._node(place)
+        parent = place.parent
+        if place.observed:
+            if node.opened is None or self.turns[node.opened].parent != place.parent:
+                observed = np.asarray(place.observed, dtype=np.int32)
+                said = place.messages[-1].get("role")
+                role: Role = said if said in get_args(Role) else "user"  # type: ignore[assignment]
+                turn = RecordedTurn(parent, observed, role=role, tools=list(uses), tool_seconds=away)
+                node.opened = self._add(turn)
+            parent = node.opened
+        node.opened = parent
+        number = self._add(
+            RecordedTurn(
+                parent,
+                completion.tokens,
+                completion.logprobs,
+                completion.runs,
+                completion.finish,
+                model_seconds=completion.seconds,
+                cached=completion.cached_tokens,
+            )
+        )
+        said = _Node(reply.message, ended=number)
+        for key in {_key(reply.message), _key({**reply.message, "reasoning_content": None})}:
+            if not self._goes_on(node.children.get(key)):
+                node.children[key] = said
+        return number
+
+    def forks_with(self, places: Iterable[NextTurn]) -> int:
+        """What `forks` will be when all these places are recorded."""
+        parents = Counter(max(place.parent, -1) for place in places)
+        return self.forks + sum(n - (not self._continued_before(parent)) for parent, n in parents.items())
+
+    def drop(self, turns: Collection[int]) -> None:
+        """Take out replies that nothing continued: `turns`, and those that a later reply to the same messages replaced.
+
+        One of `turns` replaces nothing. What was observed for them alone goes, too. Replies with a reward stay. The
+        rest gets new numbers, and the tree takes no more turns.
+        """
+        newest = {turn.parent: at for at, turn in enumerate(self.turns) if turn.sampled and at not in turns}
+        gone: set[int] = set()
+        for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
+            unwanted = number in turns or newest.get(turn.parent) != number
+            if not turn.children and (not turn.sampled or (unwanted and turn.reward is None)):
+                gone.add(number)
+                if turn.parent >= 0:
+                    self.turns[turn.parent].children -= 1
+        kept = [number for number in range(len(self.turns)) if number not in gone]
+        numbers = {number: at for at, number in enumerate(kept)}
+        self.turns = [self.turns[number] for number in kept]
+        for turn in self.turns:
+            turn.parent = numbers.get(turn.parent, turn.parent)
+
+    def _add(self, turn: RecordedTurn) -> int:
+        if turn.parent >= 0:
+            self.turns[turn.parent].children += 1
+        self.turns.append(turn)
+        return len(self.turns) - 1
+
+    def _goes_on(self, node: _Node | None) -> bool:
+        """Whether a reply was continued: the conversation that did so finds its next turn by this node."""
+        return node is not None and node.ended is not None and self.turns[node.ended].children > 0
+
+    def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
+        """Return the nodes of the first messages, as many as are known, after the root."""
+        path = [self._roots.setdefault(_digest(list(tools)), _Node())]
+        for message in messages:
+            following = path[-1].children.get(_key(message))
+            if following is None:
+                break
+            path.append(following)
+        return path
+
+    def _node(self, place: NextTurn) -> _Node:
+        """The node of the last message of a place, which is made if it is not there."""
+        path = self._walk(place.messages, place.tools)
+        node = path[-1]
+        for message in place.messages[len(path) - 1 :]:
+            node.children[_key(message)] = following = _Node(dict(message))
+            node = following
+        return node
+
+    def _placed(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], parent: int, observed: list[int], agreed: int
+    ) -> NextTurn:
+        before = self.ids(parent) if parent != NOTHING else self._prompt[:0]
+        ids = np.concatenate([before, np.asarray(observed, dtype=np.int32)]) if observed else before
+        return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed)
+
+    def _continued(self, path: Sequence[_Node], whole: Int32Array) -> tuple[int, int]:
+        """The last turn of a path whose ids `whole` begins with, and how many they are."""
+        for node in reversed(path):
+            for turn in (node.ended, node.opened):
+                if turn is None:
+                    continue
+                ids = self.ids(turn)
+                opens = turn == PROMPT or not self.turns[turn].sampled
+                if len(ids) + (not opens) <= len(whole) and np.array_equal(whole[: len(ids)], ids):
+                    return turn, len(ids)
+        count = len(self._prompt)
+        if count and count <= len(whole) and np.array_equal(whole[:count], self._prompt):
+            return PROMPT, count
+        return NOTHING, 0
+
+    def _continued_before(self, parent: int) -> bool:
+        """Whether one more turn after `parent` begins a branch besides the first."""
+        return bool(self.turns) if parent < 0 else self.turns[parent].children > 0
+
+
+def call_key(call: ToolCall) -> bytes:
+    return _digest([call.id, call.name, call.arguments])
+
+
+def _key(message: Message) -> bytes:
+    calls = [
+        {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))}
+        for call in message.get("tool_calls") or ()
+        for function in [call.get("function") or {}]
+    ]
+    said = {
+        "role": message.get("role"),
+        "content": _content(message.get("content")),
+        "reasoning": message.get("reasoning_content") or None,
+        "calls": calls,
+        "answers": message.get("tool_call_id"),
+        "name": message.get("name"),
+    }
+    return _digest(said)
+
+
+def _content(content: Any) -> Any:
+    """The text of a message; parts that are no text stay parts."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _digest(value: Any) -> bytes:
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"messages and tools must be JSON: {error}") from error
+    return blake2b(text.encode(), digest_size=16).digest()

@@ -1,0 +1,197 @@
+"""Models that the `renderers` package knows: its classes write the ids of a family and read its calls by hand.
+
+It knows a model by its exact name on the hub. For a copy in a directory, or a fine-tuned model, the tool format names
+the class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from typing_extensions import override
+
+from streamrl.errors import ConfigError, DataError
+from streamrl.producers.episodes import probe
+from streamrl.producers.episodes.messages import json_object, spell_out
+from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
+from streamrl.producers.episodes.template import TemplateRenderer
+from streamrl.producers.episodes.tool_formats import FORMATS, WrittenCall, name_calls
+from streamrl.producers.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS: Final = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What classes of the package raise for messages or tokenizers that they cannot take."""
+_NAMES_RESULTS: Final = frozenset({"gpt-oss", "gemma4"})
+"""Families that write the name of the tool before its result."""
+
+
+def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer:
+    """Return the renderer of a model: of the `renderers` package where it knows the model, else of its chat template.
+
+    Args:
+        tokenizer: of the model.
+        tool_format: how the model writes calls of tools: `hermes`, `llama_json`, `pythonic`; `auto` looks at the
+            model and its template. The name of a renderer of the `renderers` package (`qwen3`, `glm-4.5`, …) takes
+            that one, for a fine-tuned model whose name says nothing.
+
+    Raises:
+        DataError: there is no chat template.
+        ConfigError: `tool_format` is unknown, or its package is not installed.
+    """
+    return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
+
+
+def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:
+    """Return the renderer of a model that the package knows, or that `tool_format` names; None when it does not.
+
+    Raises:
+        ConfigError: `tool_format` names nothing, the package is not installed, or the tokenizer lacks its tokens.
+    """
+    model = str(getattr(tokenizer.backend, "name_or_path", ""))
+    if tool_format in FORMATS or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1)):
+        return None  # the import takes two seconds
+    if find_spec("renderers") is None:
+        if tool_format == "auto":
+            return None
+        raise ConfigError(
+            f"tool format {tool_format!r} is none of {', '.join(FORMATS)}, and the package renderers is not installed",
+            "pip install 'streamrl[episodes]'",
+        )
+    package = _package()
+    name = tool_format
+    if tool_format == "auto":
+        name = package.base.MODEL_RENDERER_MAP.get(model, "")
+        if not name:
+            return None
+    return KnownRenderer(tokenizer, name, _create(package, tokenizer, name))
+
+
+class KnownRenderer(ChatRenderer):
+    """A class of the `renderers` package; `inner` is its instance, `family` its name."""
+
+    def __init__(self, tokenizer: Tokenizer, family: str, inner: Any) -> None:
+        self.family = family
+        self._tokenizer = tokenizer
+        self._inner = inner
+        self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
+        self._told = False
+        self._prefix_stable = probe.examine(self).stable
+
+    @property
+    @override
+    def stops(self) -> frozenset[int]:
+        return self._stops
+
+    @property
+    @override
+    def prefix_stable(self) -> bool:
+        return self._prefix_stable
+
+    @override
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+        spelled = self._spell(messages)
+        try:
+            return list(self._inner.render_ids(spelled, tools=_listed(tools), add_generation_prompt=True))
+        except _REFUSALS as error:
+            raise self._refused(error) from error
+
+    @override
+    def extend(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema] | None,
+        ids: Sequence[int],
+        new: Sequence[Mapping[str, Any]],
+        *,
+        sampled: int,
+    ) -> list[int] | None:
+        begin = len(ids) - sampled
+        prompt, turn = [int(token) for token in ids[:begin]], [int(token) for token in ids[begin:]]
+        spelled = self._spell([*messages, *new])[len(messages) :]
+        try:
+            bridged = self._inner.bridge_to_next_turn(prompt, turn, spelled, tools=_listed(tools))
+        except _REFUSALS:  # a fork costs less than the sample; what cannot be rendered either is refused there
+            if not self._told:
+                self._told = True
+                logger.debug("the renderer %s failed to extend a conversation", self.family, exc_info=True)
+            return None
+        if bridged is None or bridged.token_ids[: len(ids)] != [*prompt, *turn]:
+            return None
+        return list(bridged.token_ids[len(ids) :])
+
+    @override
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
+    ) -> Reply:
+        tokens = [int(token) for token in ids]
+        try:
+            found = self._inner.parse_response(
+                tokens, tools=_listed(tools), prompt_ids=[int(token) for token in prompt] or None
+            )
+        except _REFUSALS:  # a policy may write anything; what cannot be read is content
+            return Reply(self._tokenizer.decode(tokens))
+        written = [self._written(call, tokens) for call in found.tool_calls]
+        return Reply(found.content or "", found.reasoning_content or "", name_calls(written, tokens, prompt))
+
+    def _written(self, call: Any, tokens: list[int]) -> WrittenCall:
+        raw = (
+            call.raw
+            if call.token_span is None
+            else self._tokenizer.decode(tokens[slice(*call.token_span)], special=True)
+        )
+        name = call.name if isinstance(call.name, str) else ""
+        if call.status not in ("ok", "unknown_tool"):  # whether there is such a tool is for the episode to say
+            return WrittenCall(raw, name)
+        arguments = call.arguments
+        text = arguments if isinstance(arguments, str) else probe.json_text(arguments)
+        return WrittenCall(raw, name, json_object(text))
+
+    def _spell(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        spelled = spell_out(messages)
+        if self.family in _NAMES_RESULTS:
+            calls = [call for message in spelled for call in message.get("tool_calls", ())]
+            names = {call["id"]: call["function"]["name"] for call in calls}
+            for message in spelled:
+                if message["role"] == "tool" and not message.get("name"):
+                    message["name"] = names.get(message.get("tool_call_id"), "unknown")
+        return spelled
+
+    def _refused(self, error: Exception) -> DataError:
+        return DataError(f"the renderer {self.family} of {self._tokenizer.name} refuses the messages: {error!r}")
+
+
+def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
+    try:
+        config = package.config_from_name(name)
+    except _REFUSALS as error:
+        raise ConfigError(
+            f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
+        ) from error
+    try:
+        return package.create_renderer(tokenizer.backend, config)
+    except _REFUSALS as error:
+        raise ConfigError(
+            f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}",
+            f"set the tool format to one of {', '.join(FORMATS)} to use the chat template",
+        ) from error
+
+
+def _package() -> ModuleType:
+    try:
+        import renderers
+    except ImportError as error:
+        raise ConfigError(
+            f"the package renderers cannot be imported: {error}", "pip install 'streamrl[episodes]'"
+        ) from error
+    found: ModuleType = renderers
+    return found
+
+
+def _listed(tools: Sequence[ToolSchema] | None) -> list[ToolSchema] | None:
+    return list(tools) if tools else None

@@ -1,0 +1,75 @@
+"""OpenAI messages as templates read them: text, and arguments of calls as objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from streamrl.errors import DataError
+from streamrl.producers.episodes.rendering import Message
+
+
+def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages with text for content, and arguments of calls as objects instead of JSON text.
+
+    A malformed call becomes part of its message's content, as it was sampled: a template would fail on it or change it.
+
+    Raises:
+        DataError: content is no text (an image, say), or a message has no role.
+    """
+    return [_spell(dict(message)) for message in messages]
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a policy wrote; None for anything that is not one or cannot be written again."""
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair has no UTF-8
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content; `DataError` when it holds something else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise DataError(f"the content of a message is text or a list of parts, not {type(content).__name__}")
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in ("text", "input_text", "output_text") and isinstance(part["text"], str):
+        return str(part["text"])
+    raise DataError(f"a message has a part of type {kind!r}, this model takes text", "leave it out of the messages")
+
+
+def _spell(message: Message) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise DataError("a message has no role")
+    message["content"] = text_of(message.get("content"))
+    calls, left = message.pop("tool_calls", None) or [], []
+    for call in calls:
+        function = dict(call.get("function") or {})
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            found = json_object(arguments)
+            if found is None or not function.get("name"):
+                message["content"] += ("\n" if message["content"] else "") + arguments
+                continue
+            arguments = found
+        left.append({"id": call.get("id", ""), "type": "function", "function": {**function, "arguments": arguments}})
+    if left:
+        message["tool_calls"] = left
+    return message
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

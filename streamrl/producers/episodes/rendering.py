@@ -1,0 +1,122 @@
+"""Chat messages to the ids that a policy reads, and the ids that it sampled back to a message.
+
+Sampled ids are never tokenized again: `ChatRenderer.extend` gives only the ids that new messages add after them. What
+cannot be extended (`None`) is rendered as a whole by the caller, who records that as a fork.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+"""An OpenAI chat message: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`,
+`reasoning_content`."""
+ToolSchema: TypeAlias = dict[str, Any]
+"""An OpenAI function: `{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`."""
+CallStatus: TypeAlias = Literal["ok", "malformed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote.
+
+    `raw` is its text as sampled. A `malformed` call is no JSON object with a name and arguments, or has no end: its
+    `name` is what could be read of it or empty, its `arguments` are empty, and a tool error answers it.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    status: CallStatus
+    raw: str
+
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as OpenAI clients want them; the text as sampled when they are malformed."""
+        return self.raw if self.status == "malformed" else json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A sampled turn in parts: `content` and `reasoning` are without their marks, and without the calls."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The turn as an OpenAI assistant message; malformed calls are in it, so that a tool message can answer."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
+                for call in self.calls
+            ]
+        return message
+
+
+class ChatRenderer(Protocol):
+    """Chats of one model. All methods are pure and may be called in threads.
+
+    `stops` are the ids that end a turn of the policy. `prefix_stable` is for people and figures: False when the probe
+    has shown that some turns of this model cannot be extended. Whether a given turn can, `extend` says.
+    """
+
+    @property
+    def stops(self) -> frozenset[int]: ...
+
+    @property
+    def prefix_stable(self) -> bool: ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+        """Return the ids of a whole chat, with what opens the next turn of the policy at the end.
+
+        Raises:
+            DataError: the model has no chat template, or it refuses the messages (an image for a model of text).
+        """
+        ...
+
+    def extend(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema] | None,
+        ids: Sequence[int],
+        new: Sequence[Mapping[str, Any]],
+        *,
+        sampled: int,
+    ) -> list[int] | None:
+        """Return only the ids to append to `ids` for the messages `new`; what opens the next turn is at their end.
+
+        Args:
+            messages: what `ids` hold; the last one is `Reply.message` of the sampled turn.
+            tools: as in `render` at the start of the chat.
+            ids: exact ids of `messages`. They end with the sampled turn, whose end of turn may lack when its length was
+                cut: then the result begins with it.
+            new: what follows: messages of tools, of a user or of the system; at least one.
+            sampled: how many of the last `ids` are of the sampled turn.
+
+        Returns:
+            None when the chat cannot be extended without changing what stands before: render the whole chat (a fork).
+
+        Raises:
+            DataError: as `render`.
+        """
+        ...
+
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
+    ) -> Reply:
+        """Return a sampled turn in parts; never fails, whatever the policy wrote.
+
+        Args:
+            ids: of the turn alone, with or without its end.
+            tools: the types of their parameters tell `true` from `"true"` in formats that are not JSON.
+            prompt: the ids before them; models whose prompt opens the thinking need them.
+        """
+        ...

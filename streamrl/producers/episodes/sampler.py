@@ -1,0 +1,227 @@
+"""Makes the sample of one place in a group: opens the episode, runs it, encodes the record."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.engine import Engine
+from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
+from streamrl.plugin_import import build_plugin, import_plugin, look_in
+from streamrl.producers.episodes.blocked_loop import naming_what_blocks
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode, check_environment
+from streamrl.producers.episodes.episode import Chat, Episode, Task
+from streamrl.producers.episodes.known_models import renderer_of
+from streamrl.producers.episodes.rendering import ChatRenderer
+from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.score import Score
+from streamrl.wire import Sample
+
+logger = logging.getLogger(__name__)
+
+_OPEN_SHARE: Final = 0.5
+"""Part of `supervisor.start_deadline` that the user's `open` may take: a replica that has it all is killed, unsaid."""
+_CLOSE_SECONDS: Final = 10.0
+
+
+class EpisodeFailed(StreamrlError):
+    """The user's code raised an error, or returned what is no score."""
+
+
+def sampler_of(config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> Sampler:
+    """What makes the samples of a run; `name` is that of the replica. PluginError: the episode cannot be loaded."""
+    if config.episode.kind is None:
+        return SingleTurn(config, engine, tokenizer, name)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name)
+
+
+def episode_of(config: RunConfig) -> Episode:
+    """The episode that the run file names, imported and built.
+
+    `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
+    endpoint, its `run` finds the sample in `chat.session`.
+
+    Raises:
+        PluginError: it cannot be found, imported or built.
+    """
+    episode = config.episode
+    paths = look_in(config.plugin_paths)
+    if episode.run is not None:
+        return _user_episode(episode.run, episode.args, paths)
+    if episode.environment is not None:
+        return _user_environment(episode.environment, episode.args, paths)
+    if episode.agent is not None:
+        from streamrl.producers.episodes.agent import AgentEpisode  # with the server of the endpoint
+
+        return AgentEpisode(config)
+    return ToolEpisode([import_plugin(use, paths, role="tool") for use in episode.tools])
+
+
+def _user_episode(use: str, args: Mapping[str, Any], paths: list[Path]) -> Episode:
+    target = import_plugin(use, paths, role="episode")
+    if not (inspect.isclass(target) and issubclass(target, Episode)):
+        raise PluginError(f"episode {use} is no subclass of Episode", "a class with `reset` is an episode.environment")
+    built = build_plugin(target, f"episode {use}", args)
+    assert isinstance(built, Episode)
+    if not inspect.iscoroutinefunction(built.run):
+        raise PluginError(f"episode {use}: run is not async", "write `async def run(self, task, chat)`")
+    return built
+
+
+def _user_environment(use: str, args: Mapping[str, Any], paths: list[Path]) -> Episode:
+    target = import_plugin(use, paths, role="environment")
+    if not callable(target):
+        raise PluginError(f"environment {use} is of type {type(target).__name__}", "name a class")
+    try:
+        inspect.signature(target).bind(**args)
+    except TypeError as error:
+        raise PluginError(f"environment {use}: episode.args do not fit: {error}") from error
+    except ValueError:
+        pass  # no readable signature: its first object is the check
+    if inspect.isclass(target):
+        check_environment(target)
+    return EnvironmentEpisode(functools.partial(target, **args))
+
+
+class EpisodeSampler(Sampler):
+    """Runs episodes, `episode.concurrent` at the same time; opens the user's episode when it is entered."""
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, episode: Episode, name: str = ""
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._episode = episode
+        self._name = name
+        self._deterministic = config.episode.deterministic or episode.deterministic
+        self._renderer: ChatRenderer | None = None
+        self._places = asyncio.Semaphore(config.episode.concurrent or 1 << 20)
+        self._running: set[EpisodeSession] = set()
+        self._forks = 0
+        self._watching = contextlib.ExitStack()
+
+    @override
+    async def __aenter__(self) -> Self:
+        self._renderer = await asyncio.to_thread(renderer_of, self._tokenizer, self._config.episode.tool_format)
+        what, longest = type(self._episode).__name__, _OPEN_SHARE * self._config.supervisor.start_deadline
+        try:
+            async with asyncio.timeout(longest) as limit:
+                await self._episode.open()
+        except StreamrlError:
+            raise
+        except Exception as error:
+            if limit.expired():
+                why = f"episode {what} was not open after {longest:g} s"
+                raise DeadlineExceeded(why, "mend its `open`, or raise supervisor.start_deadline") from error
+            raise PluginError(f"episode {what} cannot be opened: {type(error).__name__}: {error}") from error
+        self._watching.enter_context(naming_what_blocks())
+        return self
+
+    @override
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watching.close()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._episode.close()
+        except Exception:
+            # Its samples are made: the error that ended them, or an orderly end, counts for more.
+            logger.exception("an episode did not close", extra={"episode": type(self._episode).__name__})
+
+    @override
+    def capacity(self, slots: int) -> int:
+        if not slots:
+            return 0
+        return self._config.episode.concurrent or 2 * slots
+
+    @override
+    def figures(self) -> Mapping[str, int | float]:
+        return {
+            "episodes": len(self._running),
+            "generating": sum(session.generating for session in self._running),
+            "forks": self._forks,
+        }
+
+    @override
+    async def sample(self, order: SampleOrder) -> Sample:
+        assert self._renderer is not None
+        async with self._places:
+            session = EpisodeSession(
+                self._config, self._engine, self._renderer, self._tokenizer, order, deterministic=self._deterministic
+            )
+            self._running.add(session)
+            try:
+                await session.journal.open()
+                score = await self._play(session, Task.of(order.prompt))
+            finally:
+                self._running.discard(session)
+                self._forks += session.forks
+                await session.close()
+        if session.stop == "rollout_timeout":
+            logger.warning("an episode ran out of time", extra={"line": order.prompt.line, "why": session.clock.late})
+            if self._config.episode.timed_out == "drop":
+                raise DeadlineExceeded(session.clock.late)
+        return session.sample(score, self._name)
+
+    async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
+        """Run the user's code; its score, 0 if a limit ended it and it gave none."""
+        try:
+            async with self._guarded(session), session.clock.whole():
+                return _score_of(await self._episode.run(task, Chat(session)))
+        except EpisodeOver as over:
+            session.end(over.stop)
+        stop = session.stop
+        assert stop is not None
+        try:
+            async with self._guarded(session), session.part("scoring"):
+                return _score_of(await self._episode.cut_short(task, stop)) or Score(0.0)
+        except EpisodeOver:
+            return Score(0.0)
+
+    @contextlib.asynccontextmanager
+    async def _guarded(self, session: EpisodeSession) -> AsyncIterator[None]:
+        """Tell errors of the engine from those of the user's code, whatever that code made of them."""
+        try:
+            yield
+        except Exception as error:
+            meant = session.fault or self._meant(session, error)
+            if meant is error:
+                raise
+            raise meant from error
+        if session.fault is not None:
+            raise session.fault
+
+    def _meant(self, session: EpisodeSession, error: Exception) -> Exception:
+        """What an error of the user's code, or those in the group of its sub-agents, mean for the episode."""
+        if isinstance(error, (EpisodeOver, DataError)):
+            return error
+        # An error of the code is never hidden by the end of the episode, which may have come later.
+        overs = [each for each in leaves(error) if isinstance(each, EpisodeOver)]
+        found = [each for each in leaves(error) if not isinstance(each, EpisodeOver)]
+        if not found:
+            return EpisodeOver(session.stop or overs[0].stop)
+        worst = next((each for each in found if not isinstance(each, DataError)), found[0])
+        if isinstance(worst, DataError):
+            return worst
+        what = type(self._episode).__name__
+        return EpisodeFailed(f"episode {what} failed: {type(worst).__name__}: {worst}")
+
+
+def _score_of(value: Any) -> Score | None:
+    """The score that the user's code returned. TypeError, ValueError: it is none."""
+    return value if value is None or isinstance(value, Score) else Score(value)

@@ -1,0 +1,471 @@
+"""`EpisodeSession`: one sample that is being made: limits, deadlines, engine calls, record.
+
+```
+messages -> History.place -> ids -> Engine.generate -> History.record -> Reply          (one sampled turn)
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from streamrl.config import EpisodeConfig, RunConfig
+from streamrl.engine import Completion, Engine, Finish, Request
+from streamrl.errors import DataError
+from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
+from streamrl.producers.episodes.history import History, NextTurn, call_key
+from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
+from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
+from streamrl.producers.episodes.tools import Toolbox
+from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
+from streamrl.producers.sampler import SampleOrder
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.score import Score, finite
+from streamrl.wire import (
+    MAX_TURNS,
+    PROMPT,
+    SCHEMA,
+    Float32Array,
+    Int32Array,
+    Sample,
+    SampleScore,
+    StopReason,
+    ToolUse,
+    pack_float32,
+    pack_int32,
+)
+
+_ABORTS: Final = 3
+"""Times in a row that the engine may break a turn off without a token."""
+_REFUSED_SECONDS: Final = 0.1
+"""How long code that goes on after the end waits for each refusal but the first."""
+_CLOSE_SECONDS: Final = 1.0
+"""How long the end of an episode waits for what was cancelled."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTurn:
+    """One reply of the policy, with its tokens.
+
+    Attributes:
+        reply: what was said.
+        number: of its turn in the sample.
+        finish: `stop` or `length`.
+        prompt_tokens: tokens before it.
+        tokens: sampled ids, the end of turn included.
+        logprobs: of `tokens`.
+        cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
+            `context_overflow`.
+    """
+
+    reply: Reply
+    number: int
+    finish: Finish
+    prompt_tokens: int
+    tokens: Int32Array
+    logprobs: Float32Array
+    cut: StopReason | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A turn that is being sampled, with as many tokens as it may get."""
+
+    place: NextTurn
+    longest: int
+    limit: StopReason
+
+
+class EpisodeSession:
+    """One sample being made. All methods belong to one event loop; several turns may be sampled at the same time.
+
+    `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
+    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `generating` counts the
+    turns that are being sampled.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        renderer: ChatRenderer,
+        tokenizer: Tokenizer,
+        order: SampleOrder,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._order = order
+        self._history = History(renderer, order.prompt.token_ids)
+        self._numbers = count()
+        self._noted: dict[str, ToolUse] = {}
+        self._turns = self._calls = self._tokens = 0
+        self._flights: set[_Flight] = set()
+        self._landed = asyncio.Event()
+        self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
+        self._closed = self._refused = False
+        self._version: int | None = None
+        self.journal = EpisodeJournal(order.journal, deterministic=deterministic)
+        self.clock = EpisodeClock(config.episode)
+        self.stop: StopReason | None = None
+        self.fault: BaseException | None = None
+        self.generating = 0
+
+    @property
+    def limits(self) -> EpisodeConfig:
+        return self._config.episode
+
+    @property
+    def forks(self) -> int:
+        """Branches that were begun besides the first."""
+        return self._history.forks
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
+    ) -> Reply:
+        """The reply of `sampled`."""
+        return (await self.sampled(messages, tools, max_tokens)).reply
+
+    async def sampled(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
+    ) -> SampledTurn:
+        """Sample the message that follows `messages`, and record it.
+
+        Cancelling records nothing of this turn.
+
+        Args:
+            messages: the whole conversation.
+            tools: schemas of the tools that the model may call.
+            max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
+
+        Raises:
+            EpisodeOver: a limit of the episode is reached, or it has ended.
+            DataError: the messages cannot be rendered, or the first ones leave no room in `model.context`.
+            Unreachable: the engine died.
+        """
+        # Code that goes on after the end must not keep the event loop busy.
+        await asyncio.sleep(_REFUSED_SECONDS if self._refused else 0)
+        self._check_open()
+        begun = asyncio.get_running_loop().time()
+        async with self._owned():
+            flight = await self._take_off(messages, tools, max_tokens)
+            place = flight.place
+            try:
+                completion = await self._completion(place, flight.longest)
+            except BaseException:
+                self._turns -= 1
+                raise
+            finally:
+                self._flights.remove(flight)
+                self._landed.set()
+        reply = self._renderer.parse(completion.tokens.tolist(), tools or None, prompt=place.ids.tolist())
+        self._calls += len(reply.calls)
+        number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
+        self._history.turns[number].ended_at = asyncio.get_running_loop().time()
+        return SampledTurn(
+            reply,
+            number,
+            completion.finish,
+            len(place.ids),
+            completion.tokens,
+            completion.logprobs,
+            flight.limit if completion.finish == "length" else None,
+        )
+
+    def text(self, turn: SampledTurn) -> str:
+        """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
+        return self._tokenizer.decode(turn.tokens)
+
+    def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+        """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
+        return len(self._history.place(messages, tools).ids)
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Add a finite number to the reward of sampled turn `turn`; None: of the last one. DataError: there is none."""
+        turns = self._history.turns
+        if turn is None:
+            turn = next((at for at in reversed(range(len(turns))) if turns[at].sampled), None)
+        if turn is None:
+            raise DataError("a reward for a turn before the first reply", "reward a chat after it has answered")
+        turns[turn].reward = (turns[turn].reward or 0.0) + finite(value, "the reward of a turn")
+
+    async def answer(self, call: ToolCall, toolbox: Toolbox) -> Message:
+        """Run one call of a reply, or take its result from the journal, and note how it went."""
+        async with self._owned():
+            return await self._answer(call, toolbox)
+
+    async def _answer(self, call: ToolCall, toolbox: Toolbox) -> Message:
+        episode, key = self._config.episode, call_key(call)
+        deadline, longest = episode.tool_deadline, episode.max_tool_response
+        if toolbox.keeps_state(call.name):
+            result = await toolbox.call(call, deadline=deadline, longest=longest)
+            self.used(call.id, result.use)
+            return result.message
+        async with self._faults():
+            known = await self.journal.result(key)
+        result = known or await toolbox.call(call, deadline=deadline, longest=longest)
+        if known is None:
+            async with self._faults():
+                await self.journal.add_result(key, result)
+        self.used(call.id, result.use)
+        return result.message
+
+    def used(self, call_id: str, use: ToolUse) -> None:
+        """Note how the call of a tool went, before the message that answers it is in `sampled`.
+
+        A tool message whose call was not noted counts as `ok`, without seconds.
+        """
+        self._noted[call_id] = use
+
+    @asynccontextmanager
+    async def part(self, name: Part) -> AsyncIterator[None]:
+        """Count the time of the block to a part of the deadline. Blocks of the same part may overlap.
+
+        The block is cancelled when the share of the part is used up: `EpisodeOver` then.
+        """
+        try:
+            async with self.clock.part(name):
+                yield
+        except EpisodeOver as over:
+            self.end(over.stop)
+            raise
+
+    def check_calls(self) -> None:
+        """EpisodeOver: more tools were called than `episode.max_tool_calls`."""
+        most = self._config.episode.max_tool_calls
+        if most is not None and self._calls > most:
+            self._over("max_tool_calls", f"it called tools {self._calls} times (episode.max_tool_calls {most})")
+
+    def drop(self, turns: Collection[int]) -> None:
+        """After the last call: take out turns as `History.drop` does."""
+        self._history.drop(turns)
+
+    def end(self, stop: StopReason) -> None:
+        """End the episode; the first reason stays. A repeat does nothing, and so does a call after `close`."""
+        if not self._closed:
+            self.stop = self.stop or stop
+
+    async def close(self) -> None:
+        """Refuse further turns, and cancel what tasks that the user's code left behind are doing here."""
+        self._closed = True
+        for task in set(self._working.values()):
+            task.cancel()
+        if self._working:
+            await asyncio.wait(list(self._working), timeout=_CLOSE_SECONDS)
+
+    def sample(self, score: Score | None = None, engine: str = "") -> Sample:
+        """What was recorded. DataError if there is no sampled token.
+
+        One sampled turn on the prompt and nothing else is a sample without turns, as of a single answer.
+        """
+        turns = self._history.turns
+        replies = [turn for turn in turns if turn.sampled]
+        if not replies:
+            raise DataError(
+                f"the episode of line {self._order.prompt.line} of the data set ended without a single sampled token"
+                f": {self.clock.late or self.stop or 'its code called no model'}"
+            )
+        runs: list[tuple[int, int]] = []
+        begin = 0
+        for turn in replies:
+            runs = join_runs(runs, begin, turn.runs)
+            begin += len(turn.ids)
+        stop = self.stop or "completed"
+        plain = len(turns) == 1 and turns[0].parent == PROMPT and turns[0].reward is None
+        plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
+        last = replies[-1]
+        return Sample(
+            v=1 if plain else SCHEMA,
+            tokens=pack_int32(np.concatenate([turn.ids for turn in replies])),
+            logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
+            runs=runs,
+            finish=last.finish or "stop",
+            text=self._tokenizer.decode(last.ids),
+            engine=engine,
+            seconds=sum(turn.model_seconds for turn in replies),
+            greedy=self._order.greedy,
+            turns=[] if plain else [turn.wire() for turn in turns],
+            stop=None if plain else stop,
+            replayed=self.journal.replayed,
+            restarts=self.journal.restarts,
+            score=None if score is None else SampleScore(value=score.value, parts=dict(score.parts)),
+        )
+
+    # --- one turn -----------------------------------------------------------------------------------------------------
+
+    async def _take_off(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
+    ) -> _Flight:
+        """Begin a turn: check the limits, and reserve as many tokens as it may get.
+
+        It waits while turns that are being sampled have reserved what this one may need: they seldom use all of it.
+        """
+        most = self._config.episode.max_sampled_tokens
+        while True:
+            place = self._history.place(messages, tools)
+            longest, limit = self._longest(place, max_tokens)
+            self._check_limits(place)
+            reserved = sum(flight.longest for flight in self._flights)
+            if most is None or not reserved or longest <= most - self._tokens - reserved:
+                break
+            self._landed.clear()
+            async with self.part("model"):
+                await self._landed.wait()
+            self._check_open()
+        flight = _Flight(place, longest, limit)
+        self._flights.add(flight)
+        self._turns += 1
+        return flight
+
+    def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
+        """How many tokens the reply may have, and the limit that says so."""
+        sampling, most = self._config.sampling, self._config.episode.max_sampled_tokens
+        context = self._config.model.context
+        room = context - len(place.ids)
+        if room < 1:
+            if not self._history.turns:
+                raise DataError(f"a prompt of {len(place.ids)} tokens leaves no room in model.context ({context})")
+            self._over("context_overflow", f"its conversation has {len(place.ids)} tokens (model.context {context})")
+        wanted = min(max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        limits: list[tuple[int, StopReason]] = [(wanted, "max_tokens"), (room, "context_overflow")]
+        if most is not None:
+            if self._tokens >= most:
+                self._over("max_sampled_tokens", f"it sampled {self._tokens} tokens (max_sampled_tokens {most})")
+            limits.append((most - self._tokens, "max_sampled_tokens"))
+        return min(limits, key=lambda limit: limit[0])
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            self._refused = True
+            raise self.fault
+        if self._closed or self.stop is not None:
+            self._refused = True
+            raise EpisodeOver(self.stop or "completed")
+
+    @asynccontextmanager
+    async def _owned(self) -> AsyncIterator[None]:
+        """Let `close` cancel this block, which runs in a task of the user's code. EpisodeOver: it is closed."""
+        if self._closed:
+            raise EpisodeOver(self.stop or "completed")
+        task, left = asyncio.current_task(), asyncio.get_running_loop().create_future()
+        assert task is not None
+        self._working[left] = task
+        try:
+            yield
+        finally:
+            del self._working[left]
+            left.set_result(None)
+
+    def _check_limits(self, place: NextTurn) -> None:
+        episode, room = self._config.episode, MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
+        if self._turns >= episode.max_turns or room < 2:
+            self._over("max_turns", f"it has {self._turns} turns (episode.max_turns {episode.max_turns})")
+        forks = self._history.forks_with([place, *(flight.place for flight in self._flights)])
+        if forks > episode.max_forks:
+            self._over("max_turns", f"it forked {forks - 1} times (episode.max_forks {episode.max_forks})")
+        self.check_calls()
+
+    def _over(self, stop: StopReason, why: str) -> None:
+        self.end(stop)
+        raise EpisodeOver(stop, f"the episode ended: {why}")
+
+    async def _completion(self, place: NextTurn, longest: int) -> Completion:
+        """What the journal has for this conversation, else what the engine samples."""
+        key = reply_key(place.ids)
+        async with self._faults():
+            completion = await self.journal.reply(key)
+        if completion is None:
+            completion = await self._generate(place.ids, longest)
+            async with self._faults():
+                await self.journal.add_reply(key, completion)
+        self._tokens += len(completion.tokens)
+        return completion
+
+    @asynccontextmanager
+    async def _faults(self) -> AsyncIterator[None]:
+        """Keep errors of the engine and the ledger, whatever the user's code makes of them."""
+        try:
+            yield
+        except EpisodeOver:
+            raise
+        except Exception as error:
+            self.fault = error
+            raise
+
+    async def _generate(self, ids: Int32Array, longest: int) -> Completion:
+        sticky = self._config.episode.prefix_cache == "sample"
+        if self._version is None:
+            self._version = self._engine.load().version
+        request = Request(
+            id=f"{self._order.id}-{next(self._numbers)}",
+            tokens=ids,
+            max_new_tokens=longest,
+            temperature=0.0 if self._order.greedy else self._config.sampling.temperature,
+            affinity=self._order.id,
+            cache_version=self._version if sticky else None,
+        )
+        stops = self._renderer.stops
+        response = PartialResponse(request, stops, self._config.model.context)
+        self.generating += 1
+        try:
+            async with self.part("model"), self._faults():
+                completion = await response.complete(_Asking(self._engine))
+        finally:
+            self.generating -= 1
+        if completion.finish == "abort":
+            self.fault = RuntimeError("the engine aborted the request")
+            raise self.fault
+        return _up_to_stop(completion, stops)
+
+    def _uses(self, place: NextTurn) -> list[ToolUse]:
+        """The tools that the new messages of a place answer."""
+        names = {
+            call.get("id"): (call.get("function") or {}).get("name")
+            for message in place.messages
+            for call in message.get("tool_calls") or ()
+        }
+        uses = []
+        for message in place.new:
+            if message.get("role") == "tool":
+                call_id = message.get("tool_call_id")
+                name = names.get(call_id) or message.get("name") or ""
+                uses.append(self._noted.pop(str(call_id), ToolUse(name=str(name)[:256])))
+        return uses
+
+    def _away(self, place: NextTurn, now: float) -> float:
+        """Seconds since the reply that a place continues."""
+        before = self._history.turns[place.parent] if place.parent >= 0 else None
+        return now - before.ended_at if before is not None and before.sampled else 0.0
+
+
+class _Asking:
+    """Asks an engine for the rest of a response, until it broke off too often without a token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._aborts = 0
+
+    async def __call__(self, request: Request) -> Completion | None:
+        if self._aborts == _ABORTS:
+            return None
+        piece = await self._engine.generate(request)
+        self._aborts = 0 if len(piece.tokens) else self._aborts + 1
+        return piece
+
+
+def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:
+    """A turn ends with the first token that ends one, also where the engine knows fewer of them."""
+    at = next((at for at, token in enumerate(completion.tokens.tolist()) if token in stops), None)
+    if at is None:
+        return completion
+    return replace(first_tokens(completion, at + 1), finish="stop")

@@ -1,0 +1,190 @@
+"""Chats by the chat template of a Hugging Face tokenizer.
+
+A template writes text and knows no tokens. Sampled ids stay all the same: to extend a chat, the template writes it
+twice, with the new messages and without, and only the text after the sampled turn becomes ids. That is right if the
+longer text begins with the shorter one, which is checked each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from typing_extensions import override
+
+from streamrl.errors import DataError
+from streamrl.producers.episodes import probe
+from streamrl.producers.episodes.messages import spell_out
+from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
+from streamrl.producers.episodes.tool_formats import format_of, name_calls
+from streamrl.producers.tokenizer import Tokenizer
+
+_ArgumentForm: TypeAlias = Literal["object", "words", "text", "content"]
+_SENTINEL: Final = "Zebras cross here."
+
+
+class TemplateRenderer(ChatRenderer):
+    """A chat template. `DataError` when there is none, `ConfigError` for an unknown tool format."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
+        self._tokenizer = tokenizer
+        source = tokenizer.template
+        self._thinks = "</think>" in source or "reasoning_content" in source
+        self._reasoning_key = "reasoning_content" in source
+        self._format = format_of(tool_format, source)
+        added = tokenizer.backend.added_tokens_decoder
+        self._special = {token.content: int(number) for number, token in added.items() if token.special}
+        self._form = self._find_form()
+        self._close = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[
+            2
+        ]
+        self._stops = self._find_stops()
+        self._prefix_stable = probe.examine(self).stable
+
+    @property
+    @override
+    def stops(self) -> frozenset[int]:
+        return frozenset(self._stops.values())
+
+    @property
+    @override
+    def prefix_stable(self) -> bool:
+        return self._prefix_stable
+
+    @override
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+        return self._tokenizer.plain_ids(self._text(messages, tools, opened=True))
+
+    @override
+    def extend(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema] | None,
+        ids: Sequence[int],
+        new: Sequence[Mapping[str, Any]],
+        *,
+        sampled: int,
+    ) -> list[int] | None:
+        if not messages or messages[-1]["role"] != "assistant" or not new:
+            return None
+        if any(message["role"] == "assistant" for message in new):
+            return None  # the policy did not sample it, so its ids are not known
+        before = self._text(messages[:-1], tools, opened=True)
+        held = self._text(messages, tools)
+        whole = self._text([*messages, *new], tools, opened=True)
+        if not (whole.startswith(before) and whole.startswith(held)):
+            return None
+        reasoning = str(messages[-1].get("reasoning_content") or "").strip()
+        if self._thinks and reasoning not in whole[len(before) :]:
+            return None  # the template leaves out what the policy thought
+        close = self._closing(held, len(before))
+        return None if close is None else self._tail_ids(close + whole[len(held) :], closed=ids[-1] in self.stops)
+
+    @override
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
+    ) -> Reply:
+        ended = len(ids) > 0 and ids[-1] in self.stops
+        text = self._tokenizer.decode(ids[:-1] if ended else ids, special=True)
+        reasoning, text = self._split_reasoning(text, prompt)
+        content, written = self._format(text, tools or ())
+        return Reply(content, reasoning, name_calls(written, ids, prompt))
+
+    def _split_reasoning(self, text: str, prompt: Sequence[int]) -> tuple[str, str]:
+        if not self._thinks:
+            return "", text
+        opened = (
+            self._tokenizer.decode(prompt[-8:], special=True).rstrip().endswith("<think>") if len(prompt) else False
+        )
+        thought, end, rest = text.partition("</think>")
+        if not (end or opened or text.lstrip().startswith("<think>")):
+            return "", text
+        return thought.replace("<think>", "", 1).strip(), rest.lstrip("\n")
+
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        opened: bool = False,
+        form: _ArgumentForm | None = None,
+    ) -> str:
+        shaped = [self._shape(message, form or self._form) for message in spell_out(messages)]
+        return self._tokenizer.chat_text(shaped, tools, opened=opened)
+
+    def _shape(self, message: Message, form: _ArgumentForm) -> Message:
+        reasoning = message.get("reasoning_content")
+        if reasoning and self._thinks and not self._reasoning_key:
+            message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], form)
+        if form == "content" and "tool_calls" in message:
+            written = [probe.json_text(call["function"]) for call in message.pop("tool_calls")]
+            blocks = [f"<tool_call>\n{text}\n</tool_call>" for text in written]
+            message["content"] = "\n".join([message["content"], *blocks] if message["content"] else blocks)
+        return message
+
+    def _find_form(self) -> _ArgumentForm:
+        """How this template has to get arguments so that it writes them as JSON: `false`, and never `False`.
+
+        Some write each value as Python does, some take text only, some know no calls: these get them as content.
+        """
+        for form in get_args(_ArgumentForm):
+            try:
+                text = self._text(probe.MESSAGES[:2], probe.TOOLS, form=form)
+            except DataError:
+                continue
+            call = text.rpartition("look_up")[2]
+            if "false" in call and "False" not in call and '\\"' not in call:
+                found: _ArgumentForm = form
+                return found
+        return "content"
+
+    def _find_stops(self) -> dict[str, int]:
+        """Ids and texts of what ends a turn: the end of the sequence, and what the template writes after a turn."""
+        backend = self._tokenizer.backend
+        stops = {} if backend.eos_token_id is None else {str(backend.eos_token): int(backend.eos_token_id)}
+        endings = [self._close]
+        try:
+            called = self._text(probe.MESSAGES[:2], probe.TOOLS)
+            endings.append(called.rpartition("false")[2])
+        except DataError:
+            pass  # a template that refuses calls of tools
+        for ending in endings:
+            special = [text for text in self._special if text in ending]
+            if special:
+                last = max(special, key=ending.rfind)
+                stops[last] = self._special[last]
+        return stops
+
+    def _closing(self, held: str, begin: int) -> str | None:
+        """What the template wrote from the end of the last turn on; None when that cannot be found."""
+        at = max((held.rfind(text, begin) for text in self._stops), default=-1)
+        if at >= 0:
+            return held[at:]
+        return self._close if held.endswith(self._close) else None
+
+    def _tail_ids(self, tail: str, *, closed: bool) -> list[int]:
+        """Ids of what follows a sampled turn, without the end of that turn when it is `closed` already.
+
+        An end is always tokenized before it, since some tokenizers write a text differently where it begins.
+        """
+        if not self._stops:
+            return self._tokenizer.plain_ids(tail)
+        written = next((text for text in self._stops if tail.startswith(text)), None)
+        end = written or next(iter(self._stops))
+        ids = self._tokenizer.plain_ids(tail if written else end + tail)
+        at = ids.index(self._stops[end])
+        return ids[at + 1 :] if closed or not written else ids[at:]
+
+
+def _arguments(arguments: dict[str, Any], form: _ArgumentForm) -> Any:
+    if form == "text":
+        return probe.json_text(arguments)
+    if form == "words":
+        plain = {True: "true", False: "false", None: "null"}
+        return {
+            key: plain[value] if value is None or value is True or value is False else value
+            for key, value in arguments.items()
+        }
+    return arguments

@@ -1,0 +1,281 @@
+"""Functions as tools: schema from signature and docstring, one call with its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import difflib
+import inspect
+import logging
+import re
+import textwrap
+import threading
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+import orjson
+
+from streamrl.errors import PluginError
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.rendering import Message, ToolCall, ToolSchema
+from streamrl.wire import Outcome, ToolUse, utf8
+
+logger = logging.getLogger(__name__)
+
+_SECTION: Final = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
+_ARGUMENT: Final = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    A sync function runs in a thread, an async one in the event loop of the replica. A tool that may kill its process,
+    or that may never return, starts a process of its own (`asyncio.create_subprocess_exec`): a thread cannot be ended,
+    and a replica that dies begins all its episodes again. A tool that raises `EpisodeOver("tool_stopped")` ends the
+    episode.
+
+    Attributes:
+        name: that the model calls.
+        schema: that the model reads.
+        function: gets the arguments by name, and returns text, or anything that JSON has a word for.
+        arguments: the type that the arguments are checked against; None: any object.
+    """
+
+    name: str
+    schema: ToolSchema
+    function: Callable[..., Any]
+    arguments: type[msgspec.Struct] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
+        """A tool from a function with annotations and a Google docstring.
+
+        Raises:
+            PluginError: there is no docstring, or a parameter has no annotation, or one that JSON has no words for.
+        """
+        name = name or str(getattr(function, "__name__", type(function).__name__))
+        doc = inspect.getdoc(function)
+        if not doc:
+            raise PluginError(f"tool {name} has no docstring", "say what it does: the model reads it")
+        about, described = _read_docstring(doc)
+        try:
+            arguments = msgspec.defstruct(name, _fields(function, name, described), forbid_unknown_fields=True)
+            (_,), parts = msgspec.json.schema_components((arguments,), ref_template="#/$defs/{name}")
+        except TypeError as error:
+            raise PluginError(f"tool {name}: its parameters have no JSON schema: {error}") from error
+        parameters = parts.pop(name)
+        parameters.pop("title", None)
+        parameters |= {"$defs": parts} if parts else {}
+        schema = {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+        return cls(name, schema, function, arguments)
+
+
+def _fields(function: Callable[..., Any], tool: str, described: dict[str, str]) -> list[Any]:
+    """The parameters as fields of a struct: name, type with description, default."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
+    except (NameError, TypeError, ValueError) as error:
+        raise PluginError(f"tool {tool}: its signature cannot be read: {error}") from error
+    fields: list[Any] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise PluginError(f"tool {tool}: {parameter} cannot be given by name", "tools are called by names")
+        if parameter.kind == parameter.VAR_KEYWORD:
+            continue
+        if parameter.name not in hints:
+            raise PluginError(f"tool {tool}: parameter {parameter.name} has no annotation", "write its type: `x: int`")
+        kind = hints[parameter.name]
+        if parameter.name in described:
+            kind = Annotated[kind, msgspec.Meta(description=described[parameter.name])]
+        default = parameter.default
+        if default is parameter.empty:
+            fields.append((parameter.name, kind))
+        elif isinstance(default, list | dict | set):
+            fields.append((parameter.name, kind, msgspec.field(default_factory=default.copy)))
+        else:
+            fields.append((parameter.name, kind, default))
+    return sorted(fields, key=len)  # a struct wants those without a default first
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """What a function does, and what its parameters mean by their names, from a docstring in Google's style."""
+    pieces = _SECTION.split(doc)
+    sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    described: dict[str, str] = {}
+    name = ""
+    for line in textwrap.dedent((sections.get("Args") or sections.get("Arguments") or "").strip("\n")).splitlines():
+        found = _ARGUMENT.match(line)
+        if found is not None:
+            name = found[1]
+            described[name] = found[2].strip()
+        elif name and line.strip():
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return pieces[0].strip(), described
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The message that answers a call, and how the call went."""
+
+    message: Message
+    use: ToolUse
+
+
+class Toolbox:
+    """Tools by name. Entries may be bare schemas, whose calls the episode answers itself."""
+
+    def __init__(self, tools: Sequence[Tool], schemas: Sequence[ToolSchema] = ()) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._schemas = [*(tool.schema for tool in tools), *schemas]
+        if len(self._tools) < len(tools):
+            raise PluginError(f"two tools have the same name: {', '.join(tool.name for tool in tools)}")
+
+    @classmethod
+    def of(cls, tools: ToolsLike) -> Toolbox:
+        """Tools from functions; a toolbox is returned as it is. PluginError as `Tool.of`."""
+        if isinstance(tools, Toolbox):
+            return tools
+        bare = [tool for tool in tools if isinstance(tool, dict)]
+        callable_tools = [tool for tool in tools if not isinstance(tool, dict)]
+        return cls([tool if isinstance(tool, Tool) else Tool.of(tool) for tool in callable_tools], bare)
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        return self._schemas
+
+    def keeps_state(self, name: str) -> bool:
+        """Whether a tool must see each call even if its answer is known: all but plain functions may keep a state."""
+        if name not in self._tools:
+            return False
+        function = self._tools[name].function
+        return not inspect.isfunction(function) or bool(function.__closure__)
+
+    async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
+        """Run one call within `deadline` seconds, with an answer of at most `longest` characters.
+
+        Never fails: what goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
+        """
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        outcome, text = await self._outcome(call, deadline)
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": cut(utf8(text), longest)}
+        return ToolResult(
+            message, ToolUse(name=call.name[:256], outcome=outcome, seconds=round(loop.time() - begun, 4))
+        )
+
+    async def _outcome(self, call: ToolCall, deadline: float) -> tuple[Outcome, str]:
+        if call.status == "malformed":
+            return "malformed", "error: the call could not be read: write one JSON object with `name` and `arguments`"
+        tool = self._tools.get(call.name)
+        if tool is None:
+            close = difflib.get_close_matches(call.name, self._tools, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._tools) or 'none'}"
+            return "unknown", f"error: there is no tool {call.name!r}; {hint}"
+        try:
+            arguments = _checked(tool, call.arguments)
+        except msgspec.ValidationError as error:
+            return "malformed", f"error: the arguments do not fit: {error}"
+        try:
+            async with asyncio.timeout(deadline) as limit:
+                value = await _run(tool.function, arguments)
+            return "ok", as_text(value)
+        except EpisodeOver:
+            raise
+        except TimeoutError as error:
+            if limit.expired():
+                logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
+                return "timeout", f"error: no answer within {deadline:g} s"
+            return "error", _told(tool, error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the model is told)
+            return "error", _told(tool, error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return "error", _told(tool, error)  # the tool cancelled itself
+
+
+ToolsLike: TypeAlias = Toolbox | Sequence[Callable[..., Any] | Tool | ToolSchema]
+"""What is taken as tools: functions, tools, or schemas whose calls the episode answers itself."""
+
+
+def _told(tool: Tool, error: BaseException) -> str:
+    detail = error if logger.isEnabledFor(logging.DEBUG) else None
+    logger.info("a tool failed", extra={"tool": tool.name, "why": f"{type(error).__name__}: {error}"}, exc_info=detail)
+    return f"error: {type(error).__name__}: {error}"
+
+
+def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the types of the signature; ValidationError if they do not fit."""
+    if tool.arguments is None:
+        return arguments
+    checked = msgspec.convert(arguments, tool.arguments)
+    return {name: getattr(checked, name) for name in tool.arguments.__struct_fields__}
+
+
+async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(**arguments)
+    value = await in_thread(lambda: function(**arguments))
+    return await value if inspect.isawaitable(value) else value
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Run code of a user in a thread of its own, which is left behind if the caller is cancelled.
+
+    A pool would be full after some calls that never return, and the process could not end.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def done(value: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError("StopIteration"))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = context.run(work)
+        except BaseException as raised:  # noqa: BLE001 (SystemExit too: handed to the caller)
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(done, value, error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await future
+
+
+def as_text(value: Any) -> str:
+    """What a tool returned, for the model. TypeError: it is nothing that can be written (bytes, an image)."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"the tool returned {len(value)} bytes where text is expected")
+    try:
+        return orjson.dumps(value, option=_OPTIONS).decode()
+    except TypeError as error:
+        raise TypeError(f"the tool returned a {type(value).__name__}, which is no text: {error}") from error
+
+
+def cut(text: str, longest: int) -> str:
+    """At most about `longest` characters of a text: its beginning and its end, with a note between them."""
+    if len(text) <= longest:
+        return text
+    head = (longest + 1) // 2
+    tail = longest - head
+    return f"{text[:head]}\n[{len(text) - longest} characters left out]\n{text[len(text) - tail :] if tail else ''}"

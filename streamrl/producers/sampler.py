@@ -1,0 +1,135 @@
+"""What a replica asks for one sample: a single turn here, an episode in `streamrl.producers.episodes.sampler`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.engine import Completion, Engine, Request
+from streamrl.errors import DataError, DeadlineExceeded
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
+
+
+class TurnJournal(Protocol):
+    """Keeps the finished turns of one sample, so that another process can go on. Errors are those of the ledger."""
+
+    async def recorded(self) -> list[bytes]:
+        """The payloads that were kept, also by an earlier process, in their order."""
+        ...
+
+    async def turn(self, payload: bytes) -> None:
+        """Keep one more payload; returns when it is in Redis."""
+
+    async def forget(self) -> None:
+        """Remove all payloads."""
+
+    def progressed(self) -> None:
+        """A turn is finished, whether it is kept or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """One sample to be made.
+
+    Attributes:
+        prompt: its prompt.
+        id: unique among the samples of this engine that are being made; requests are named after it.
+        affinity: requests of samples with the same one share a prefix; empty: none.
+        greedy: take the most probable tokens.
+        journal: keeps finished turns; None outside of a run.
+    """
+
+    prompt: Prompt
+    id: str
+    affinity: str = ""
+    greedy: bool = False
+    journal: TurnJournal | None = None
+
+
+class Sampler(ABC):
+    """Makes samples with one engine. An async context manager: samples are made while it is open."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    @abstractmethod
+    def capacity(self, slots: int) -> int:
+        """How many samples to make at the same time with an engine that can decode `slots` requests; 0 for 0."""
+
+    @abstractmethod
+    async def sample(self, order: SampleOrder) -> Sample:
+        """Make one sample. Cancelling gives it up.
+
+        Raises:
+            DataError: this prompt can never be answered.
+            DeadlineExceeded: it took too long.
+            Unreachable: the engine died.
+            Exception: any error of the engine or of the user's code.
+        """
+
+    def figures(self) -> Mapping[str, int | float]:
+        """What is going on, by name, for the metrics of the replica."""
+        return {}
+
+
+class SingleTurn(Sampler):
+    """One response to each prompt; `name` is that of the replica."""
+
+    def __init__(self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._name = name
+
+    @override
+    def capacity(self, slots: int) -> int:
+        return slots
+
+    @override
+    async def sample(self, order: SampleOrder) -> Sample:
+        completion = await self._generate(order)
+        return Sample(
+            tokens=pack_int32(completion.tokens),
+            logprobs=pack_float32(completion.logprobs),
+            runs=completion.runs,
+            finish=completion.finish,
+            text=self._tokenizer.decode(completion.tokens),
+            engine=self._name,
+            seconds=completion.seconds,
+            greedy=order.greedy,
+        )
+
+    async def _generate(self, order: SampleOrder) -> Completion:
+        tokens = order.prompt.token_ids
+        room = self._config.model.context - tokens.size
+        if room < 1:
+            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
+        request = Request(
+            id=order.id,
+            tokens=tokens,
+            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
+            temperature=0.0 if order.greedy else self._config.sampling.temperature,
+            affinity=order.affinity,
+        )
+        limit = self._config.lease.max_hold
+        try:
+            async with asyncio.timeout(limit):
+                completion = await self._engine.generate(request)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no response within lease.max_hold ({limit:g} s)") from error
+        if completion.finish == "abort":
+            raise RuntimeError("the engine aborted the request")
+        return completion

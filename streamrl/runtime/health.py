@@ -1,0 +1,108 @@
+"""`/livez`, `/readyz` and `/metrics` of one role, for Kubernetes and Prometheus.
+
+The figures are those of the role's last line in `metrics/ROLE.jsonl` and of its heartbeat: `streamrl_<kind>_<name>`
+with the labels `run` and `role`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import math
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from streamrl.config import HealthConfig
+from streamrl.errors import StreamrlError
+from streamrl.http import read_key
+from streamrl.listening import listen
+from streamrl.monitor.snapshot import StreamView, take
+from streamrl.queues import Role
+
+_OF_STREAMS: Final = {
+    "depth": "entries in a stream",
+    "pending": "entries that a consumer has leased",
+    "lag": "entries that nobody has leased",
+    "silent_seconds": "seconds without a sign of life from any consumer that has work",
+}
+_SCRAPE_SECONDS: Final = 2.0
+_FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class RoleFigures(Collector):
+    """All numbers that a role has said last, and the lag of the streams of its run, as gauges."""
+
+    def __init__(self, role: Role) -> None:
+        self.streams: tuple[StreamView, ...] = ()
+        self._role = role
+        self._kind = _FOREIGN.sub("_", role.name.partition(".")[0])
+
+    @override
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        labels = {"run": self._role.config.name, "role": self._role.name}
+        ready = {"ready": float(self._role.is_ready and not self._role.stop.is_set())}
+        for name, value in {**_numbers(self._role.last_record), **_numbers(self._role.status), **ready}.items():
+            family = GaugeMetricFamily(f"streamrl_{self._kind}_{_FOREIGN.sub('_', name)}", name, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
+        for name, what in _OF_STREAMS.items():
+            family = GaugeMetricFamily(f"streamrl_{name}", what, labels=["run", "stream"])
+            for stream in self.streams:
+                family.add_metric([self._role.config.name, stream.name], float(getattr(stream, name)))
+            yield family
+
+
+@contextlib.asynccontextmanager
+async def serve_health(role: Role, config: HealthConfig) -> AsyncIterator[str]:
+    """Serve for this block; yields the URL. `ConfigError`: no token, and other hosts reach it."""
+    token = read_key("health.token_file", config.token_file)
+    registry, figures = CollectorRegistry(), RoleFigures(role)
+    registry.register(figures)
+    ProcessCollector(registry=registry)
+
+    async def livez(_: web.Request) -> web.Response:
+        return web.Response(text="the event loop of this role runs\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        if role.stop.is_set():
+            return web.Response(status=503, text="draining\n")
+        return web.Response(text="ready\n") if role.is_ready else web.Response(status=503, text="starting\n")
+
+    async def metrics(request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return web.Response(status=401, text="/metrics wants the token of health.token_file\n")
+        figures.streams = await _streams(role)
+        body = generate_latest(registry)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app = web.Application()
+    app.add_routes([web.get("/livez", livez), web.get("/readyz", readyz), web.get("/metrics", metrics)])
+    hint = "set health.port to a free one; 0 is any"
+    async with listen(app, config.host, config.port, what=f"the health of {role.name}", hint=hint) as url:
+        yield url
+
+
+async def _streams(role: Role) -> tuple[StreamView, ...]:
+    """The streams of training; none while Redis does not answer."""
+    try:
+        async with asyncio.timeout(_SCRAPE_SECONDS):
+            return (await take(role.ledgers.connection, role.config.name)).train.streams
+    except (StreamrlError, TimeoutError):
+        return ()
+
+
+def _numbers(line: Mapping[str, object]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -1,0 +1,98 @@
+"""Finished files of an archive in a store: each once, under a store that is away, and after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from streamrl.archive import copies as module
+from streamrl.archive.reader import ARCHIVE, EVALUATION, archive_files, read_archive, read_groups
+from streamrl.archive.writer import Archive
+from tests.archive_kit import archived, closed, configured
+
+
+def copies(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*/groups-*")}
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  (a thread rings no bell here)
+            await asyncio.sleep(0.01)
+
+
+async def test_files_are_copied_when_they_are_finished(tmp_path):
+    there = tmp_path / "store" / "kept" / ARCHIVE
+    archive = Archive(configured(file_bytes=1, store=f"file://{tmp_path}/store"), tmp_path / "run")
+    for group_id in range(3):
+        archive.add(closed(group_id))
+        await archive.sync()
+    await until(lambda: copies(there))
+    await archive.close()
+    assert copies(there) == {
+        file.name: file.read_bytes() for file in archive_files(tmp_path / "run") if file.stat().st_size
+    }
+    (folder,) = there.iterdir()
+    assert [group.group_id for group in read_archive(folder)] == [0, 1, 2]
+    assert [group.group_id for group in read_groups(folder)] == [0, 1, 2], "a copy can be trained"
+
+
+async def test_another_host_never_replaces_what_one_has_written(tmp_path):
+    config = configured(store=str(tmp_path / "store"))
+    for host in ("here", "there"):
+        await archived(tmp_path / host, config, closed(1), evaluation=True)
+    found = list((tmp_path / "store" / "kept" / ARCHIVE / EVALUATION).iterdir())
+    assert [len(list(read_archive(folder))) for folder in found] == [1, 1]
+
+
+async def test_while_the_store_is_away_everything_stays_and_is_copied_later(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
+    blocker = tmp_path / "store"
+    blocker.write_text("no directory")
+    config = configured(file_bytes=1, files=1, store=str(blocker))
+    await archived(tmp_path / "run", config, closed(1))
+    assert "the archive cannot be copied" in caplog.text
+    assert "are not in archive.store" in caplog.text
+    archive = Archive(config, tmp_path / "run")
+    for group_id in (2, 3):
+        archive.add(closed(group_id))
+        await archive.sync()
+    assert len(archive_files(tmp_path / "run")) >= 3, "archive.files removes nothing that is not copied"
+    blocker.unlink()
+
+    async def looked() -> None:
+        while not copies(blocker / "kept" / ARCHIVE):
+            await archive.sync()
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(looked(), 20)
+    await archive.close()
+    (folder,) = (blocker / "kept" / ARCHIVE).iterdir()
+    assert [group.group_id for group in read_archive(folder)] == [1, 2, 3]
+
+
+async def test_a_copy_that_broke_off_is_made_again_by_the_next_process(tmp_path):
+    url = "memory://bucket/of/runs"
+    files = fsspec.filesystem("memory")
+    config = configured(store=url)
+    await archived(tmp_path, config, closed(1))
+    (name,) = files.glob("/bucket/of/runs/kept/archive/*/*")
+    whole = files.cat_file(name)
+    files.pipe_file(name, whole[:-3])
+    await archived(tmp_path, config, closed(2))
+    assert files.cat_file(name) == whole
+    assert len(files.glob("/bucket/of/runs/kept/archive/*/*")) == 2
+    files.store.clear()
+
+
+@pytest.mark.parametrize("archive", [{"enabled": False, "store": "memory://none"}, {"store": None}])
+async def test_without_a_store_nothing_is_copied(tmp_path, archive):
+    config = configured()
+    config = config.model_copy(update={"archive": config.archive.model_copy(update=archive)})
+    made = Archive(config, tmp_path)
+    made.add(closed(1))
+    await made.close()
+    assert fsspec.filesystem("memory").store == {}

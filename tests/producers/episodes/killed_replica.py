@@ -1,0 +1,74 @@
+"""A replica of its own process whose engine notes what it sampled, and episodes of six turns for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+
+from streamrl.producers.engines import make_engine
+from streamrl.producers.episodes.episode import Episode
+from streamrl.producers.episodes.tools import Tool
+from streamrl.producers.replica import Replica
+from streamrl.producers.tokenizer import Tokenizer
+
+TURNS = 6
+
+
+class Noting:
+    """Notes each completion in a file that outlives the process, before anybody sees it."""
+
+    def __init__(self, engine, path):
+        self._engine = engine
+        self._file = path.open("a", buffering=1)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def generate(self, request):
+        done = await self._engine.generate(request)
+        parts = request.tokens.tolist(), done.tokens.tolist(), done.logprobs.tobytes().hex()
+        self._file.write(json.dumps(parts) + "\n")
+        return done
+
+
+async def serve(role):
+    engine = Noting(make_engine(role.config, os.getpid()), role.run_dir / f"sampled-{os.getpid()}.jsonl")
+    await engine.start()
+    try:
+        await Replica(role, engine, Tokenizer.load(role.config.model)).run()
+    finally:
+        await engine.close()
+
+
+async def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    await asyncio.sleep(0.1)  # time for a death
+    return a + b
+
+
+async def clock(a: int, b: int) -> int:
+    """Tell the time."""
+    await asyncio.sleep(0.1)
+    return time.monotonic_ns()
+
+
+class Honest(Episode):
+    deterministic = True
+    tool = Tool.of(add)
+
+    async def run(self, task, chat):
+        messages = task.messages
+        for _ in range(TURNS):
+            reply = await chat(messages, [self.tool])
+            messages.append(reply.message)
+            messages += await chat.answer(reply) if reply.calls else [{"role": "user", "content": "go on"}]
+        return 1.0
+
+
+class Changing(Honest):
+    """Its tool answers otherwise each time, and it does not say the contrary."""
+
+    deterministic = False
+    tool = Tool.of(clock, "add")

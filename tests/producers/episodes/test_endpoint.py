@@ -1,0 +1,464 @@
+"""The endpoint of one sample, asked by the `openai` package: what is answered, refused, repeated, and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import openai
+import pytest
+
+from streamrl.errors import Unreachable
+from streamrl.producers.episodes.endpoint.server import AgentEndpoint
+from streamrl.wire import NOTHING, PROMPT
+
+from .chat_kit import KEEPS_THINKING, LOOK_UP, answered, asked, make_tokenizer
+from .endpoint_kit import ASKED, Served
+from .episode_kit import call
+
+CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
+BROKEN = call('{"name": "look_up", "arguments": {"word": ')
+FLAT = {"type": "function", **LOOK_UP["function"]}
+
+
+@pytest.fixture
+async def serve():
+    """Open samples; they are closed after the test."""
+    stack = contextlib.AsyncExitStack()
+
+    async def open_sample(*texts, **episode):
+        return await stack.enter_async_context(Served(texts, **episode).open())
+
+    async with stack:
+        yield open_sample
+
+
+# --- the ways to ask: each plays a call of a tool and its answer, and returns what was said ---------------------------
+
+
+async def chat(served):
+    first = (await served.ask(tools=[LOOK_UP])).choices[0]
+    messages = [*ASKED, first.message, answered("grass", first.message.tool_calls[0].id)]
+    last = (await served.ask(messages, tools=[LOOK_UP])).choices[0]
+    return first.message.content, first.message.tool_calls[0].function, first.finish_reason, last.message.content
+
+
+async def chat_streamed(served):
+    async def ask(messages):
+        async with served.client.chat.completions.stream(
+            model="any", messages=messages, tools=[LOOK_UP], stream_options={"include_usage": True}
+        ) as stream:
+            done = await stream.get_final_completion()
+        assert done.usage.completion_tokens > 1
+        return done.choices[0]
+
+    first = await ask(ASKED)
+    last = await ask([*ASKED, first.message, answered("grass", first.message.tool_calls[0].id)])
+    return first.message.content, first.message.tool_calls[0].function, first.finish_reason, last.message.content
+
+
+async def responses(served, stream=False):
+    async def ask(given):
+        if not stream:
+            return await served.client.responses.create(model="any", input=given, tools=[FLAT])
+        async with served.client.responses.stream(model="any", input=given, tools=[FLAT]) as events:
+            return await events.get_final_response()
+
+    first = await ask(ASKED)
+    function = first.output[1]
+    output = {"type": "function_call_output", "call_id": function.call_id, "output": "grass"}
+    echoed = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in first.output]
+    last = await ask([*ASKED, *echoed, output])
+    return first.output_text, function, "tool_calls", last.output_text
+
+
+async def responses_streamed(served):
+    return await responses(served, stream=True)
+
+
+async def anthropic(served, stream=False):
+    tool = {"name": "look_up", "description": "Look up.", "input_schema": LOOK_UP["function"]["parameters"]}
+
+    async def ask(messages):
+        body = {"model": "any", "max_tokens": 64, "messages": messages, "tools": [tool], "stream": stream}
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": served.key}) as client,
+            client.post(f"{served.url}/v1/messages", json=body) as response,
+        ):
+            if not stream:
+                return await response.json()
+            return joined([json.loads(line[5:]) for line in (await response.text()).split("\n") if line[:5] == "data:"])
+
+    first = await ask(ASKED)
+    text, use = first["content"]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "grass"}]}
+    last = await ask([*ASKED, {"role": "assistant", "content": [text, use]}, {"role": "user", "content": [result]}])
+    function = openai.types.chat.chat_completion_message_function_tool_call.Function(
+        name=use["name"], arguments=json.dumps(use["input"])
+    )
+    return text["text"], function, {"tool_use": "tool_calls"}[first["stop_reason"]], last["content"][0]["text"]
+
+
+def joined(events):
+    """The message that a stream of Anthropic's API spells."""
+    message = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+        if event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if "text" in delta:
+                block["text"] += delta["text"]
+            else:
+                block["input"] = json.loads(delta["partial_json"])
+        if event["type"] == "message_delta":
+            message |= event["delta"]
+    return message
+
+
+async def anthropic_streamed(served):
+    return await anthropic(served, stream=True)
+
+
+@pytest.mark.parametrize("play", [chat, chat_streamed, responses, responses_streamed, anthropic, anthropic_streamed])
+async def test_each_api_says_the_same_and_is_recorded_with_exact_tokens(serve, play):
+    served = await serve(CALLED, "it eats grass")
+    text, function, finish, last = await play(served)
+    assert (text, finish, last) == ("wait", "tool_calls", "it eats grass")
+    assert (function.name, json.loads(function.arguments)) == ("look_up", {"word": "zebra", "deep": False})
+    sampled = [served.engine.ids(f"{said}<|im_end|>").tolist() for said in (CALLED, "it eats grass")]
+    sample = served.session.sample()
+    assert sample.token_ids.tolist() == [*sampled[0], *sampled[1]]
+    assert [turn.sampled for turn in sample.turns] == [0, len(sampled[0]), 0, len(sampled[1])]
+    assert [turn.parent for turn in sample.turns[1:]] == [0, 1, 2]
+    assert [use.name for use in sample.turns[2].tools] == ["look_up"]
+    assert served.session.forks == 0
+    first, second = served.engine.requests
+    head = [*first.tokens.tolist(), *sampled[0]]
+    assert second.tokens.tolist()[: len(head)] == head
+
+
+async def test_a_malformed_call_comes_as_it_was_written_and_can_be_answered(serve):
+    served = await serve(BROKEN, "sorry")
+    message = (await served.ask(tools=[LOOK_UP])).choices[0].message
+    (wrong,) = message.tool_calls
+    assert '{"word": ' in wrong.function.arguments
+    await served.ask([*ASKED, message, answered("no JSON", wrong.id)], tools=[LOOK_UP])
+    assert served.session.forks == 0
+
+
+async def test_thinking_is_told_apart_and_need_not_come_back(serve):
+    tokenizer = make_tokenizer(KEEPS_THINKING, eos="<|im_end|>")
+    served = await serve("<think>\nhm\n</think>\n\nsix", "seven", tokenizer=tokenizer)
+    message = (await served.ask()).choices[0].message
+    assert (message.content, message.reasoning_content) == ("six", "hm")
+    await served.ask([*ASKED, {"role": "assistant", "content": "six"}, asked("and then?")])
+    assert served.session.forks == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n": 2}, "`n` is 2"),
+        ({"logprobs": True}, "`logprobs`"),
+        ({"stop": ["x"]}, "`stop`"),
+        ({"response_format": {"type": "json_object"}}, "`response_format`"),
+        ({"messages": IMAGE}, "'image_url'"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [asked("zebra " * 600)]}, "leaves no room"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_in_words_and_records_nothing(serve, options, said):
+    served = await serve("six")
+    with pytest.raises(openai.BadRequestError, match=said):
+        await served.ask(**options)
+    assert (await served.ask()).choices[0].message.content == "six"
+    assert len(served.engine.requests) == 1
+
+
+async def test_bodies_that_are_no_call(serve):
+    served = await serve()
+    for path, body, status in (
+        ("chat/completions", b"{", 400),
+        ("responses", b'{"input": []}', 400),
+        ("messages", b'{"messages": [1]}', 400),
+        ("chat/completions", b'{"messages": "' + b"x" * (9 << 20), 413),
+        ("streamrl/reward", b"[" * 5000, 413),
+        ("embeddings", b"{}", 404),
+    ):
+        headers = {"Authorization": f"Bearer {served.key}"}
+        url = f"{served.url}/v1/{path}"
+        async with aiohttp.ClientSession(headers=headers) as client, client.post(url, data=body) as response:
+            assert (path, response.status) == (path, status)
+            assert (await response.json())["error"]["message"]
+
+
+async def test_a_wrong_key_is_told_nothing(serve):
+    served = await serve("six")
+    for key in ("sk-wrong", served.key[:-1], served.key.upper()):
+        async with served.made(key) as client:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await served.ask(client=client)
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+    assert caught.value.body["code"] == "invalid_api_key"
+    assert served.engine.requests == []
+
+
+async def test_keys_of_two_samples_lead_to_two_records(serve):
+    first, second = await serve("one"), await serve("two")
+    second.url = first.url  # another replica's endpoint does not know the key
+    with pytest.raises(openai.AuthenticationError):
+        await second.ask(client=second.made())
+    assert (await first.ask()).choices[0].message.content == "one"
+
+
+async def test_calls_after_the_end_are_refused_for_good(serve):
+    served = await serve("six", max_turns=1)
+    await served.ask()
+    for _ in range(2):  # the limit is reached, then known
+        with pytest.raises(openai.APIStatusError, match=r"episode\.max_turns|has ended \(max_turns\)") as caught:
+            await served.ask([*ASKED, asked()])
+        assert caught.value.status_code == 410
+    assert served.door.over.is_set()
+
+
+async def test_a_key_whose_sample_has_ended_is_told_so():
+    served = Served(["six"])
+    async with served.open(), AgentEndpoint.open("127.0.0.1") as endpoint:
+        with endpoint.serving(served.door) as key:
+            pass
+        served.url = endpoint.url
+        with pytest.raises(openai.APIStatusError, match="has ended") as caught:
+            await served.ask(client=served.made(key))
+    assert caught.value.status_code == 410
+
+
+async def test_an_engine_that_dies_is_a_503_and_a_fault_of_the_session(serve):
+    served = await serve(Unreachable("gone"))
+    with pytest.raises(openai.InternalServerError, match="Unreachable"):
+        await served.ask()
+    assert isinstance(served.session.fault, Unreachable)
+    assert served.door.over.is_set()
+
+
+async def test_a_flood_is_answered_429_and_the_calls_before_it_go_on(serve):
+    served = await serve("one", "two", agent={"max_calls": 2})
+    served.engine.open.clear()
+    calls = [asyncio.create_task(served.ask([*ASKED, asked(word)])) for word in ("a", "b")]
+    await served.engine.until(2)
+    with pytest.raises(openai.RateLimitError):
+        await served.ask([*ASKED, asked("c")])
+    served.engine.open.set()
+    assert [(await each).choices[0].message.content for each in calls] == ["one", "two"]
+
+
+async def test_a_call_has_its_place_before_its_body_is_read(serve):
+    served = await serve("six", agent={"max_calls": 1})
+    headers, body = {"x-api-key": served.key}, json.dumps({"messages": ASKED}).encode()
+    more = asyncio.Event()
+
+    async def slow():
+        yield body[:5]
+        await more.wait()
+        yield body[5:]
+
+    async with aiohttp.ClientSession(headers=headers) as client:
+        first = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", data=slow()))
+        await asyncio.wait_for(served.door.busy.wait(), 10)
+        for path in ("chat/completions", "messages/count_tokens"):
+            async with client.post(f"{served.url}/v1/{path}", data=body) as refused:
+                assert refused.status == 429
+        more.set()
+        async with await first as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == "six"
+    assert served.door.idle.is_set()
+
+
+async def test_a_call_far_above_the_context_is_never_tokenized(serve):
+    served = await serve("six")
+    long = [asked("zebra " * 20_000)]
+    url, headers = f"{served.url}/v1/messages/count_tokens", {"x-api-key": served.key}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(url, json={"messages": long}) as response,
+    ):
+        assert response.status == 413
+    with pytest.raises(openai.BadRequestError, match=r"a call of \d+ bytes leaves no room"):
+        await served.ask(long)
+    await served.ask()
+    with pytest.raises(openai.APIStatusError, match=r"a call of \d+ bytes leaves no room") as caught:
+        await served.ask(long)
+    assert caught.value.status_code == 410
+    assert served.session.stop == "context_overflow"
+    assert served.door.over.is_set()
+
+
+async def test_models(serve):
+    served = await serve()
+    assert [model.id async for model in await served.client.models.list()] == ["policy"]
+    assert (await served.client.models.retrieve("org/any")).id == "org/any"
+
+
+async def test_counting_tokens_is_no_turn(serve):
+    served = await serve("six")
+    headers, url = {"x-api-key": served.key}, f"{served.url}/v1/messages/count_tokens"
+    async with aiohttp.ClientSession(headers=headers) as client:
+        async with client.post(url, json={"messages": ASKED}) as response:
+            counted = (await response.json())["input_tokens"]
+        async with client.post(url, json={"messages": IMAGE}) as response:
+            assert (response.status, (await response.json())["type"]) == (400, "error")
+    assert (await served.ask()).usage.prompt_tokens == counted
+    assert await served.said() == (["six"], [])
+
+
+# --- repeats ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_sdk_that_lost_the_answer_gets_the_same_turn(serve):
+    served = await serve("six")
+    served.engine.open.clear()
+    tries, ask = asyncio.Semaphore(0), served.door.ask
+
+    async def counted(*given):
+        tries.release()
+        return await ask(*given)
+
+    served.door.ask = counted
+    async with served.made(max_retries=3, timeout=1) as client:
+        answer = asyncio.create_task(served.ask(client=client))
+        for _ in range(2):  # the first try times out, the second joins the same turn
+            await asyncio.wait_for(tries.acquire(), 20)
+        served.engine.open.set()
+        first = (await answer).streamrl
+    again = await served.ask(extra_headers={"x-stainless-retry-count": "1"})  # it came, and was lost on the way
+    assert again.streamrl == first
+    assert len(served.engine.requests) == 1
+    assert await served.said() == (["six"], [])
+
+
+async def test_an_idempotency_key_makes_a_call_a_repeat(serve):
+    served = await serve("six", "seven")
+    said = [await served.ask(extra_headers={"Idempotency-Key": key}) for key in ("a", "b", "a")]
+    assert [one.choices[0].message.content for one in said] == ["six", "seven", "six"]
+
+
+async def test_the_answer_that_nobody_waited_for_goes_to_who_asks_again(serve):
+    served = await serve("six")
+    served.engine.open.clear()
+    left = asyncio.create_task(served.ask(max_tokens=5))
+    await served.engine.until(1)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    again = asyncio.create_task(served.ask(max_tokens=5))
+    served.engine.open.set()
+    assert (await again).choices[0].message.content == "six"
+    assert len(served.engine.requests) == 1
+
+
+async def test_a_client_that_does_not_number_its_tries_joins_what_is_being_sampled(serve):
+    served = await serve("six", "seven")
+    served.engine.open.clear()
+    headers = {"Authorization": f"Bearer {served.key}"}
+    body = {"messages": ASKED}
+
+    async def post(**more):
+        async with client.post(f"{served.url}/v1/chat/completions", json=body, headers={**headers, **more}) as response:
+            return (await response.json())["choices"][0]["message"]["content"]
+
+    async with aiohttp.ClientSession() as client:
+        both = [asyncio.create_task(post()) for _ in range(2)]
+        await served.engine.until(1)
+        served.engine.open.set()
+        assert [await one for one in both] == ["six", "six"]
+        assert await post() == "seven"  # it was answered: this is a turn of its own
+
+
+async def test_an_agent_may_sample_twice_from_one_conversation_and_keep_both(serve):
+    served = await serve("six", "seven", "more of six", "more of seven")
+    both = await asyncio.gather(served.ask(), served.ask())  # the SDK numbers its tries: these are no repeats
+    said = sorted(one.choices[0].message.content for one in both)
+    assert said == ["seven", "six"]
+    for one in both:
+        await served.ask([*ASKED, one.choices[0].message, asked("more")])
+    assert len([turn for turn in served.session.sample().turns if turn.sampled]) == 4
+
+
+# --- what is no part of the record ------------------------------------------------------------------------------------
+
+
+async def test_siblings_that_nobody_continued_are_dropped_unless_rewarded(serve):
+    served = await serve("lost", "liked", "kept", "lost, too", "end")
+    await served.ask()
+    liked = await served.ask()
+    await reward(served, 0.5, turn=liked.streamrl["turn"])
+    message = (await served.ask()).choices[0].message
+    for _ in range(2):
+        await served.ask([*ASKED, message, asked("more")])
+    assert (await served.said())[0] == ["liked", "kept", "end"]
+    sample = served.session.sample()
+    assert [turn.parent for turn in sample.turns] == [PROMPT, PROMPT, 1, 2]
+    assert sample.turns[0].reward == 0.5
+
+
+async def test_a_title_generator_is_answered_and_not_recorded(serve):
+    served = await serve("a title", "main", "marked", "part of it", "end")
+    title = [{"role": "system", "content": "write a title"}, asked()]
+    await served.ask(title)  # it comes first, as those of coding agents do
+    main = (await served.ask(tools=[LOOK_UP])).choices[0].message
+    await served.ask([*ASKED, main, asked("x")], tools=[LOOK_UP], extra_headers={"X-Streamrl-Auxiliary": "1"})
+    await served.ask([asked("a sub-agent")], extra_headers={"X-Streamrl-Auxiliary": "0"})
+    await served.ask([*ASKED, main, asked("more")], tools=[LOOK_UP])
+    sampled, observed = await served.said()
+    assert sampled == ["main", "part of it", "end"]
+    assert len(observed) == 3
+    assert not any("write a title" in said for said in observed)
+    assert [turn.parent for turn in served.session.sample().turns] == [NOTHING, 0, NOTHING, 2, 1, 4]
+
+
+async def test_without_tools_anywhere_every_conversation_counts(serve):
+    served = await serve("one", "two")
+    await served.ask()
+    await served.ask([asked("something else")])
+    assert len([turn for turn in served.session.sample().turns if turn.sampled]) == 2
+
+
+async def test_an_edited_history_forks_and_is_counted(serve):
+    served = await serve("six", "seven")
+    await served.ask()
+    await served.ask([*ASKED, {"role": "assistant", "content": "five"}, asked("sure?")])
+    assert served.session.forks == 1
+    sampled, (edited,) = await served.said()
+    assert sampled == ["six", "seven"]
+    assert "five" in edited
+    assert [turn.parent for turn in served.session.sample().turns] == [PROMPT, PROMPT, 1]
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+async def reward(served, value, **more):
+    headers = {"Authorization": f"Bearer {served.key}"}
+    url, body = f"{served.url}/v1/streamrl/reward", {"reward": value, **more}
+    async with aiohttp.ClientSession(headers=headers) as client, client.post(url, json=body) as response:
+        return response.status
+
+
+async def test_an_agent_rewards_turns_and_the_episode(serve):
+    served = await serve("six")
+    number = (await served.ask()).streamrl["turn"]
+    assert await reward(served, 0.25, turn=number) == 200
+    assert await reward(served, 0.75) == 200
+    assert await reward(served, 1, turn=7) == 400
+    assert await reward(served, None) == 400
+    assert served.door.score == 0.75
+    assert [turn.reward for turn in served.session.sample().turns] == [0.25]

@@ -1,0 +1,253 @@
+"""Episodes whose process dies in the middle: what another process answers from the journal, and what it samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.config import RunConfig
+from streamrl.producers.episodes import journal as journal_module
+from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
+from streamrl.producers.episodes.episode import Episode
+from streamrl.producers.episodes.journal import BeginEntry, LedgerJournal
+from streamrl.producers.episodes.sampler import EpisodeSampler
+from streamrl.queues import open_ledgers
+from tests.queues.ledger_kit import admit, faults, lease, take, until
+
+from .chat_kit import HERMES, make_tokenizer
+from .episode_kit import ADD, DONE, Script, add, call, config_of, order_of
+
+SHIFT = '{"name": "shift", "arguments": {"by": 5}}'
+WAIT = '{"name": "wait", "arguments": {"seconds": 1}}'
+RAN = []
+
+
+def shift(by: int) -> int:
+    """Shift.
+
+    Args:
+        by: how far.
+    """
+    RAN.append(by)
+    return 10 + by
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran():
+    RAN.clear()
+
+
+@pytest.fixture
+async def ledger(redis_run):
+    async with open_ledgers(RunConfig(name="t", redis=redis_run.config), redis_run.run_dir) as ledgers:
+        yield ledgers.train
+
+
+class Dying(Script):
+    """Says its texts; then it hangs, until its process is killed."""
+
+    def __init__(self, tokenizer, texts, version=1):
+        super().__init__(tokenizer, texts, version)
+        self.hangs = asyncio.Event()
+
+    async def generate(self, request):
+        if not self.texts:
+            self.hangs.set()
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+class Lives:
+    """One sample of one group, made by one process after the other."""
+
+    def __init__(self, ledger, episode, *, deterministic=True):
+        self.ledger = ledger
+        self.episode = episode
+        self.config = config_of({"tools": ["a:b"], "deterministic": deterministic})
+        self.tokenizer = make_tokenizer(HERMES)
+        self.lease = None
+        self.progress = []
+
+    async def engine_of(self, *texts, version=1):
+        """An engine of a new process, which has taken the lease over."""
+        if self.lease is None:
+            await admit(self.ledger, 0)
+            (self.lease,) = await lease(self.ledger, "prompts")
+        else:
+            self.lease = await take(self.ledger, "prompts", self.lease, f"worker-{self.lease.deliveries}")
+        return Dying(self.tokenizer, texts, version)
+
+    @contextlib.asynccontextmanager
+    async def playing(self, engine):
+        order = order_of(self.tokenizer, journal=LedgerJournal(self.lease, 0, self.progress.append))
+        async with EpisodeSampler(self.config, engine, self.tokenizer, self.episode, "r") as sampler:
+            task = asyncio.create_task(sampler.sample(order))
+            try:
+                yield task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def die(self, *texts, version=1):
+        """A process says these texts, and dies while it samples the next one."""
+        engine = await self.engine_of(*texts, version=version)
+        async with self.playing(engine) as task:
+            hangs = asyncio.create_task(engine.hangs.wait())
+            await asyncio.wait([task, hangs], return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            assert not task.done(), task.result()
+        return engine
+
+    async def live(self, *texts, version=2):
+        engine = await self.engine_of(*texts, version=version)
+        async with self.playing(engine) as task:
+            return engine, await task
+
+
+def said(engine, *texts):
+    return np.concatenate([engine.ids(f"{text}<|im_end|>") for text in texts]).tolist()
+
+
+async def test_recorded_turns_and_answers_are_taken_from_the_journal(ledger):
+    """Nothing is sampled or run twice; the versions say who sampled what."""
+    lives = Lives(ledger, ToolEpisode([shift]))
+    await lives.die(call(SHIFT))
+    first = call(SHIFT)
+    await lives.die(call(SHIFT, text="again"), version=2)
+    engine, sample = await lives.live(DONE, version=3)
+    assert RAN == [5, 5], "each call ran once"
+    assert len(engine.requests) == 1
+    assert sample.token_ids.tolist() == said(engine, first, call(SHIFT, text="again"), DONE)
+    assert (sample.replayed, sample.restarts, sample.stop) == (2, 0, "completed")
+    assert sample.token_versions[[0, -1]].tolist() == [1, 3]
+    assert [use.outcome for turn in sample.turns for use in turn.tools] == ["ok", "ok"]
+    assert all(turn.cached for turn in sample.turns if turn.sampled), "also of the recorded ones"
+    assert len(lives.progress) == 3
+    assert await ledger.emit(lives.lease, 0, b"payload")
+    assert (await ledger.trace(0))["journaled"] == {}
+    assert await faults(ledger) == []
+
+
+async def test_without_determinism_an_episode_begins_again_each_time(ledger):
+    lives = Lives(ledger, ToolEpisode([shift]), deterministic=False)
+    await lives.die(call(SHIFT))
+    await lives.die(call(SHIFT))
+    engine, sample = await lives.live(call(SHIFT), DONE)
+    assert RAN == [5, 5, 5]
+    assert sample.token_ids.tolist() == said(engine, call(SHIFT), DONE)
+    assert (sample.replayed, sample.restarts) == (0, 2)
+    assert (await ledger.trace(0))["journaled"] == {0: 1}, "only how often it began"
+
+
+async def test_tools_with_a_state_see_each_call_again(ledger):
+    """The environment of the process that goes on is in the state of the one that died."""
+
+    class Counter:
+        def __init__(self):
+            self.total = 0
+
+        def add(self, a: int, b: int) -> int:
+            """Add."""
+            self.total += a + b
+            return self.total
+
+        def get_reward(self):
+            return float(self.total)
+
+    lives = Lives(ledger, EnvironmentEpisode(Counter))
+    await lives.die(call(ADD), call(ADD))
+    engine, sample = await lives.live(call(ADD), DONE)
+    assert (sample.replayed, sample.restarts, sample.score.value) == (2, 0, 9.0)
+    assert len(engine.requests) == 2
+
+
+async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
+    """It was declared deterministic and is not: what was answered stays, the rest is forgotten, and that is counted."""
+    lives = Lives(ledger, None)
+
+    class Fickle(Episode):
+        async def run(self, task, chat):
+            messages = list(task.messages)
+            for _ in range(4):
+                messages.append((await chat(messages)).message)
+                messages.append({"role": "user", "content": f"life {lives.lease.deliveries}"})
+
+    lives.episode = Fickle()
+    await lives.die("a", "b", "c")
+    assert (await ledger.trace(0))["journaled"] == {0: 4}
+    await lives.die("d", version=2)  # the first turn is answered, the second is not the same question
+    left = [journal_module._decode(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    assert left[0] == BeginEntry(1)
+    assert [entry.runs for entry in left[1:]] == [[(0, 1)], [(0, 2)]]
+    engine, sample = await lives.live("e", "f", "g", version=3)
+    assert (sample.replayed, sample.restarts) == (1, 2)
+    assert sample.token_ids.tolist() == said(engine, "a", "e", "f", "g")
+
+
+async def test_a_call_that_ran_beside_recorded_ones_is_no_other_way(ledger):
+    """Two tools at the same time: one had answered when the process died, the other had not."""
+    hangs = asyncio.Event()
+
+    async def wait(seconds: int) -> str:
+        """Wait."""
+        hangs.set()
+        await released.wait()
+        return "waited"
+
+    released = asyncio.Event()
+    lives = Lives(ledger, ToolEpisode([shift, wait]))
+    both = call(WAIT, SHIFT)
+    engine = await lives.engine_of(both)
+    async with lives.playing(engine):
+        await until(lambda: hangs.is_set() and RAN)
+        while len(await ledger.read_journal(lives.lease, 0)) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    released.set()
+    engine, sample = await lives.live(DONE)
+    assert RAN == [5]
+    assert (sample.replayed, sample.restarts) == (1, 0)
+    assert sample.token_ids.tolist() == said(engine, both, DONE)
+
+
+@pytest.mark.parametrize("foreign", [b"garbage", msgspec.msgpack.encode(BeginEntry(3, v=9))])
+async def test_a_journal_that_cannot_be_read_is_begun_again(ledger, foreign):
+    lives = Lives(ledger, ToolEpisode([add]))
+    await lives.engine_of()
+    assert await ledger.journal(lives.lease, 0, 0, foreign)
+    engine, sample = await lives.live(call(ADD), DONE)
+    assert len(engine.requests) == 2
+    assert (sample.replayed, sample.restarts) == (0, 4 if b"begin" in foreign else 1)
+
+
+async def test_a_journal_that_is_full_ends_early(ledger, monkeypatch):
+    monkeypatch.setattr(journal_module, "_MOST_BYTES", 700)
+    lives = Lives(ledger, ToolEpisode([shift]))
+    await lives.die(*(call(SHIFT, text=str(turn)) for turn in range(4)))
+    sizes = [len(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    assert 400 < sum(sizes) <= 720
+    assert len(sizes) < 9
+    _, sample = await lives.live(*(call(SHIFT, text=str(turn)) for turn in range(4)), DONE)
+    assert 0 < sample.replayed < 4
+    assert sample.restarts == 0
+
+
+async def test_a_cancelled_write_leaves_no_gap(ledger):
+    """What its writer did not wait for may be in Redis or not: the next turn comes after it, and once."""
+    await admit(ledger, 0)
+    (held,) = await lease(ledger, "prompts")
+    kept = LedgerJournal(held, 0, lambda _: None)
+    await kept.turn(b"a")
+    await ledger.journal(held, 0, 1, b"of a cancelled writer")
+    await kept.turn(b"b")
+    await kept.turn(b"c")
+    assert await ledger.read_journal(held, 0) == [b"a", b"of a cancelled writer", b"b", b"c"]
+    again = LedgerJournal(held, 0, lambda _: None)
+    await again.turn(b"a")  # a repeat after a lost reply
+    await again.turn(b"d")
+    assert (await ledger.read_journal(held, 0))[-2:] == [b"c", b"d"]
+    await again.forget()
+    await again.turn(b"e")
+    assert await again.recorded() == [b"e"]

@@ -1,0 +1,109 @@
+"""Replicas that are killed with SIGKILL in the middle of episodes: nothing is lost, and no token is there twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from transformers import Qwen2ForCausalLM
+
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.runtime.audit import audit, structural_faults
+from streamrl.weight_sync.publisher import Publisher
+from streamrl.wire import PROMPT, Prompt, Sample, decode, encode
+from tests.producers.producer_kit import Hands, kill
+from tests.queues.ledger_kit import admit, until, until_async
+
+from .episode_kit import ADD, order_of, save_talker
+from .killed_replica import TURNS
+
+GROUPS, SAMPLES, KILLS = 4, 2, 3
+WHERE = "tests.producers.episodes.killed_replica"
+
+
+async def publish(run, ledgers, folder):
+    hands = await Hands(ledgers.train).fence()
+    publisher = Publisher(run.config.weights, run.config.name, run.run_dir)
+    tensors = list(Qwen2ForCausalLM.from_pretrained(folder).named_parameters())
+    data = await asyncio.to_thread(publisher.publish, epoch=1, version=1, step=1, tensors=tensors)
+    await ledgers.train.consume(hands.nonce, 0, 1, data)
+
+
+def noted(run):
+    """What engines sampled: contexts, tokens and log-probabilities. A line that a death cut off was told to nobody."""
+    texts = [path.read_text().rpartition("\n")[0] for path in run.run_dir.glob("sampled-*")]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def more_noted(run, replica, count):
+    assert replica.poll() is None, "the replica ended by itself"
+    return len(noted(run)) >= count
+
+
+async def all_emitted(ledger):
+    return not any([(await ledger.trace(group_id))["without_payload"] for group_id in range(GROUPS)])
+
+
+def sampled_turns(prompt, sample):
+    """Context, tokens and log-probabilities of each sampled turn, from the record alone."""
+    paths, begin = {PROMPT: prompt.token_ids.tolist(), -2: []}, 0
+    for number, turn in enumerate(sample.turns):
+        before = paths[turn.parent]
+        own = turn.observed_ids
+        if turn.sampled:
+            own = sample.token_ids[begin : begin + turn.sampled]
+            logprobs = sample.token_logprobs[begin : begin + turn.sampled]
+            begin += turn.sampled
+            yield [before, own.tolist(), np.ascontiguousarray(logprobs).tobytes().hex()]
+        paths[number] = before + own.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("episode", ["Honest", "Changing"])
+async def test_episodes_survive_the_death_of_their_replicas(run, tmp_path, episode):
+    folder = save_talker(tmp_path / "talker", calls=(ADD,))
+    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("sampling", group_size=SAMPLES, max_new_tokens=16).set("episode", run=f"{WHERE}:{episode}", max_turns=TURNS)
+    run.set("lease", seconds=1.0, max_deliveries=KILLS + 2)
+    prompt = order_of(Tokenizer.load(run.config.model)).prompt
+    async with run.open() as ledgers:
+        train = ledgers.train
+        for group_id in range(GROUPS):
+            await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
+        await publish(run, ledgers, folder)
+        for life in range(KILLS):
+            replica = run.spawn(f"{WHERE}:serve", f"rollout.{life}")
+            try:
+                await until(partial(more_noted, run, replica, len(noted(run)) + 6), 90)
+            finally:
+                kill(replica)
+        assert not await all_emitted(train), "nobody died in mid-episode"
+        replica = run.spawn(f"{WHERE}:serve", "rollout.9")
+        try:
+            await until_async(lambda: all_emitted(train), 120)
+        finally:
+            kill(replica)
+        samples = [await read(train, group_id) for group_id in range(GROUPS)]
+        assert await structural_faults(train) == []
+        assert await train.dead_letters() == []
+        found = await audit(run.config, run.run_dir, ledgers)
+        assert (found.lost, found.twice, found.faults, found.live) == (0, 0, [], GROUPS)
+    flat = [sample for group in samples for sample in group]
+    assert len(flat) == GROUPS * SAMPLES
+    left = noted(run)
+    for sample in flat:
+        turns = list(sampled_turns(decode(encode(prompt), Prompt), sample))
+        assert len(turns) == TURNS
+        for turn in turns:
+            left.remove(turn)  # each completion of an engine is in one place at most
+    replayed, restarts = sum(sample.replayed for sample in flat), sum(sample.restarts for sample in flat)
+    assert (replayed > 0, restarts > 0) == ((True, False) if episode == "Honest" else (False, True))
+
+
+async def read(ledger, group_id):
+    known = await ledger.trace(group_id)
+    return [decode(payload, Sample) for payload in known["payloads"].values()]

@@ -1,0 +1,244 @@
+"""One sample of several turns: its record, its limits, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from streamrl import wire
+from streamrl.errors import DataError, Unreachable
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.known_models import renderer_of
+from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.score import Score
+from streamrl.wire import NOTHING, PROMPT, ToolUse
+
+from .chat_kit import HERMES, answered, asked, make_tokenizer
+from .episode_kit import ADD, Script, call, config_of, order_of
+
+TOKENIZER = make_tokenizer(HERMES)
+CHAT = [{"role": "user", "content": "what is 1 + 2?"}]
+
+
+def session_of(texts, episode=None, order=None, **sections):
+    engine = Script(TOKENIZER, texts)
+    config = config_of({"tools": ["m:f"], **(episode or {})}, **sections)
+    return EpisodeSession(config, engine, renderer_of(TOKENIZER), TOKENIZER, order or order_of(TOKENIZER)), engine
+
+
+def ids_of(engine, *texts):
+    return np.concatenate([engine.ids(text) for text in texts])
+
+
+async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
+    session, engine = session_of([call(ADD), "three"])
+    first = await session.complete(CHAT)
+    session.used(first.calls[0].id, ToolUse(name="add", outcome="error", seconds=2.5))
+    session.reward(0.5)
+    engine.version = 2
+    again = [*CHAT, first.message, answered("3", first.calls[0].id)]
+    await session.complete(again)
+    session.reward(1.0)
+    session.reward(-0.25)
+    sample = wire.decode(wire.encode(session.sample(Score(2.0, {"a": 1.0}), "rollout.0")), wire.Sample)
+    assert sample.v == 2
+    assert np.array_equal(sample.token_ids, ids_of(engine, f"{call(ADD)}<|im_end|>", "three<|im_end|>"))
+    count = len(engine.ids(f"{call(ADD)}<|im_end|>"))
+    assert sample.runs == [(0, 1), (count, 2)]
+    assert sample.token_logprobs[count] == -1
+    said, heard, ended = sample.turns
+    assert [turn.parent for turn in sample.turns] == [PROMPT, 0, 1]
+    assert (said.sampled, heard.sampled, ended.finish) == (count, 0, "stop")
+    assert (heard.role, heard.tools) == ("tool", [ToolUse(name="add", outcome="error", seconds=2.5)])
+    assert (said.reward, ended.reward) == (0.5, 0.75)
+    cached = [len(request.tokens) // 2 for request in engine.requests]
+    assert [turn.cached for turn in sample.turns] == [cached[0], 0, cached[1]]
+    assert (sample.text, sample.stop, sample.finish) == ("three", "completed", "stop")
+    assert sample.score == wire.SampleScore(value=2.0, parts={"a": 1.0})
+    seen = np.concatenate([order_of(TOKENIZER).prompt.token_ids, sample.token_ids[:count], heard.observed_ids])
+    assert np.array_equal(engine.requests[1].tokens, seen)
+    assert [request.affinity for request in engine.requests] == ["rollout.0-1", "rollout.0-1"]
+    assert [request.cache_version for request in engine.requests] == [1, 1]
+    assert len({request.id for request in engine.requests}) == 2
+
+
+async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
+    session, _ = session_of(["three"])
+    await session.complete(CHAT)
+    sample = session.sample(Score(1.0))
+    assert (sample.v, sample.turns, sample.stop) == (1, [], None)
+    assert sample.score == wire.SampleScore(value=1.0)
+
+
+async def test_a_tool_that_nobody_noted_counts_as_called():
+    session, _ = session_of([call(ADD), "three"])
+    first = await session.complete(CHAT)
+    await session.complete([*CHAT, first.message, answered("3", first.calls[0].id)])
+    assert session.sample().turns[1].tools == [ToolUse(name="add")]
+
+
+async def test_time_is_counted_from_a_reply_only():
+    session, _ = session_of(["a", "b"])
+    chat = [asked("a sub-agent's prompt")]
+    await session.complete(chat)
+    await session.complete([*chat, {"role": "assistant", "content": "never said"}, asked("and?")])
+    _, _, forked, _ = session.sample().turns
+    assert (forked.parent, forked.tool_seconds) == (0, 0.0)
+
+
+async def test_the_cache_of_older_weights_can_be_refused():
+    session, engine = session_of(["three"], {"prefix_cache": "refresh"})
+    await session.complete(CHAT)
+    assert engine.requests[0].cache_version is None
+
+
+async def test_a_turn_that_breaks_off_goes_on_with_what_there_is():
+    session, engine = session_of([None, None, b"two and", " one"], order=order_of(TOKENIZER))
+    engine.generate = breaking(engine)
+    reply = await session.complete(CHAT)
+    assert reply.content == "two and one"
+    assert len(engine.requests[3].tokens) == len(engine.requests[0].tokens) + len(engine.ids("two and"))
+    session, engine = session_of([None] * 3)
+    with pytest.raises(RuntimeError, match="aborted"):
+        await session.complete(CHAT)
+    with pytest.raises(RuntimeError, match="aborted"):
+        await session.complete(CHAT)
+
+
+def breaking(engine):
+    """The engine's `generate`, whose cut responses broke off."""
+    generate = type(engine).generate
+
+    async def generate_or_break(request):
+        from dataclasses import replace
+
+        completion = await generate(engine, request)
+        return replace(completion, finish="abort") if completion.finish == "length" else completion
+
+    return generate_or_break
+
+
+async def test_a_token_that_ends_a_turn_ends_it_also_where_the_engine_goes_on():
+    session, engine = session_of(["three<|im_end|> and four"])
+    turn = await session.sampled(CHAT)
+    assert np.array_equal(turn.tokens, engine.ids("three<|im_end|>"))
+    assert turn.finish == "stop"
+    assert turn.cut is None
+
+
+LONG = "grass " * 30
+
+
+@pytest.mark.parametrize(
+    ("episode", "sections", "texts", "stop"),
+    [
+        ({"max_turns": 1}, {}, ["a", "b"], "max_turns"),
+        ({"max_forks": 1}, {}, ["a", "b"], None),
+        ({"max_tool_calls": 1}, {}, [call(ADD, ADD), "b"], "max_tool_calls"),
+        ({"max_sampled_tokens": 3}, {}, [LONG, "b"], "max_sampled_tokens"),
+        ({}, {"model": {"context": 90}}, [LONG, "b"], "context_overflow"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+async def test_a_limit_ends_the_episode_which_keeps_what_there_is(episode, sections, texts, stop):
+    session, _ = session_of(texts, episode, **sections)
+    first = await session.sampled(CHAT)
+    going_on = [*CHAT, first.reply.message, asked("and " + "then " * 10)]
+    if stop is None:
+        await session.complete(going_on)
+        return
+    for _ in range(2):
+        with pytest.raises(EpisodeOver) as over:
+            await session.complete(going_on)
+        assert over.value.stop == stop
+    sample = session.sample()
+    assert (sample.stop, len(sample.tokens) // 4) == (stop, len(first.tokens))
+    if stop == "max_sampled_tokens":
+        assert (first.cut, len(first.tokens)) == (stop, 3)
+
+
+async def test_forks_have_a_limit():
+    session, _ = session_of(["a"] * 5, {"max_forks": 1})
+    await session.complete(CHAT)
+    await session.complete([asked("a sub-agent's prompt")])
+    with pytest.raises(EpisodeOver, match="forked"):
+        await session.complete([asked("another")])
+    assert [turn.parent for turn in session.sample().turns] == [PROMPT, NOTHING, 1]
+    assert session.forks == 1
+
+
+def at_once(engine):
+    """Let the engine sample several turns at the same time."""
+    generate = engine.generate
+
+    async def generate_beside_others(request):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return await generate(request)
+
+    engine.generate = generate_beside_others
+
+
+async def test_turns_at_the_same_time_share_the_limit_of_tokens():
+    session, engine = session_of([LONG] * 4, {"max_sampled_tokens": 10})
+    at_once(engine)
+    ends = await asyncio.gather(*(session.sampled([asked(str(n))]) for n in range(4)), return_exceptions=True)
+    assert [type(end) for end in ends[1:]] == [EpisodeOver] * 3
+    assert (len(ends[0].tokens), session.stop, len(engine.requests)) == (10, "max_sampled_tokens", 1)
+
+    session, engine = session_of(["a"] * 4, {"max_sampled_tokens": 80})
+    at_once(engine)
+    ends = await asyncio.gather(*(session.sampled([asked(str(n))]) for n in range(4)))
+    assert [end.cut for end in ends] == [None] * 4
+    assert {request.max_new_tokens for request in engine.requests} == {64}
+
+
+async def test_turns_at_the_same_time_share_the_limit_of_forks():
+    session, engine = session_of(["a"] * 4, {"max_forks": 1})
+    at_once(engine)
+    ends = await asyncio.gather(*(session.complete([asked(str(n))]) for n in range(4)), return_exceptions=True)
+    assert [isinstance(end, EpisodeOver) for end in ends] == [False, False, True, True]
+    assert session.forks == 1
+
+
+async def test_branches_may_be_sampled_at_the_same_time():
+    session, _ = session_of(["a", "b", "c"])
+    await asyncio.gather(*(session.complete([asked(f"agent {n}")]) for n in range(3)))
+    sample = wire.decode(wire.encode(session.sample()), wire.Sample)
+    assert sorted(turn.parent for turn in sample.turns) == [NOTHING] * 3 + [0, 2, 4]
+
+
+async def test_nothing_sampled_is_an_error_that_says_why():
+    session, _ = session_of([])
+    with pytest.raises(DataError, match=r"line 7 .* without a single sampled token"):
+        session.sample()
+    with pytest.raises(DataError, match="before the first reply"):
+        session.reward(1.0)
+    session, _ = session_of([], order=order_of(TOKENIZER, text=LONG * 30))
+    with pytest.raises(DataError, match=r"no room in model\.context"):
+        await session.complete([asked(LONG * 30)])
+
+
+async def test_the_death_of_the_engine_is_kept_whatever_the_code_makes_of_it():
+    session, engine = session_of([Unreachable("the engine died")])
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            await session.complete(CHAT)
+    assert isinstance(session.fault, Unreachable)
+    assert len(engine.requests) == 1
+
+
+async def test_the_part_that_used_up_its_time_is_named():
+    session, engine = session_of([], {"deadline": 0.4, "shares": {"model": 0.25}})
+    engine.generate = lambda _: asyncio.Event().wait()
+    with pytest.raises(EpisodeOver, match=r"model took its share of 0.1 s \(episode.shares.model\)"):
+        await session.complete(CHAT)
+    assert session.stop == "rollout_timeout"
+    session, engine = session_of([], {"deadline": 0.2, "shares": {"scoring": 0.5}})
+    with pytest.raises(EpisodeOver, match=r"0\.1 s were over during tools"):
+        async with session.part("tools"):
+            await asyncio.Event().wait()
+    async with session.part("scoring"):
+        pass

@@ -1,0 +1,189 @@
+"""Functions as tools: what the model reads of them, and what it is told whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from typing import Literal
+
+import pytest
+
+from streamrl.errors import PluginError
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.rendering import ToolCall
+from streamrl.producers.episodes.tools import Tool, Toolbox, cut
+
+
+def search(words: list[str], deep: bool = False, place: Literal["web", "mail"] | None = None) -> str:
+    """Search for words.
+
+    More about it.
+
+    Args:
+        words (list): what to look for,
+            all of them.
+        deep: look everywhere.
+
+    Returns:
+        What was found.
+    """
+    return f"{words} {deep} {place}"
+
+
+async def slow(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "woken"
+
+
+def hang(x: int = 0) -> str:
+    """Never return."""
+    threading.Event().wait()
+    return ""
+
+
+def fails(x: int = 0) -> str:
+    """Raise."""
+    raise KeyError("no such thing")
+
+
+def leaves(x: int = 0) -> str:
+    """End the process."""
+    sys.exit(3)
+
+
+async def cancels(x: int = 0) -> str:
+    """Cancel itself."""
+    raise asyncio.CancelledError
+
+
+def picture(x: int = 0) -> bytes:
+    """Return an image."""
+    return b"\x89PNG"
+
+
+def thing(x: int = 0) -> object:
+    """Return something odd."""
+    return object()
+
+
+def long(x: int = 0) -> str:
+    """Return 10 MB."""
+    return "a" * 5_000_000 + "b" * 5_000_000
+
+
+def found(x: int = 0) -> dict[str, object]:
+    """Return JSON."""
+    return {"a": [1, None, True]}
+
+
+def half(x: int = 0) -> str:
+    """Return half a character."""
+    return "\ud83d"
+
+
+def stops(x: int = 0) -> str:
+    """End the episode."""
+    raise EpisodeOver("tool_stopped")
+
+
+BOX = Toolbox.of([search, slow, hang, fails, leaves, cancels, picture, thing, long, found, half, stops])
+
+
+def test_the_schema_is_the_signature_and_the_docstring():
+    assert Tool.of(search).schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search for words.\n\nMore about it.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "words": {
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "description": "what to look for, all of them.",
+                    },
+                    "deep": {"type": "boolean", "description": "look everywhere.", "default": False},
+                    "place": {"anyOf": [{"enum": ["mail", "web"]}, {"type": "null"}], "default": None},
+                },
+                "required": ["words"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_what_cannot_be_a_tool_is_refused():
+    def undocumented(x: int) -> int:
+        return x
+
+    def untyped(x) -> int:
+        """Do."""
+
+    def unknown(x: threading.Thread) -> int:
+        """Do."""
+
+    def many(*x: int) -> int:
+        """Do."""
+
+    for function, why in ((undocumented, "docstring"), (untyped, "annotation"), (unknown, "schema"), (many, "by name")):
+        with pytest.raises(PluginError, match=why):
+            Tool.of(function)
+    with pytest.raises(PluginError, match="same name"):
+        Toolbox.of([search, search])
+
+
+def called(name, status="ok", **arguments):
+    return ToolCall("call_1", name, arguments, status, "raw")
+
+
+@pytest.mark.parametrize(
+    ("call", "outcome", "text"),
+    [
+        (called("search", words=["a"], deep=True), "ok", "['a'] True None"),
+        (called("slow", seconds=0), "ok", "woken"),
+        (called("found"), "ok", '{"a":[1,null,true]}'),
+        (called("half"), "ok", "?"),
+        (called("fails"), "error", "error: KeyError: 'no such thing'"),
+        (called("leaves"), "error", "error: SystemExit: 3"),
+        (called("cancels"), "error", "error: CancelledError"),
+        (called("picture"), "error", "4 bytes where text is expected"),
+        (called("thing"), "error", "returned a object, which is no text"),
+        (called("hang"), "timeout", "no answer within 0.2 s"),
+        (called("slow", seconds=60), "timeout", "no answer within 0.2 s"),
+        (called("serch"), "unknown", "did you mean search?"),
+        (called("search"), "malformed", "missing required field `words`"),
+        (called("search", words="a"), "malformed", "Expected `array`, got `str` - at `$.words`"),
+        (called("search", words=[], colour=1), "malformed", "unknown field `colour`"),
+        (called("", status="malformed"), "malformed", "could not be read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_each_call_is_answered(call, outcome, text):
+    result = await BOX.call(call, deadline=0.2, longest=200)
+    assert (result.use.name, result.use.outcome) == (call.name, outcome)
+    assert text in result.message["content"]
+    assert result.message["tool_call_id"] == "call_1"
+    assert result.use.seconds >= (0.2 if outcome == "timeout" else 0)
+
+
+async def test_a_long_answer_is_cut_in_the_middle_with_a_note():
+    result = await BOX.call(called("long"), deadline=30, longest=100)
+    text = result.message["content"]
+    assert text.startswith("a" * 50)
+    assert text.endswith("b" * 50)
+    assert "[9999900 characters left out]" in text
+    assert cut("short", 5) == "short"
+
+
+async def test_a_tool_may_end_the_episode_and_is_cancelled_with_it():
+    with pytest.raises(EpisodeOver, match="tool_stopped"):
+        await BOX.call(called("stops"), deadline=1, longest=10)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await BOX.call(called("hang"), deadline=60, longest=10)
+    assert time.monotonic() - begun < 10
