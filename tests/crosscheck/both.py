@@ -157,7 +157,7 @@ class Both:
             assert part.shared
             logprobs, spread = model(
                 input_ids=torch.from_numpy(part.input_ids),
-                segments=torch.from_numpy(part.segments),
+                until=torch.from_numpy(part.until),
                 position_ids=torch.from_numpy(part.position_ids),
                 positions=torch.from_numpy(part.positions),
                 targets=torch.from_numpy(part.targets),
