@@ -273,7 +273,7 @@ class Play:
         if self.step % 25 == 0:
             names = sorted(self.stops)
             self.stops[names[self.step // 25 % len(names)]].set()
-        if self.step % 100 == 40:
+        if self.counts["killed"] < self.step // 100:
             await self.die_with_a_lease()
         if self.step % 50 == 0:
             await self.look_after_the_dead()
@@ -282,11 +282,11 @@ class Play:
             await self.take_over()
 
     async def die_with_a_lease(self) -> None:
-        """A process takes work and is never heard of again."""
-        for stream in (self.train.keys.prompts, self.train.keys.rollouts):
-            name = f"killed-{uuid4().hex[:8]}"
-            command = ("XREADGROUP", "GROUP", GROUP, name, "COUNT", 1, "BLOCK", 500, "STREAMS", stream, ">")
-            self.counts["killed"] += bool(await self.ledgers.connection.block(*command, milliseconds=500))
+        """A process takes work, if the others leave it some, and is never heard of again."""
+        stream = (self.train.keys.prompts, self.train.keys.rollouts)[self.counts["killed"] % 2]
+        name = f"killed-{uuid4().hex[:8]}"
+        command = ("XREADGROUP", "GROUP", GROUP, name, "COUNT", 1, "BLOCK", 20, "STREAMS", stream, ">")
+        self.counts["killed"] += bool(await self.ledgers.connection.block(*command, milliseconds=20))
 
     async def look_after_the_dead(self) -> None:
         """Replay the oldest dead group, drop all other letters."""
