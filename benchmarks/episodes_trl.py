@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 import trl
 from datasets import Dataset
 from train_lines import Lines
+from trl_setup import model_of, prepare, racing
 
 RESPONSES = {
     "defaults": {"role": "assistant"},
@@ -81,12 +79,8 @@ def environment_of(example: Path) -> Any:
 
 def main(options: dict[str, Any]) -> None:
     lines = Lines()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(options["threads"])
-    torch.set_float32_matmul_precision(options["precision"])
-    example, rows, clock = Path(options["example"]), options["rows"], Clock()
+    prepare(options)
+    example, clock = Path(options["example"]), Clock()
     model = example / "cache" / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = RESPONSES
@@ -94,36 +88,10 @@ def main(options: dict[str, Any]) -> None:
     data = [{**row, "prompt": row.pop("messages"), "numbers": json.dumps(row["numbers"])} for row in data]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
-            model=transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=options["attention"]),
+            model=model_of(model, options),
             reward_funcs=reward,
             environment_factory=environment_of(example),
-            args=trl.GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
-                activation_checkpointing=False,
-                seed=options["seed"],
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=options["groups"] * options["size"] // rows,
-                num_generations=options["size"],
-                max_completion_length=options["max_new_tokens"],
-                max_tool_calling_iterations=2,
-                max_steps=options["steps"],
-                learning_rate=options["lr"],
-                lr_scheduler_type="constant_with_warmup",
-                warmup_steps=options["warmup_steps"],
-                adam_beta1=0.9,
-                adam_beta2=0.98,
-                max_grad_norm=1.0,
-                epsilon=0.2,
-                epsilon_high=0.28,
-                temperature=1.0,
-                beta=0.0,
-            ),
+            args=racing(options, folder, max_tool_calling_iterations=2),
             train_dataset=Dataset.from_list(data),
             processing_class=tokenizer,
             callbacks=[clock],

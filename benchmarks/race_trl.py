@@ -11,11 +11,9 @@ attention, rows (of a micro-batch), groups, size, max_new_tokens. One line of JS
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import transformers
 import trl
 from datasets import Dataset
 from train_lines import Lines
+from trl_setup import model_of, prepare, racing
 
 
 class HeldOut:
@@ -87,47 +86,16 @@ END = 2
 
 def main(options: dict[str, Any]) -> None:
     lines = Lines()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(options["threads"])
-    torch.set_float32_matmul_precision(options["precision"])
-    cache, rows = Path(options["cache"]), options["rows"]
+    prepare(options)
+    cache = Path(options["cache"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(cache / "model")
     data = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
     clock = Clock(HeldOut(cache, tokenizer, options["max_new_tokens"]), options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
-            model=transformers.AutoModelForCausalLM.from_pretrained(
-                cache / "model", attn_implementation=options["attention"]
-            ),
+            model=model_of(cache / "model", options),
             reward_funcs=reward,
-            args=trl.GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
-                activation_checkpointing=False,
-                seed=options["seed"],
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=options["groups"] * options["size"] // rows,
-                num_generations=options["size"],
-                max_completion_length=options["max_new_tokens"],
-                max_steps=options["steps"],
-                learning_rate=options["lr"],
-                lr_scheduler_type="constant_with_warmup",
-                warmup_steps=options["warmup_steps"],
-                adam_beta1=0.9,
-                adam_beta2=0.98,
-                max_grad_norm=1.0,
-                epsilon=0.2,
-                epsilon_high=0.28,
-                temperature=1.0,
-                beta=0.0,
-            ),
+            args=racing(options, folder),
             train_dataset=Dataset.from_list(data),
             processing_class=tokenizer,
             callbacks=[clock],

@@ -10,9 +10,7 @@ the samples are given, padded as `GRPOTrainer` pads what it generates. A step is
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import trl
 from datasets import Dataset
 from safetensors.torch import load_file
 from train_lines import Lines
+from trl_setup import model_of, prepare, training
 
 STEPS = 1_000_000
 
@@ -60,42 +59,20 @@ class GivenSamples(trl.GRPOTrainer):
 
 def main(folder: Path, options: dict[str, Any]) -> None:
     lines = Lines()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(options["threads"])
-    torch.set_float32_matmul_precision(options["precision"])
+    prepare(options)
     samples = load_file(folder / "padded.safetensors")
     count = len(samples["prompt_ids"])
-    rows = min(options["rows"], count)
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        activation_checkpointing=False,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=count // rows,
-        num_generations=options["size"],
+    arguments = training(
+        options,
+        folder / "trl",
+        count,
         max_completion_length=samples["completion_ids"].shape[1],
         max_steps=STEPS,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.98,
-        max_grad_norm=1.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        temperature=1.0,
-        beta=0.0,
     )
     trainer = GivenSamples(
-        model=transformers.AutoModelForCausalLM.from_pretrained(
-            folder / "model", attn_implementation=options["attention"]
-        ),
+        model=model_of(folder / "model", options),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * count}),

@@ -32,15 +32,12 @@ class EpisodeFigures:
     stops: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, sample: wire.Sample, prompt: int = 0) -> EpisodeFigures:
-        """Figures of one sample whose prompt has so many tokens; zeros for a single answer."""
-        tree = Tree.of(sample)
-        if tree is None:
-            return cls()
+    def of(cls, sample: wire.Sample, tree: Tree, prompt: int = 0) -> EpisodeFigures:
+        """Figures of one sample with its tree, whose prompt has so many tokens."""
         uses = [use for turn in sample.turns for use in turn.tools]
         before, context = [0] * len(sample.turns), 0
+        roots = {wire.PROMPT: prompt, wire.NOTHING: 0}
         for number, turn in enumerate(sample.turns):
-            roots = {wire.PROMPT: prompt, wire.NOTHING: 0}
             parent = turn.parent
             before[number] = roots[parent] if parent < 0 else before[parent] + tree.length(parent)
             context += before[number] if turn.sampled else 0
@@ -49,7 +46,7 @@ class EpisodeFigures:
             turns=sum(turn.sampled > 0 for turn in sample.turns),
             branches=len(tree.branches),
             sampled=sum(tree.sampled),
-            observed=len(tree.observed_ids),
+            observed=sum(map(len, tree.observed)),
             context=context,
             cached=sum(turn.cached for turn in sample.turns),
             calls=len(uses),

@@ -99,10 +99,7 @@ class GroupOpener:
             ),
             zero_gradient=self._recipe.skips_zero and not any(sample.has_advantage for sample in train),
             versions=versions,
-            episodes=sum(
-                (EpisodeFigures.of(sample, len(train[0].prompt)) for sample, _ in responses if not sample.greedy),
-                EpisodeFigures(),
-            ),
+            episodes=_episode_figures(responses, train),
         )
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
@@ -142,6 +139,13 @@ def _train_samples(
     if not train:
         raise ValueError("no response but the greedy one")
     return train
+
+
+def _episode_figures(responses: Sequence[tuple[wire.Sample, float]], train: Sequence[TrainSample]) -> EpisodeFigures:
+    answers = (sample for sample, _ in responses if not sample.greedy)
+    pairs = zip(answers, train, strict=True)
+    found = (EpisodeFigures.of(sample, one.tree, len(one.prompt)) for sample, one in pairs if one.tree is not None)
+    return sum(found, EpisodeFigures())
 
 
 def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:

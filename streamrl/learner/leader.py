@@ -41,6 +41,7 @@ from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.queues.role import Role
+from streamrl.waits import first_of
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import open_server
 
@@ -304,11 +305,7 @@ class Leader:
                 logger.warning("no engine took the weights: published whole again", extra={"version": self._version})
                 self._publishing.begin_anew()
                 await self._publish()
-        stopped = asyncio.create_task(self._role.stop.wait())
-        changed = asyncio.create_task(self._buffer.changed.wait())
-        await asyncio.wait([stopped, changed], timeout=_STARVED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        changed.cancel()
+        await first_of(self._role.stop.wait(), self._buffer.changed.wait(), seconds=_STARVED_SECONDS)
 
     async def _save_between_steps(self) -> None:
         """An open step is abandoned first when the hard cap keeps out the groups that it lacks."""

@@ -34,6 +34,7 @@ from streamrl.producers.group.fleet import stop_tokens_of
 from streamrl.producers.group.request import PartialResponse
 from streamrl.queues import Role
 from streamrl.queues.device_lock import EngineDevices
+from streamrl.waits import first_of
 from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
@@ -207,10 +208,5 @@ class ColocatedEngine(Engine):
 
     async def _turn(self, aborted: asyncio.Event) -> bool:
         while not (self._serving.is_set() or aborted.is_set()):  # it may leave again before this task has its turn
-            waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(aborted.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await first_of(self._serving.wait(), aborted.wait())
         return not aborted.is_set()

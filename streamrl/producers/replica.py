@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
@@ -36,6 +36,7 @@ from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
+from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
 from streamrl.wire import Prompt, decode, encode
 
@@ -230,7 +231,7 @@ class Replica:
         """
         if not self._is_stale():
             return
-        await self._wait_or_stop(self._fresh_weights(), self._config.weights.deadline)
+        await first_of(self._fresh_weights(), self._role.stop.wait(), seconds=self._config.weights.deadline)
         if self._is_stale():
             raise NotNow("the weights of this replica are too old")
 
@@ -276,16 +277,8 @@ class Replica:
         )
 
     async def _first_version(self) -> bool:
-        await self._wait_or_stop(self._follower.first.wait())
+        await first_of(self._follower.first.wait(), self._role.stop.wait())
         return self._follower.first.is_set()
-
-    async def _wait_or_stop(self, event: Coroutine[None, None, object], seconds: float | None = None) -> None:
-        waits = [asyncio.ensure_future(event), asyncio.ensure_future(self._role.stop.wait())]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
 
 class Membership:

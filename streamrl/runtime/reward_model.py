@@ -26,6 +26,7 @@ from streamrl.queues.device_lock import DeviceLock, EngineDevices
 from streamrl.queues.role import Role
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.servers.reward_models import model_server
+from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 _LINGER: Final = 1.0
@@ -104,16 +105,7 @@ class ServedModel:
 
     async def run(self) -> None:
         """Start, serve, stop. However it ends, the server is gone afterwards, and no worker asks it any more."""
-        stopping = asyncio.create_task(self._role.stop.wait())
-        living = asyncio.create_task(self._live())
-        try:
-            await asyncio.wait({stopping, living}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            living.cancel()
-            await asyncio.gather(stopping, living, return_exceptions=True)
-        if not living.cancelled():
-            living.result()
+        await first_of(self._live(), self._role.stop.wait())
 
     async def _live(self) -> None:
         try:

@@ -27,6 +27,7 @@ from streamrl.queues import embedded
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
 from streamrl.runtime.status_pipe import StatusPipe
+from streamrl.waits import first_of
 from streamrl.weight_sync.files import allow_many_files
 
 if TYPE_CHECKING:
@@ -121,16 +122,8 @@ async def _own_redis_answers(config: RunConfig, run_dir: Path, stop: asyncio.Eve
     """It starts at the same time. False: the role is to stop first."""
     if config.redis.url is not None:
         return True
-    answering = asyncio.create_task(embedded.wait_ready(run_dir, config.supervisor.start_deadline))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-        return answering.done()
-    finally:
-        answering.cancel()
-        stopping.cancel()
+    await first_of(embedded.wait_ready(run_dir, config.supervisor.start_deadline), stop.wait())
+    return not stop.is_set()
 
 
 async def _live(role: Role, runner: Runner, status: StatusPipe) -> None:

@@ -20,6 +20,7 @@ from streamrl.runtime.instance import FINAL, Instance, RoleState
 from streamrl.runtime.placement.placement import PlacedProcess, Placement
 from streamrl.runtime.plan import UnitSpec
 from streamrl.runtime.role_log import RoleLog
+from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +132,7 @@ class Unit:
                 process.signal(number)
 
     async def _wait_unless_stopped(self, what: Coroutine[Any, Any, None]) -> None:
-        tasks = {asyncio.create_task(what), asyncio.create_task(_wait(self._stop))}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await first_of(what, self._stop.wait())
 
     async def _run_once(self) -> int:
         """Start the processes and wait until all are gone. Returns the exit code that decides; sets the cause."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from streamrl.producers.episodes.endpoint.server import AgentEndpoint
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.score import Score
+from streamrl.waits import first_of
 
 TASK_FILE: Final = "STREAMRL_TASK"
 """Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
@@ -94,13 +94,13 @@ class AgentEpisode(Episode):
             async with session.part("start"):
                 await asyncio.to_thread(self._write_task, task, folder)
                 await process.start(self._agent, self._variables(key, folder), key)
-                await _first(process.wait(), door.called.wait())
+                await first_of(process.wait(), door.called.wait())
             while not (process.ended or door.over.is_set()):
-                await _first(process.wait(), door.over.wait(), door.idle.wait())
+                await first_of(process.wait(), door.over.wait(), door.idle.wait())
                 async with session.part("tools"):
-                    await _first(process.wait(), door.over.wait(), door.busy.wait())
+                    await first_of(process.wait(), door.over.wait(), door.busy.wait())
             if session.fault is None:
-                await _first(process.wait(), asyncio.sleep(_LAST_SECONDS))
+                await first_of(process.wait(), asyncio.sleep(_LAST_SECONDS))
         finally:
             await process.kill()
         if session.fault is not None:
@@ -132,14 +132,3 @@ class AgentEpisode(Episode):
             "ANTHROPIC_API_KEY": key,
             TASK_FILE: str(folder / "task.json"),
         }
-
-
-async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Return when the first of them is done; the others are given up."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

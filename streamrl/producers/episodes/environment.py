@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from typing_extensions import override
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
-from streamrl.producers.episodes.tools import Tool, Toolbox, in_thread
+from streamrl.producers.episodes.tools import Tool, Toolbox, call_function, in_thread
 from streamrl.score import Score
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,13 @@ class EnvironmentEpisode(Episode):
     def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]] = ()) -> None:
         self._factory = factory
         self._tools = [Tool.of(function) for function in tools]
+        self._described: dict[type[Any], list[Tool]] = {}
 
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         async with chat.session.part("start"):
             environment = await in_thread(self._factory)
-            chat = chat.fork([*self._tools, *(Tool.of(method) for method in public_methods(environment))])
+            chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
                 begin(task, await _called(environment, "reset", row(task)))
@@ -82,6 +84,14 @@ class EnvironmentEpisode(Episode):
                 return value
         finally:
             await _close(environment)
+
+    def _methods(self, environment: Any) -> list[Tool]:
+        """Its methods as tools. They are described once for each class, because that takes milliseconds."""
+        kind = type(environment)
+        if kind not in self._described:
+            tools = map(Tool.of, public_methods(environment))
+            self._described[kind] = [replace(tool, function=getattr(kind, tool.name)) for tool in tools]
+        return [replace(tool, function=getattr(environment, tool.name)) for tool in self._described[kind]]
 
 
 def check_environment(kind: type[Any]) -> None:
@@ -135,5 +145,4 @@ async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:
     parameters = inspect.signature(method).parameters
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {key: value for key, value in given.items() if key in parameters}
-    value = method(**given) if inspect.iscoroutinefunction(method) else await in_thread(lambda: method(**given))
-    return await value if inspect.isawaitable(value) else value
+    return await call_function(method, given)

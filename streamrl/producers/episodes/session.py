@@ -130,12 +130,6 @@ class EpisodeSession:
         """Branches that were begun besides the first."""
         return self._history.forks
 
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
-    ) -> Reply:
-        """The reply of `sampled`."""
-        return (await self.sampled(messages, tools, max_tokens)).reply
-
     async def sampled(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
     ) -> SampledTurn:

@@ -13,7 +13,7 @@ import threading
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SECTION: Final = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_T = TypeVar("_T")
 _OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -183,7 +184,7 @@ class Toolbox:
             return "malformed", f"error: the arguments do not fit: {error}"
         try:
             async with asyncio.timeout(deadline) as limit:
-                value = await _run(tool.function, arguments)
+                value = await call_function(tool.function, arguments)
             return "ok", as_text(value)
         except EpisodeOver:
             raise
@@ -219,7 +220,8 @@ def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(checked, name) for name in tool.arguments.__struct_fields__}
 
 
-async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call code of a user by name of its arguments: an async function in the event loop, another in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(**arguments)
     value = await in_thread(lambda: function(**arguments))
@@ -231,31 +233,28 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
     A pool would be full after some calls that never return, and the process could not end.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def done(value: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)
-        elif isinstance(error, StopIteration):
-            future.set_exception(RuntimeError("StopIteration"))
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = context.run(work)
-        except BaseException as raised:  # noqa: BLE001 (SystemExit too: handed to the caller)
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(done, value, error)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    target = contextvars.copy_context().run
+    threading.Thread(target=target, args=(run_for, future, work), name="tool", daemon=True).start()
     return await future
+
+
+def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:
+    """Run `work` in this thread for a future of an event loop in another: what it returns, or whatever it raises."""
+    loop = future.get_loop()
+
+    def give(put: Callable[[Any], None], outcome: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if future.done() else put(outcome))
+
+    try:
+        value = work()
+    except StopIteration:
+        give(future.set_exception, RuntimeError("StopIteration"))  # which a future refuses
+    except BaseException as raised:  # noqa: BLE001 (SystemExit too: handed to the caller)
+        give(future.set_exception, raised)
+    else:
+        give(future.set_result, value)
 
 
 def as_text(value: Any) -> str:

@@ -28,18 +28,22 @@ def session_of(texts, episode=None, order=None, **sections):
     return EpisodeSession(config, engine, renderer_of(TOKENIZER), TOKENIZER, order or order_of(TOKENIZER)), engine
 
 
+async def replied(session, messages, *rest):
+    return (await session.sampled(messages, *rest)).reply
+
+
 def ids_of(engine, *texts):
     return np.concatenate([engine.ids(text) for text in texts])
 
 
 async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     session, engine = session_of([call(ADD), "three"])
-    first = await session.complete(CHAT)
+    first = await replied(session, CHAT)
     session.used(first.calls[0].id, ToolUse(name="add", outcome="error", seconds=2.5))
     session.reward(0.5)
     engine.version = 2
     again = [*CHAT, first.message, answered("3", first.calls[0].id)]
-    await session.complete(again)
+    await replied(session, again)
     session.reward(1.0)
     session.reward(-0.25)
     sample = wire.decode(wire.encode(session.sample(Score(2.0, {"a": 1.0}), "rollout.0")), wire.Sample)
@@ -66,7 +70,7 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
 
 async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
     session, _ = session_of(["three"])
-    await session.complete(CHAT)
+    await replied(session, CHAT)
     sample = session.sample(Score(1.0))
     assert (sample.v, sample.turns, sample.stop) == (1, [], None)
     assert sample.score == wire.SampleScore(value=1.0)
@@ -74,37 +78,37 @@ async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
 
 async def test_a_tool_that_nobody_noted_counts_as_called():
     session, _ = session_of([call(ADD), "three"])
-    first = await session.complete(CHAT)
-    await session.complete([*CHAT, first.message, answered("3", first.calls[0].id)])
+    first = await replied(session, CHAT)
+    await replied(session, [*CHAT, first.message, answered("3", first.calls[0].id)])
     assert session.sample().turns[1].tools == [ToolUse(name="add")]
 
 
 async def test_time_is_counted_from_a_reply_only():
     session, _ = session_of(["a", "b"])
     chat = [asked("a sub-agent's prompt")]
-    await session.complete(chat)
-    await session.complete([*chat, {"role": "assistant", "content": "never said"}, asked("and?")])
+    await replied(session, chat)
+    await replied(session, [*chat, {"role": "assistant", "content": "never said"}, asked("and?")])
     _, _, forked, _ = session.sample().turns
     assert (forked.parent, forked.tool_seconds) == (0, 0.0)
 
 
 async def test_the_cache_of_older_weights_can_be_refused():
     session, engine = session_of(["three"], {"prefix_cache": "refresh"})
-    await session.complete(CHAT)
+    await replied(session, CHAT)
     assert engine.requests[0].cache_version is None
 
 
 async def test_a_turn_that_breaks_off_goes_on_with_what_there_is():
     session, engine = session_of([None, None, b"two and", " one"], order=order_of(TOKENIZER))
     engine.generate = breaking(engine)
-    reply = await session.complete(CHAT)
+    reply = await replied(session, CHAT)
     assert reply.content == "two and one"
     assert len(engine.requests[3].tokens) == len(engine.requests[0].tokens) + len(engine.ids("two and"))
     session, engine = session_of([None] * 3)
     with pytest.raises(RuntimeError, match="aborted"):
-        await session.complete(CHAT)
+        await replied(session, CHAT)
     with pytest.raises(RuntimeError, match="aborted"):
-        await session.complete(CHAT)
+        await replied(session, CHAT)
 
 
 def breaking(engine):
@@ -147,11 +151,11 @@ async def test_a_limit_ends_the_episode_which_keeps_what_there_is(episode, secti
     first = await session.sampled(CHAT)
     going_on = [*CHAT, first.reply.message, asked("and " + "then " * 10)]
     if stop is None:
-        await session.complete(going_on)
+        await replied(session, going_on)
         return
     for _ in range(2):
         with pytest.raises(EpisodeOver) as over:
-            await session.complete(going_on)
+            await replied(session, going_on)
         assert over.value.stop == stop
     sample = session.sample()
     assert (sample.stop, len(sample.tokens) // 4) == (stop, len(first.tokens))
@@ -161,10 +165,10 @@ async def test_a_limit_ends_the_episode_which_keeps_what_there_is(episode, secti
 
 async def test_forks_have_a_limit():
     session, _ = session_of(["a"] * 5, {"max_forks": 1})
-    await session.complete(CHAT)
-    await session.complete([asked("a sub-agent's prompt")])
+    await replied(session, CHAT)
+    await replied(session, [asked("a sub-agent's prompt")])
     with pytest.raises(EpisodeOver, match="forked"):
-        await session.complete([asked("another")])
+        await replied(session, [asked("another")])
     assert [turn.parent for turn in session.sample().turns] == [PROMPT, NOTHING, 1]
     assert session.forks == 1
 
@@ -198,14 +202,14 @@ async def test_turns_at_the_same_time_share_the_limit_of_tokens():
 async def test_turns_at_the_same_time_share_the_limit_of_forks():
     session, engine = session_of(["a"] * 4, {"max_forks": 1})
     at_once(engine)
-    ends = await asyncio.gather(*(session.complete([asked(str(n))]) for n in range(4)), return_exceptions=True)
+    ends = await asyncio.gather(*(replied(session, [asked(str(n))]) for n in range(4)), return_exceptions=True)
     assert [isinstance(end, EpisodeOver) for end in ends] == [False, False, True, True]
     assert session.forks == 1
 
 
 async def test_branches_may_be_sampled_at_the_same_time():
     session, _ = session_of(["a", "b", "c"])
-    await asyncio.gather(*(session.complete([asked(f"agent {n}")]) for n in range(3)))
+    await asyncio.gather(*(replied(session, [asked(f"agent {n}")]) for n in range(3)))
     sample = wire.decode(wire.encode(session.sample()), wire.Sample)
     assert sorted(turn.parent for turn in sample.turns) == [NOTHING] * 3 + [0, 2, 4]
 
@@ -218,14 +222,14 @@ async def test_nothing_sampled_is_an_error_that_says_why():
         session.reward(1.0)
     session, _ = session_of([], order=order_of(TOKENIZER, text=LONG * 30))
     with pytest.raises(DataError, match=r"no room in model\.context"):
-        await session.complete([asked(LONG * 30)])
+        await replied(session, [asked(LONG * 30)])
 
 
 async def test_the_death_of_the_engine_is_kept_whatever_the_code_makes_of_it():
     session, engine = session_of([Unreachable("the engine died")])
     for _ in range(2):
         with pytest.raises(Unreachable):
-            await session.complete(CHAT)
+            await replied(session, CHAT)
     assert isinstance(session.fault, Unreachable)
     assert len(engine.requests) == 1
 
@@ -234,7 +238,7 @@ async def test_the_part_that_used_up_its_time_is_named():
     session, engine = session_of([], {"deadline": 0.4, "shares": {"model": 0.25}})
     engine.generate = lambda _: asyncio.Event().wait()
     with pytest.raises(EpisodeOver, match=r"model took its share of 0.1 s \(episode.shares.model\)"):
-        await session.complete(CHAT)
+        await replied(session, CHAT)
     assert session.stop == "rollout_timeout"
     session, engine = session_of([], {"deadline": 0.2, "shares": {"scoring": 0.5}})
     with pytest.raises(EpisodeOver, match=r"0\.1 s were over during tools"):

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -20,6 +20,7 @@ from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
+from streamrl.producers.episodes.tools import run_for
 from streamrl.score import Score, finite
 from streamrl.wire import StopReason
 
@@ -130,7 +131,6 @@ class _InThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._instance: SteppedEnvironment | None = None
         self._open = True
@@ -168,28 +168,8 @@ class _InThread:
             logger.warning("an environment cannot be closed", extra={"why": why})
 
     async def _submit(self, work: Callable[[], _T]) -> _T:
-        future: asyncio.Future[_T] = self._loop.create_future()
-
-        def done(value: Any, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(value)
-            elif isinstance(error, StopIteration):
-                future.set_exception(RuntimeError("StopIteration"))
-            else:
-                future.set_exception(error)
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = work()
-            except BaseException as raised:  # noqa: BLE001 (SystemExit too: handed to the episode)
-                error = raised
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(done, value, error)
-
-        self._work.put(run)
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._work.put(partial(run_for, future, work))
         return await future
 
     def _serve(self) -> None:
