@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.queues.embedded import find_server
 from tests.by_server import ByServer
-from tests.redis_kit import RedisRun
+from tests.redis_kit import ForeignRedis, RedisRun
 from tests.skipped import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 
@@ -33,6 +34,15 @@ def redis_run(tmp_path: Path) -> Iterator[RedisRun]:
     run.start()
     yield run
     run.kill()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
+    """A running Redis that no run started, as the one of `redis.url`."""
+    server = ForeignRedis(tmp_path / "redis", find_server().executable)
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ import orjson
 from tests.cli.run_kit import cli, data_of
 from tests.hosts_kit import Host, Hosts
 from tests.redis_kit import ForeignRedis
+from tests.waits import until
 
 CENTRAL = ("learner", "feeder", "reward")
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 90) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-    return found
 
 
 class Spread:

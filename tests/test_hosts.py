@@ -21,9 +21,10 @@ from tests.cli.conftest import tiny  # noqa: F401  (a fixture)
 from tests.cli.run_kit import cli
 from tests.docs_kit import ROOT, blocks
 from tests.hosts_kit import HERE, Host, Hosts
-from tests.hosts_run import Spread, until
+from tests.hosts_run import Spread
 from tests.needs import need_programs
 from tests.redis_kit import ForeignRedis
+from tests.waits import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 HOUR = 3600

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import orjson
 import psutil
 import pytest
 
-from streamrl.queues.embedded import find_server
 from tests.redis_kit import ForeignRedis
+from tests.waits import until
 
 from .run_kit import cli, data_of, process
 
 FOREVER = ("--set", "learner.steps=100000", "--set", "evaluation.final_prompts=0")
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def states(*arguments: str, env: dict[str, str] | None = None, cwd: Path) -> dict[str, str]:
@@ -39,14 +30,6 @@ def left(folder: Path) -> list[str]:
         if any(str(folder) in word for word in words):
             found.append(" ".join(words))
     return found
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
-    server = ForeignRedis(tmp_path / "redis", find_server().executable)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,11 @@ import pytest
 from streamrl.commands import rundir
 from streamrl.commands.rundir import RunDirectory, join_run
 from streamrl.errors import ConfigError
-from streamrl.queues.embedded import find_server
 from streamrl.runfile import RUN_DIGEST, load
 from streamrl.runtime.control import find_published, publish
 from streamrl.runtime.launch import prepare_run
 from streamrl.weight_sync.files import read_token
 from tests.redis_kit import ForeignRedis
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
-    server = ForeignRedis(tmp_path / "redis", find_server().executable)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

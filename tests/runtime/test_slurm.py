@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.queues.embedded import find_server
 from streamrl.runtime.placement.slurm import render
 from tests.cli.conftest import tiny  # noqa: F401  (a fixture)
 from tests.cli.run_kit import cli, data_of
 from tests.redis_kit import ForeignRedis
+from tests.waits import until
 
 BASE = {"name": "demo", "learner": {"ranks": 4, "groups_per_step": 8}, "redis": {"url": "redis://q:6379"}}
 PLAYED = Path(__file__).parent / "played_slurm.py"
@@ -139,21 +137,6 @@ def test_a_job_is_queued_again_until_it_ends_for_good(
 def test_a_learner_that_was_fenced_leaves_the_roles_to_the_newer_one(tmp_path: Path, programs: dict[str, str]):
     assert ends_with([0], "learner", tmp_path, programs) == (0, [])
     assert not (tmp_path / "slurm" / "over").exists()
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
-    server = ForeignRedis(tmp_path / "redis", find_server().executable)
-    server.start()
-    yield server
-    server.kill()
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:

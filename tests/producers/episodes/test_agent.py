@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from streamrl.errors import DataError, PluginError, Unreachable
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler, episode_of
 from streamrl.producers.tokenizer import Tokenizer
+from tests.waits import until
 
 from .chat_kit import HERMES, make_tokenizer
 from .episode_kit import ADD, Script, call, config_of, order_of, save_talker
@@ -86,15 +86,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def until(found, seconds=30):
-    """What `found` returns as soon as that is true."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-    return value
 
 
 def written(file):
@@ -249,11 +240,11 @@ asyncio.run(main())
     replica = subprocess.Popen([sys.executable, "-c", starter])
     with replica:
         try:
-            pid = int(until(lambda: written(tmp_path / "pid")))
+            pid = int(until(lambda: written(tmp_path / "pid"), "the agent runs"))
             assert alive(pid)
         finally:
             replica.send_signal(signal.SIGKILL)
-    until(lambda: not alive(pid))
+    until(lambda: not alive(pid), "its end")
 
 
 async def test_a_sample_that_is_given_up_takes_its_agent_along(tmp_path):
