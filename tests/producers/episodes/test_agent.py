@@ -250,7 +250,7 @@ asyncio.run(main())
 async def test_a_sample_that_is_given_up_takes_its_agent_along(tmp_path):
     code = f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(600)"
     task = asyncio.create_task(played(agent(tmp_path, code)))
-    pid = await asyncio.to_thread(until, lambda: written(tmp_path / "pid"))
+    pid = await asyncio.to_thread(until, lambda: written(tmp_path / "pid"), "the agent runs")
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
