@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -23,9 +23,7 @@ from streamrl.errors import Refused, StreamrlError, WeightsError
 from streamrl.http import HttpClient
 from streamrl.producers import tiny
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.episodes import probe
-from streamrl.producers.episodes.known_models import renderer_of
-from streamrl.producers.episodes.template import TemplateRenderer
+from streamrl.producers.episodes.known_models import examine_chat
 from streamrl.producers.group.server import ServerEngine
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.servers.kinds import make_dialect
@@ -295,7 +293,7 @@ class Examination:
         return self._judge(await self._generate("woken", prompt, 16), prompt, 3)
 
     async def _chat(self) -> str:
-        return await asyncio.to_thread(examine_chat, self._chat_model)
+        return await asyncio.to_thread(check_chat, self._chat_model)
 
     async def _apply(self, number: int) -> None:
         version = await asyncio.to_thread(tiny.make_version, self._folder, number, self._weights[number])
@@ -310,26 +308,15 @@ class Examination:
         return task, heard
 
 
-def examine_chat(model: str, tool_format: str = "auto") -> str:
+def check_chat(model: str) -> str:
     """Say how episodes extend the chats of a model, in words; `Refused` when some turns cannot be extended. Slow."""
     tokenizer = Tokenizer.load(ModelConfig(path=model))
     if not tokenizer.template:
         return "no chat template"
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, special=True)
-
-    renderer = renderer_of(tokenizer, tool_format)
-    findings = probe.examine(renderer, decode)
-    said = ["prefix-stable" if findings.stable else "not prefix-stable, so episodes fork"]
-    if findings.why:
-        said.append(findings.why)
-    template = TemplateRenderer(tokenizer).render(probe.MESSAGES, probe.TOOLS)
-    if other := probe.first_difference(renderer.render(probe.MESSAGES, probe.TOOLS), template, decode):
-        said.append(f"its chat template, which servers use, differs from the renderer of episodes: {other}")
+    findings = examine_chat(tokenizer)
     if findings.stable:
-        return "; ".join(said)
-    raise Refused("; ".join(said))
+        return findings.why
+    raise Refused(findings.why)
 
 
 def _prompt(seed: int, length: int = 24) -> list[int]:

@@ -30,7 +30,7 @@ from streamrl.errors import (
     Unreachable,
     need_packages,
 )
-from streamrl.producers.episodes.known_models import renderer_of
+from streamrl.producers.episodes.known_models import examine_chat
 from streamrl.producers.episodes.sampler import episode_of
 from streamrl.producers.player import check_recording
 from streamrl.producers.tokenizer import Tokenizer
@@ -164,9 +164,8 @@ def _rewards(config: RunConfig) -> str:
 def look_at_episode(config: RunConfig) -> str:
     """The code of the episodes is imported and built, and the tokenizer has a chat template."""
     episode = episode_of(config)
-    renderer = renderer_of(Tokenizer.load(config.model), config.episode.tool_format)
-    forks = "" if renderer.prefix_stable else ", forks at turns that the chat template changes afterwards"
-    return f"{config.episode.kind}: {type(episode).__name__}{forks}"
+    findings = examine_chat(Tokenizer.load(config.model), config.episode.tool_format)
+    return f"{config.episode.kind}: {type(episode).__name__}, chats are {findings.why}"
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:

@@ -7,7 +7,7 @@ the class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,34 @@ def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer
         ConfigError: `tool_format` is unknown, or its package is not installed.
     """
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
+
+
+def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> probe.Findings:
+    """Probe how episodes extend the chats of a model; `why` says all of it in words. Errors as `renderer_of`."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, special=True)
+
+    renderer = renderer_of(tokenizer, tool_format)
+    findings = probe.examine(renderer, decode)
+    said = ["prefix-stable" if findings.stable else "not prefix-stable, so episodes fork"]
+    if findings.why:
+        said.append(findings.why)
+    if not isinstance(renderer, TemplateRenderer):
+        said += _unlike_template(renderer, TemplateRenderer(tokenizer), decode)
+    return probe.Findings(findings.stable, "; ".join(said))
+
+
+def _unlike_template(
+    renderer: ChatRenderer, template: TemplateRenderer, decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """What a server would render differently, in words: none or one."""
+    try:
+        ours, theirs = (each.render(probe.MESSAGES, probe.TOOLS) for each in (renderer, template))
+        other = probe.first_difference(ours, theirs, decode)
+    except DataError as error:
+        return [f"not compared with its chat template: {error.message}"]
+    return [f"its chat template, which servers use, differs from the renderer of episodes: {other}"] if other else []
 
 
 def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:
