@@ -65,6 +65,9 @@ class EpisodeConfig(Section):
     max_turns: Positive = Field(16, description="sampled turns of an episode, all branches together")
     max_forks: Positive = Field(64, description="branches of an episode besides the first")
     max_tool_calls: Positive | None = Field(None, description="calls of tools in an episode; empty: no limit")
+    max_parse_errors: Positive | None = Field(
+        None, description="replies in a row with a call that cannot be read; empty: no limit"
+    )
     max_sampled_tokens: Positive | None = Field(None, description="sampled tokens of an episode; empty: no limit")
     max_tool_response: Positive = Field(
         16384, description="characters of a tool's answer; a longer one is cut in the middle, with a note"

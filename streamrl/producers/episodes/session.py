@@ -109,7 +109,7 @@ class EpisodeSession:
         self._history = History(renderer, order.prompt.token_ids)
         self._numbers = count()
         self._noted: dict[str, ToolUse] = {}
-        self._turns = self._calls = self._tokens = 0
+        self._turns = self._calls = self._tokens = self._unread = 0
         self._flights: set[_Flight] = set()
         self._landed = asyncio.Event()
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
@@ -164,6 +164,7 @@ class EpisodeSession:
                 self._landed.set()
         reply = self._renderer.parse(completion.tokens.tolist(), tools or None, prompt=place.ids.tolist())
         self._calls += len(reply.calls)
+        self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
         self._history.turns[number].ended_at = asyncio.get_running_loop().time()
         return SampledTurn(
@@ -235,8 +236,11 @@ class EpisodeSession:
             raise
 
     def check_calls(self) -> None:
-        """EpisodeOver: more tools were called than `episode.max_tool_calls`."""
-        most = self._config.episode.max_tool_calls
+        """EpisodeOver: `episode.max_tool_calls` or `max_parse_errors` is reached."""
+        most, errors = self._config.episode.max_tool_calls, self._config.episode.max_parse_errors
+        if errors is not None and self._unread >= errors:
+            said = f"the calls in {self._unread} replies in a row cannot be read (episode.max_parse_errors {errors})"
+            self._over("parse_error", said)
         if most is not None and self._calls > most:
             self._over("max_tool_calls", f"it called tools {self._calls} times (episode.max_tool_calls {most})")
 

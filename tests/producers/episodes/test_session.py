@@ -141,6 +141,8 @@ LONG = "grass " * 30
         ({"max_turns": 1}, {}, ["a", "b"], "max_turns"),
         ({"max_forks": 1}, {}, ["a", "b"], None),
         ({"max_tool_calls": 1}, {}, [call(ADD, ADD), "b"], "max_tool_calls"),
+        ({"max_parse_errors": 1}, {}, [call("no JSON"), "b"], "parse_error"),
+        ({"max_parse_errors": 2}, {}, [call("no JSON"), "b"], None),
         ({"max_sampled_tokens": 3}, {}, [LONG, "b"], "max_sampled_tokens"),
         ({}, {"model": {"context": 90}}, [LONG, "b"], "context_overflow"),
     ],
