@@ -202,7 +202,8 @@ class Engine(Protocol):
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
         weights; later tokens carry the version. Requests that begin later see nothing that older weights computed,
-        unless their `cache_version` says so. Works while paused and asleep. The present version again is a repeat and
+        unless their `cache_version` says so; one that was waiting in a server's queue may find what the weights at its
+        arrival computed for the same prompt. Works while paused and asleep. The present version again is a repeat and
         does nothing. Cancelling the call does not stop an update that has begun.
 
         A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
