@@ -1,0 +1,51 @@
+"""How the tools of a replica's episodes fare: the newest calls of each, and in words what is wrong with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from streamrl.wire import Sample, ToolUse
+
+_NEWEST: Final = 32
+"""Calls of a tool, and samples, that are looked at."""
+_LEAST: Final = 8
+"""Fewer calls or samples say nothing."""
+_SLOW_SECONDS: Final = 1.0
+_MOST_TOOLS: Final = 256
+"""Agents name their tools themselves."""
+
+
+class ToolFigures:
+    """Hears of each sample that was made; `trouble` is for `streamrl status`."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, deque[ToolUse]] = {}
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=_NEWEST)
+
+    def add(self, sample: Sample) -> None:
+        turns = sample.turns
+        self._seconds.append((sum(turn.tool_seconds for turn in turns), sum(turn.model_seconds for turn in turns)))
+        for use in (use for turn in turns for use in turn.tools if use.outcome not in {"unknown", "malformed"}):
+            if use.name in self._uses or len(self._uses) < _MOST_TOOLS:
+                self._uses.setdefault(use.name, deque(maxlen=_NEWEST)).append(use)
+
+    def trouble(self) -> str:
+        """Name the tools that fail in half of their newest calls; empty: none.
+
+        Those that are slow are named while episodes wait for tools most of their time.
+        """
+        tools, model = (sum(part) for part in zip(*self._seconds, strict=True)) if self._seconds else (0.0, 0.0)
+        wait = len(self._seconds) >= _LEAST and tools > model
+        found = []
+        for name, uses in sorted(self._uses.items()):
+            if len(uses) < _LEAST:
+                continue
+            failed = sum(use.outcome != "ok" for use in uses)
+            mean = sum(use.seconds for use in uses) / len(uses)
+            if failed * 2 >= len(uses):
+                found.append(f"tool {name}: {failed} of the last {len(uses)} calls failed")
+            elif wait and mean >= _SLOW_SECONDS:
+                share = tools / (tools + model)
+                found.append(f"tool {name}: {mean:.1f} s a call, and tools are {share:.0%} of the episodes' time")
+        return "; ".join(found)

@@ -1,0 +1,59 @@
+"""What `streamrl status` says of tools."""
+
+from __future__ import annotations
+
+from streamrl.producers.episodes.tool_figures import ToolFigures
+from streamrl.wire import SCHEMA, Outcome, Sample, ToolUse, Turn, pack_float32, pack_int32
+
+
+def sample(*uses: ToolUse, model: float = 1.0) -> Sample:
+    turns = [Turn(parent=-1, sampled=1, model_seconds=model)]
+    if uses:
+        seconds = sum(use.seconds for use in uses)
+        turns += [
+            Turn(parent=0, role="tool", observed=pack_int32([1]), tools=list(uses), tool_seconds=seconds),
+            Turn(parent=1, sampled=1),
+        ]
+    count = sum(turn.sampled for turn in turns)
+    return Sample(
+        v=SCHEMA,
+        tokens=pack_int32([7] * count),
+        logprobs=pack_float32([-1.0] * count),
+        runs=[(0, 1)],
+        finish="stop",
+        text="",
+        engine="",
+        seconds=0.0,
+        turns=turns,
+    )
+
+
+def told(*samples: Sample) -> str:
+    figures = ToolFigures()
+    for each in samples:
+        figures.add(each)
+    return figures.trouble()
+
+
+def use(outcome: Outcome = "ok", seconds: float = 0.1, name: str = "search") -> ToolUse:
+    return ToolUse(name=name, outcome=outcome, seconds=seconds)
+
+
+def test_a_tool_that_fails_in_half_of_its_newest_calls_is_named():
+    good, bad = [sample(use())] * 4, [sample(use("timeout"))] * 4
+    assert told(*good, *bad) == "tool search: 4 of the last 8 calls failed"
+    assert told(*good, *good, *bad) == ""
+    assert told(*bad) == "", "four calls say nothing"
+    assert told(*[sample(use("error"))] * 32, *[sample(use())] * 32) == "", "only the newest 32 count"
+
+
+def test_a_slow_tool_is_named_while_episodes_wait_for_tools_most_of_their_time():
+    slow = [sample(use(seconds=3.0), use(name="quick", seconds=0.0))] * 8
+    assert told(*slow) == "tool search: 3.0 s a call, and tools are 75% of the episodes' time"
+    assert told(*[sample(use(seconds=3.0), model=4.0)] * 8) == ""
+    assert told(*[sample(*[use(seconds=0.5)] * 4)] * 8) == "", "many quick calls are no slow tool"
+
+
+def test_tools_that_are_not_there_are_no_trouble_of_a_tool():
+    assert told(*[sample(use("unknown"), use("malformed"))] * 20) == ""
+    assert told() == ""
