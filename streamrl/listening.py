@@ -17,13 +17,22 @@ _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 
 
 @contextlib.asynccontextmanager
-async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
+async def listen(
+    app: web.Application, host: str, port: int, *, what: str, hint: str, cancels: bool = False
+) -> AsyncIterator[str]:
     """Serve an application for this block; yields its URL. Requests in flight end with the block.
 
     Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
-    the message of CannotCreate.
+    the message of CannotCreate. `cancels`: handlers are cancelled when their client leaves.
     """
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=cancels,
+        shutdown_timeout=1.0,
+        keepalive_timeout=30,
+    )
     await runner.setup()
     try:
         try:

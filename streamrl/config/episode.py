@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Positive, Section
+from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
 
 EpisodeKind: TypeAlias = Literal["run", "tools", "environment", "agent"]
 _KINDS: Final[tuple[EpisodeKind, ...]] = ("run", "tools", "environment", "agent")
@@ -76,7 +76,10 @@ class EpisodeConfig(Section):
         "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
     )
     concurrent: Positive | None = Field(
-        None, description="episodes that a replica runs at the same time; empty: twice what its engine can decode"
+        None, description="episodes that a process runs at the same time; empty: twice what its engine can decode"
+    )
+    processes: Natural = Field(
+        0, description="processes of role `agent`, which run the episodes and call the replicas; 0: the replicas do"
     )
     deterministic: bool = Field(
         False, description="the tools give the same answers again, so that another process may replay recorded turns"

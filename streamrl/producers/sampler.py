@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, Request
+from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DataError, DeadlineExceeded
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
@@ -88,7 +88,7 @@ class Sampler(ABC):
 class SingleTurn(Sampler):
     """One response to each prompt; `name` is that of the replica."""
 
-    def __init__(self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> None:
+    def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Engine
+from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
 from streamrl.producers.episodes.blocked_loop import naming_what_blocks
@@ -41,7 +41,7 @@ class EpisodeFailed(StreamrlError):
     """The user's code raised an error, or returned what is no score."""
 
 
-def sampler_of(config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> Sampler:
+def sampler_of(config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> Sampler:
     """What makes the samples of a run; `name` is that of the replica. PluginError: the episode cannot be loaded."""
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
@@ -100,7 +100,7 @@ class EpisodeSampler(Sampler):
     """Runs episodes, `episode.concurrent` at the same time; opens the user's episode when it is entered."""
 
     def __init__(
-        self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, episode: Episode, name: str = ""
+        self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, episode: Episode, name: str = ""
     ) -> None:
         self._config = config
         self._engine = engine
