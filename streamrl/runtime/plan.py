@@ -102,9 +102,10 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 def processes(config: RunConfig) -> dict[str, int]:
     """Besides Redis; servers of a reward model are `reward_model.NAME`."""
     producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
-    producing |= {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
+    producing["rollout"] = config.rollout.replicas
     if config.episode.processes:
         producing["agent"] = config.episode.processes
+    producing |= {"reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
         return {"recorder": 1, **producing}
     if config.recording.mode == "read":

@@ -43,8 +43,6 @@ _LOOK_SECONDS: Final = 0.25
 _COUNT_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 2.0
 """Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
-_REST_SECONDS: Final = 1.0
-"""Until a replica that lost a call is called again."""
 _CONNECT_SECONDS: Final = 1.0
 _LOSSES: Final = 3
 """Replicas that may be lost while they answer one call: after so many it is taken for the cause."""
@@ -65,11 +63,12 @@ class Replica:
         self.url = url
         self.fields: Mapping[str, str] = {}
         self.seen_at = now
-        self.rests_until = now
+        self.answers = False
         self.tokens = 0
         self._dialect = dialect
         self._client = HttpClient(url, key, "see its log", key_option=f"RUN_DIR/{TOKEN_FILE}")
         self._gone = asyncio.Event()
+        self._told = False
 
     @property
     def step(self) -> int:
@@ -87,8 +86,21 @@ class Replica:
     def cache_use(self) -> float:
         return float(self.fields.get("cache_use", 0.0))
 
-    def usable(self, now: float) -> bool:
-        return self.fields.get("state") == "ready" and self.capacity > 0 and self.rests_until <= now
+    @property
+    def usable(self) -> bool:
+        return self.answers and self.capacity > 0 and self.fields.get("state") == "ready"
+
+    async def knock(self) -> None:
+        """Find out whether it answers, and accepts the key of the run."""
+        try:
+            await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
+        except (Unreachable, DataError) as error:
+            if not self._told:
+                extra = {"replica": self.name, "url": self.url, "why": error.message, "hint": error.hint}
+                logger.warning("a replica does not answer", extra=extra)
+            self._told = True
+        else:
+            self.answers, self._told = True, False
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Unreachable`: no answer, or an error of the replica; `Lost.sent`: it may have begun."""
@@ -133,7 +145,7 @@ class Replicas(Generator):
         self._known: dict[str, Replica] = {}
         self._affinities = Affinities()
         self._looked = asyncio.Condition()
-        self._newest_step = 0
+        self._newest_step = self._step = 0
         self._agents = 1
         self._calls = self._tokens = self._lost = 0
         self._busy = 0.0
@@ -166,10 +178,11 @@ class Replicas(Generator):
 
     def behind(self) -> int:
         """How many steps the newest replica is behind the newest version that is published."""
-        return self._newest_step - max((replica.step for replica in self._usable()), default=0)
+        self._step = max((replica.step for replica in self._usable()), default=self._step)
+        return self._newest_step - self._step
 
     def figures(self) -> dict[str, int | float]:
-        """Calls that were made again because their replica did not answer."""
+        """Calls that were made again because their replica was lost."""
         return {"lost_calls": self._lost}
 
     # --- Generator ---------------------------------------------------------------------------------------------------
@@ -186,13 +199,13 @@ class Replicas(Generator):
                 try:
                     completion = await replica.generate(request)
                 except Unreachable as error:
-                    self._lost += 1
-                    replica.rests_until = loop.time() + _REST_SECONDS
+                    replica.answers = False
                     began = _had_begun(error)
                     losses += began
+                    self._lost += began
                     end = None if began else end or loop.time() + self._patience
                     extra = {"request": request.id, "replica": replica.name, "why": error.message}
-                    logger.warning("a call is made again", extra=extra)
+                    logger.info("a call is made again", extra=extra)
                     if losses == _LOSSES:
                         raise _deadly(request, losses, error) from error
                 else:
@@ -233,8 +246,7 @@ class Replicas(Generator):
     # --- the choice --------------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[Replica]:
-        now = asyncio.get_running_loop().time()
-        return [replica for replica in self._known.values() if replica.usable(now)]
+        return [replica for replica in self._known.values() if replica.usable]
 
     def _fresh(self, usable: list[Replica]) -> list[Replica]:
         oldest = self._newest_step - self._config.max_staleness
@@ -249,11 +261,12 @@ class Replicas(Generator):
         raise NoReplica(f"no replica answered for {self._patience:g} s")
 
     def _choose(self, request: Request) -> Replica | None:
-        """One with weights that are new enough, if there is one; a conversation stays where it is."""
+        """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""
         usable = self._usable()
         before = self._affinities.get(request.affinity)
-        fresh = self._fresh(usable) or usable
-        found = [*fresh, *(replica for replica in usable if replica.name == before and replica not in fresh)]
+        fresh = self._fresh(usable)
+        found = usable if before and not fresh else fresh
+        found += [replica for replica in usable if replica.name == before and replica not in found]
         if not found:
             return None
         at = choose(
@@ -292,6 +305,7 @@ class Replicas(Generator):
                 await self._meet(name, fields, now)
         for replica in [each for each in self._known.values() if each.seen_at + _GONE_SECONDS <= now]:
             await self._part_with(replica)
+        await asyncio.gather(*(replica.knock() for replica in self._known.values() if not replica.answers))
 
     async def _count_agents(self) -> None:
         """The agents share what the replicas can decode."""
@@ -310,7 +324,7 @@ class Replicas(Generator):
         known.fields, known.seen_at = fields, now
 
     async def _part_with(self, replica: Replica) -> None:
-        logger.warning("replica gone", extra={"replica": replica.name, "url": replica.url})
+        logger.info("replica gone", extra={"replica": replica.name, "url": replica.url})
         del self._known[replica.name]
         await replica.leave()
 

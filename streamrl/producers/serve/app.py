@@ -126,8 +126,11 @@ class GenerationApp:
     def app(self) -> web.Application:
         """Return the application; its handlers have to be cancelled when their client leaves."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
-        app.add_routes([web.post("/generate", self._generate)])
+        app.add_routes([web.post("/generate", self._generate), web.get("/ready", self._ready)])
         return app
+
+    async def _ready(self, _: web.Request) -> web.StreamResponse:
+        return _json({"status": "ok"})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -235,11 +238,15 @@ class EngineApp(GenerationApp):
             "/adapters/load": (messages.LoadAdapter, self._load_adapter),
             "/adapters/unload": (messages.UnloadAdapter, lambda message, _: self._engine.unload_adapter(message.name)),
         }
-        looks = {"/about": self._tell, "/ready": self._health, "/health": self._health, "/figures": self._figures}
+        looks = {"/about": self._tell, "/health": self._health, "/figures": self._figures}
         app = super().app()
         app.add_routes([web.post(path, self._control(kind, work)) for path, (kind, work) in calls.items()])
         app.add_routes([web.get(path, self._look(work)) for path, work in looks.items()])
         return app
+
+    @override
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        return await _answer(self._health(request))
 
     def _control(self, kind: type[_M], work: Callable[[_M, web.Request], Awaitable[Any]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
