@@ -286,8 +286,8 @@ class ClusterConfig(Section):
     )
     resources: dict[str, Resources] = Field(
         default_factory=dict,
-        description="of each process by role (learner, rollout, reward, feeder, reward_model); without an entry a role"
-        " asks for a GPU for each device if its device is cuda",
+        description="of each process by role (learner, rollout, agent, reward, feeder, reward_model); without an entry"
+        " a role asks for a GPU for each device if its device is cuda",
     )
 
 

@@ -1,8 +1,8 @@
 """The rollout replicas of a run as one generator, for processes that have no engine (role `agent`).
 
 ```
-heartbeats of rollout.N -> Replicas.follow -> Replica          (its URL, its step, its slots)
-generate -> choose -> Replica.generate -> Completion           (sticky by affinity; a lost call goes to another one)
+heartbeats of rollout.N -> Replicas.follow -> CalledReplica     (its URL, its step, its slots)
+generate -> choose -> CalledReplica.generate -> Completion      (sticky by affinity; a lost call goes to another one)
 ```
 Replicas bring their weights up to date by themselves. A call that a replica did not answer is made again as a whole: no
 response has tokens of two replicas.
@@ -55,7 +55,7 @@ class NoReplica(Unreachable):
     """No replica answers now; the work is to be handed back."""
 
 
-class Replica:
+class CalledReplica:
     """One replica as its heartbeat describes it; `fields` are those of the last one that was read."""
 
     def __init__(self, name: str, url: str, dialect: NativeDialect, key: str, now: float) -> None:
@@ -142,7 +142,7 @@ class Replicas(Generator):
         self._ledgers = ledgers
         self._key = key
         self._dialect = NativeDialect(config)
-        self._known: dict[str, Replica] = {}
+        self._known: dict[str, CalledReplica] = {}
         self._affinities = Affinities()
         self._looked = asyncio.Condition()
         self._newest_step = self._step = 0
@@ -245,14 +245,14 @@ class Replicas(Generator):
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
-    def _usable(self) -> list[Replica]:
+    def _usable(self) -> list[CalledReplica]:
         return [replica for replica in self._known.values() if replica.usable]
 
-    def _fresh(self, usable: list[Replica]) -> list[Replica]:
+    def _fresh(self, usable: list[CalledReplica]) -> list[CalledReplica]:
         oldest = self._newest_step - self._config.max_staleness
         return [replica for replica in usable if replica.step >= oldest]
 
-    async def _chosen(self, request: Request, end: float) -> Replica:
+    async def _chosen(self, request: Request, end: float) -> CalledReplica:
         loop = asyncio.get_running_loop()
         while loop.time() < end:
             if (replica := self._choose(request)) is not None:
@@ -260,7 +260,7 @@ class Replicas(Generator):
             await first_of(self.changed(), seconds=end - loop.time())
         raise NoReplica(f"no replica answered for {self._patience:g} s")
 
-    def _choose(self, request: Request) -> Replica | None:
+    def _choose(self, request: Request) -> CalledReplica | None:
         """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""
         usable = self._usable()
         before = self._affinities.get(request.affinity)
@@ -319,11 +319,11 @@ class Replicas(Generator):
             await self._part_with(known)
             known = None
         if known is None:
-            known = self._known[name] = Replica(name, fields[URL], self._dialect, self._key, now)
+            known = self._known[name] = CalledReplica(name, fields[URL], self._dialect, self._key, now)
             logger.info("replica found", extra={"replica": name, "url": known.url})
         known.fields, known.seen_at = fields, now
 
-    async def _part_with(self, replica: Replica) -> None:
+    async def _part_with(self, replica: CalledReplica) -> None:
         logger.info("replica gone", extra={"replica": replica.name, "url": replica.url})
         del self._known[replica.name]
         await replica.leave()
