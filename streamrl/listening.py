@@ -8,9 +8,11 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from streamrl.config.base import is_loopback
 from streamrl.errors import CannotCreate, ConfigError
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
@@ -70,6 +72,14 @@ def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socke
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{_literal(host)}:{port}"
+
+
+def names_this_host(host: str) -> bool:
+    """Whether a Host header is a loopback address; with DNS rebinding, it is the attacker's name."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 def own_address(host: str) -> str:

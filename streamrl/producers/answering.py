@@ -21,9 +21,8 @@ from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrapped
 from streamrl.producers.episodes.journal import LedgerJournal
 from streamrl.producers.episodes.sampler import sampler_of
-from streamrl.producers.group.replicas import NoReplica
 from streamrl.producers.meter import Meter
-from streamrl.producers.sampler import SampleOrder
+from streamrl.producers.sampler import CannotNow, SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
@@ -110,7 +109,7 @@ class Answering:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
         Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then. `NotNow`:
-        the weights stay too old, or no replica answers.
+        the weights stay too old, or somebody is missing (`CannotNow`).
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -129,7 +128,7 @@ class Answering:
                 async with asyncio.TaskGroup() as group:
                     for sample in work.missing:
                         group.create_task(self._answer_one(lease, prompt, sample)).add_done_callback(self._ended)
-        except NoReplica as error:
+        except CannotNow as error:
             raise NotNow(error.message) from error
         finally:
             self._opened -= 1
@@ -184,7 +183,7 @@ class Answering:
         for attempt in range(_ATTEMPTS):
             try:
                 payload = encode(await self._sampler.sample(self._order(lease, prompt, sample, greedy)))
-            except Unreachable:
+            except (Unreachable, CannotNow):
                 raise
             except (DataError, WireError) as error:
                 why, detail = error.message, ""

@@ -45,11 +45,11 @@ def sampler_of(config: RunConfig, engine: Generator, tokenizer: Tokenizer, name:
     """What makes the samples of a run; `name` is that of the replica. PluginError: the episode cannot be loaded."""
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name)
 
 
-def episode_of(config: RunConfig) -> Episode:
-    """The episode that the run file names, imported and built.
+def episode_of(config: RunConfig, name: str = "") -> Episode:
+    """The episode that the run file names, imported and built; `name` is that of the process.
 
     `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
     endpoint, its `run` finds the sample in `chat.session`.
@@ -64,9 +64,9 @@ def episode_of(config: RunConfig) -> Episode:
     if episode.environment is not None:
         return _user_environment(episode.environment, episode.args, paths)
     if episode.agent is not None:
-        from streamrl.producers.episodes.agent import AgentEpisode  # with the server of the endpoint
+        from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
 
-        return AgentEpisode(config)
+        return RemoteEpisode(config, name) if episode.agent.remote else AgentEpisode(config)
     return ToolEpisode([import_plugin(use, paths, role="tool") for use in episode.tools])
 
 
@@ -147,7 +147,8 @@ class EpisodeSampler(Sampler):
     def capacity(self, slots: int) -> int:
         if not slots:
             return 0
-        return self._config.episode.concurrent or 2 * slots
+        most, places = self._config.episode.concurrent or 2 * slots, self._episode.places()
+        return most if places is None else min(most, places)
 
     @override
     def figures(self) -> Mapping[str, int | float]:

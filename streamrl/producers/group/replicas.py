@@ -28,6 +28,7 @@ from streamrl.errors import DataError, Unreachable, WeightsError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.group.flights import InFlightRequest
 from streamrl.producers.group.load_balancing import Affinities, Place, choose
+from streamrl.producers.sampler import CannotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.native import NativeDialect
 from streamrl.waits import first_of
@@ -49,10 +50,6 @@ _LOSSES: Final = 3
 _PATIENCE: Final = 60.0
 _PATIENCE_SHARE: Final = 0.25
 """Of `episode.deadline`, at most: an episode that is given back begins its time anew."""
-
-
-class NoReplica(Unreachable):
-    """No replica answers now; the work is to be handed back."""
 
 
 class CalledReplica:
@@ -189,7 +186,7 @@ class Replicas(Generator):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        # `NoReplica`: none could be called for a while. `DataError`: several were lost while they answered this call.
+        # `CannotNow`: none could be called for a while. `DataError`: several were lost while they answered this call.
         loop = asyncio.get_running_loop()
         losses, end = 0, None
         self._enter()
@@ -231,7 +228,7 @@ class Replicas(Generator):
     @override
     async def health(self) -> None:
         if not self._usable():
-            raise NoReplica("no replica can be called now")
+            raise CannotNow("no replica can be called now")
 
     def _enter(self) -> None:
         if not self._calls:
@@ -258,7 +255,7 @@ class Replicas(Generator):
             if (replica := self._choose(request)) is not None:
                 return replica
             await first_of(self.changed(), seconds=end - loop.time())
-        raise NoReplica(f"no replica answered for {self._patience:g} s")
+        raise CannotNow(f"no replica answered for {self._patience:g} s")
 
     def _choose(self, request: Request) -> CalledReplica | None:
         """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""
