@@ -95,6 +95,15 @@ async def test_without_programs_the_prompt_is_handed_back_however_short_its_dead
             await sampler.sample(order_of(TOKENIZER))
 
 
+def test_what_is_measured_after_the_run_finds_no_programs(tmp_path):
+    with pytest.raises(ValidationError, match=r"evaluation\.final_prompts are measured after the run"):
+        config_of(
+            {"agent": {"remote": True, "port": 1}},
+            data={"held_out": str(tmp_path / "held_out.jsonl")},
+            evaluation={"final_prompts": 4},
+        )
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
@@ -105,15 +114,6 @@ async def test_without_programs_the_prompt_is_handed_back_however_short_its_dead
         ({"command": "x", "port": 1}, "set remote"),
     ],
 )
-def test_what_is_measured_after_the_run_finds_no_programs(tmp_path):
-    with pytest.raises(ValidationError, match=r"evaluation\.final_prompts are measured after the run"):
-        config_of(
-            {"agent": {"remote": True, "port": 1}},
-            data={"held_out": str(tmp_path / "held_out.jsonl")},
-            evaluation={"final_prompts": 4},
-        )
-
-
 def test_an_agent_is_a_command_or_remote(agent, message):
     with pytest.raises(ValidationError, match=message):
         config_of({"agent": agent})
