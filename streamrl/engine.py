@@ -141,8 +141,36 @@ class EngineLoad:
     servers: int = 1
 
 
-class Engine(Protocol):
-    """A generator of responses. All methods belong to one event loop.
+class Generator(Protocol):
+    """What the maker of a sample needs: an engine, or the replicas that have one. All belongs to one event loop."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response.
+
+        Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
+        Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
+        death fails every call that is waiting.
+
+        Raises:
+            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
+                limits make no sense, or the adapter is not loaded. The engine goes on.
+            ValueError: a request with this id is in flight.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is; cheap, may be called at any time."""
+        ...
+
+    async def health(self) -> None:
+        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
+
+        Notices a decode loop that hangs, not only one that died.
+        """
+
+
+class Engine(Generator, Protocol):
+    """A generator of responses with a copy of the policy. All methods belong to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
     died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own
@@ -162,20 +190,6 @@ class Engine(Protocol):
 
         A repeat does nothing. Works on an engine that died or never started.
         """
-
-    async def generate(self, request: Request) -> Completion:
-        """Sample one response.
-
-        Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
-        Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
-        death fails every call that is waiting.
-
-        Raises:
-            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
-                limits make no sense, or the adapter is not loaded. The engine goes on.
-            ValueError: a request with this id is in flight.
-        """
-        ...
 
     async def abort(self, request_id: str | None = None) -> int:
         """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
@@ -243,16 +257,6 @@ class Engine(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; an unknown name does nothing. Requests in flight with it end as they began."""
-
-    def load(self) -> EngineLoad:
-        """How busy the engine is; cheap, may be called at any time."""
-        ...
-
-    async def health(self) -> None:
-        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
-
-        Notices a decode loop that hangs, not only one that died.
-        """
 
 
 class StreamingEngine(Engine, Protocol):

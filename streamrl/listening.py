@@ -8,22 +8,33 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from streamrl.config.base import is_loopback
 from streamrl.errors import CannotCreate, ConfigError
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 
 
 @contextlib.asynccontextmanager
-async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
+async def listen(
+    app: web.Application, host: str, port: int, *, what: str, hint: str, cancels: bool = False
+) -> AsyncIterator[str]:
     """Serve an application for this block; yields its URL. Requests in flight end with the block.
 
     Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
-    the message of CannotCreate.
+    the message of CannotCreate. `cancels`: handlers are cancelled when their client leaves.
     """
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=cancels,
+        shutdown_timeout=1.0,
+        keepalive_timeout=30,
+    )
     await runner.setup()
     try:
         try:
@@ -61,6 +72,14 @@ def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socke
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{_literal(host)}:{port}"
+
+
+def names_this_host(host: str) -> bool:
+    """Whether a Host header is a loopback address; with DNS rebinding, it is the attacker's name."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 def own_address(host: str) -> str:

@@ -170,6 +170,7 @@ class RolloutConfig(Section):
         "standalone",
         description="standalone: engines have their own devices; colocated: they share them with the learner, in turn",
     )
+    host: str = Field("127.0.0.1", description="address on which a replica serves agents (episode.processes)")
 
 
 class LeaseConfig(Section):
@@ -285,8 +286,8 @@ class ClusterConfig(Section):
     )
     resources: dict[str, Resources] = Field(
         default_factory=dict,
-        description="of each process by role (learner, rollout, reward, feeder, reward_model); without an entry a role"
-        " asks for a GPU for each device if its device is cuda",
+        description="of each process by role (learner, rollout, agent, reward, feeder, reward_model); without an entry"
+        " a role asks for a GPU for each device if its device is cuda",
     )
 
 
@@ -370,6 +371,11 @@ class RunConfig(Section):
         return {name: model.servers for name, model in self.reward_models.items() if model.managed}
 
     @property
+    def has_token(self) -> bool:
+        """Whether processes of the run ask each other for weights or tokens over HTTP."""
+        return self.weights.pulled or self.episode.processes > 0
+
+    @property
     def turn_deadline(self) -> float:
         """Seconds that the learner waits for devices it shares: a server on them may be loading its model."""
         loads = [model.start_deadline for model in self.reward_models.values() if model.sleep and model.managed]
@@ -437,6 +443,15 @@ class RunConfig(Section):
                 f"episode.deadline is {episode.deadline:g} s, and a prompt is held for {self.lease.max_hold:g} s, in"
                 f" which an episode may also wait for another to end: set lease.max_hold to {2 * episode.deadline:g}s"
                 " or more"
+            )
+        if episode.agent is not None and episode.agent.remote and self.evaluation.final_prompts:
+            raise ValueError(
+                "evaluation.final_prompts are measured after the run, without remote programs: set it to 0"
+            )
+        if episode.processes and self.rollout.placement == "colocated":
+            raise ValueError(
+                "rollout.placement colocated: replicas leave their devices in the middle of calls; set"
+                " episode.processes to 0"
             )
         return self
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Positive, Section
+from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, is_loopback
 
 EpisodeKind: TypeAlias = Literal["run", "tools", "environment", "agent"]
 _KINDS: Final[tuple[EpisodeKind, ...]] = ("run", "tools", "environment", "agent")
@@ -26,16 +26,35 @@ Share = Annotated[Fraction, Field(gt=0)]
 
 
 class AgentConfig(Section):
-    """A program that acts through the OpenAI-compatible endpoint of its sample."""
+    """A program that acts through the OpenAI-compatible endpoint of its sample: a command, or remote ones."""
 
     command: tuple[str, ...] = Field(
-        min_length=1, description="program and arguments, without a shell; STREAMRL_TASK is the path of its task"
+        (), description="program and arguments, without a shell; STREAMRL_TASK is the path of its task"
+    )
+    remote: bool = Field(False, description="no program is started: programs anywhere fetch tasks at `port`")
+    port: Natural = Field(0, le=65535, description="port of remote, plus the number of the process; 0: any (command)")
+    token_file: Path | None = Field(
+        None, description="file with the bearer token with which remote programs fetch tasks"
     )
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
     answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent at the same time; more are answered with 429")
+
+    @model_validator(mode="after")
+    def _check_remote(self) -> AgentConfig:
+        if bool(self.command) == self.remote:
+            raise ValueError("an agent is either a `command`, or `remote`: set one of them")
+        if not self.remote and (self.port or self.token_file):
+            raise ValueError("port and token_file are of programs that fetch tasks: set remote")
+        if self.remote and (self.directory or self.variables):
+            raise ValueError("directory and variables are of a command; a remote program has its own")
+        if self.remote and not self.port:
+            raise ValueError("remote programs need a port that they know: set episode.agent.port")
+        if self.remote and not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(f"host {self.host} can be reached from other hosts: set token_file too")
+        return self
 
     @field_validator("command", mode="before")
     @classmethod
@@ -79,7 +98,10 @@ class EpisodeConfig(Section):
         "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
     )
     concurrent: Positive | None = Field(
-        None, description="episodes that a replica runs at the same time; empty: twice what its engine can decode"
+        None, description="episodes that a process runs at the same time; empty: twice what its engine can decode"
+    )
+    processes: Natural = Field(
+        0, description="processes of role `agent`, which run the episodes and call the replicas; 0: the replicas do"
     )
     deterministic: bool = Field(
         False, description="the tools give the same answers again, so that another process may replay recorded turns"

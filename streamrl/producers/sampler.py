@@ -12,8 +12,8 @@ from typing import Protocol, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, Request
-from streamrl.errors import DataError, DeadlineExceeded
+from streamrl.engine import Completion, Generator, Request
+from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
 
@@ -54,6 +54,10 @@ class SampleOrder:
     journal: TurnJournal | None = None
 
 
+class CannotNow(StreamrlError):
+    """Nobody is there who the sample needs (a replica, a program): its prompt is to be handed back, without blame."""
+
+
 class Sampler(ABC):
     """Makes samples with one engine. An async context manager: samples are made while it is open."""
 
@@ -74,6 +78,7 @@ class Sampler(ABC):
         """Make one sample. Cancelling gives it up.
 
         Raises:
+            CannotNow: the prompt is to be handed back.
             DataError: this prompt can never be answered.
             DeadlineExceeded: it took too long.
             Unreachable: the engine died.
@@ -88,7 +93,7 @@ class Sampler(ABC):
 class SingleTurn(Sampler):
     """One response to each prompt; `name` is that of the replica."""
 
-    def __init__(self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> None:
+    def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer

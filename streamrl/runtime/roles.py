@@ -39,6 +39,7 @@ _RUNNERS: Final = {
     "reward_model": ("streamrl.runtime.reward_model", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
+    "agent": ("streamrl.producers.agents", "run_agent"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.leader", "run_learner"),
     "recorder": ("streamrl.learner.recorder", "run_recorder"),

@@ -16,7 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import MemoryTag, PauseMode, Request, Runs
 from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, read_finish, read_logprobs
+from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, read_count, read_finish, read_logprobs
 from streamrl.servers.launch import Launch
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
@@ -101,6 +101,10 @@ class NativeDialect(Dialect):
         }
         if request.adapter is not None:
             body["adapter"] = request.adapter
+        if request.affinity:
+            body["affinity"] = request.affinity
+        if request.cache_version is not None:
+            body["cache_version"] = request.cache_version
         return Call("POST", "/generate", body)
 
     @override
@@ -113,6 +117,7 @@ class NativeDialect(Dialect):
             finish = read_finish(message.get("finish"))
             runs = None if finish is None else _runs(message["runs"])
             prompt = None if finish is None else _whole(message["prompt_tokens"])
+            cached = None if finish is None else read_count(message.get("cached_tokens"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, WireError | DataError):
                 raise
@@ -121,7 +126,7 @@ class NativeDialect(Dialect):
             raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
         if runs is not None and runs and not runs[-1][0] < received + len(tokens):
             raise WireError(f"the runs {runs} are not those of {received + len(tokens)} tokens")
-        return Chunk(tokens, logprobs, finish, runs, prompt)
+        return Chunk(tokens, logprobs, finish, runs, prompt, cached)
 
     @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:

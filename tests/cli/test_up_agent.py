@@ -50,7 +50,12 @@ def test_a_run_of_an_agent_loses_nothing(tmp_path: Path):
         "data": {"train": "train.jsonl", "max_prompt_tokens": 64},
         "sampling": {"group_size": 2, "max_new_tokens": 16},
         "engine": {"slots": 16, "threads": 1},
-        "episode": {"agent": {"command": [sys.executable, "agent.py"]}, "max_turns": 4, "concurrent": 4},
+        "episode": {
+            "agent": {"command": [sys.executable, "agent.py"]},
+            "max_turns": 4,
+            "concurrent": 4,
+            "processes": 1,
+        },
         "rewards": [{"use": "episode"}],
         "learner": {"groups_per_step": 2, "steps": 2, "lr": 1e-3, "threads": 1},
         "redis": {"fsync_period": 0.1},

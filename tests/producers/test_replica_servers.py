@@ -95,9 +95,9 @@ async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(sma
             behind.open.clear()
             await learner.publish(2)
             await until(lambda: replica._follower.newest_step == 2)
-            replica._leases._width = lambda: 1  # as for a read that began before the version came out
+            replica._work._leases._width = lambda: 1  # as for a read that began before the version came out
             await admit(small, ledgers.train, 1, samples=4)
-            await until(lambda: replica._leases.leased)
+            await until(lambda: replica._work._leases.leased)
             role.stop.set()
             await asyncio.wait_for(task, 15)
             [[_, owner, _, deaths]] = await ledgers.connection.read(

@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "own redis": {},
     "vllm": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 2, "cpus": 4}}}},
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
+    "agents": {"episode": {"run": "my:Episode", "processes": 2}},
     "recording": {"recording": {"mode": "write"}},
     "reward models": {
         "reward_models": {"My_judge": {"model": "/work/rm", "servers": 2, "flags": {"max-model-len": 512}}},
@@ -252,6 +253,10 @@ def test_only_who_must_reaches_a_port():
     assert ranks["from"] == [{"podSelector": seen["NetworkPolicy/learner"]["spec"]["podSelector"]}]
     assert weights["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "rollout"
     assert "NetworkPolicy/redis" not in documents(rendered(redis={"url": "redis://q:6379"}))
+    called = documents(rendered(**RUNS["agents"]))
+    [rule] = called["NetworkPolicy/rollout"]["spec"]["ingress"]
+    assert rule == {"from": [{"podSelector": called["Deployment/agent"]["spec"]["selector"]}]}
+    assert "rollout.host=0.0.0.0" in called["Job/prepare"]["spec"]["template"]["spec"]["containers"][0]["args"]
     recorder = documents(rendered(recording={"mode": "write"}))["NetworkPolicy/recorder"]["spec"]
     assert recorder["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "recorder"
     assert recorder["ingress"][1] == weights

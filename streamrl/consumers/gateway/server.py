@@ -19,16 +19,15 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import orjson
 from aiohttp import web
 
-from streamrl.config.base import is_loopback
 from streamrl.consumers.gateway.offers import MAX_LEASE, MIN_LEASE, Offers, ProgramFailed, SampleOffer
 from streamrl.consumers.reward import Score
 from streamrl.errors import DataError, StreamrlError
+from streamrl.listening import names_this_host
 
 logger = logging.getLogger(__name__)
 VERSION: Final = 1
@@ -139,7 +138,7 @@ class Gateway:
             if scheme.lower() != "bearer" or not known:
                 logger.warning("gateway asked without the token", extra={"peer": request.remote})
                 raise _Refusal(401, "token", "the token is missing or wrong", "send `Authorization: Bearer TOKEN`")
-        elif "Origin" in request.headers or not _names_this_host(request.host):
+        elif "Origin" in request.headers or not names_this_host(request.host):
             logger.warning("gateway asked by a browser or under a name", extra={"peer": request.remote})
             raise _Refusal(
                 403,
@@ -291,11 +290,3 @@ def _end_of(posted: _Posted, number: int) -> Score | Exception:
         raise _Refusal(
             422, "invalid", f"{where}: {error}", "post `error` for a sample that cannot be scored"
         ) from error
-
-
-def _names_this_host(host: str) -> bool:
-    """Whether a Host header is a loopback address; with DNS rebinding, it is the attacker's name."""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False

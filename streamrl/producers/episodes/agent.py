@@ -1,11 +1,13 @@
-"""`AgentEpisode`: a command as an agent, with a process of its own and the endpoint's key for each sample."""
+"""A program as an agent: a command with a process of its own for each sample, or a remote one that fetches tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,14 +17,19 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
 from streamrl.errors import PluginError, StreamrlError
+from streamrl.http import read_key
 from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
+from streamrl.producers.episodes.endpoint.tasks import TaskDesk
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score
 from streamrl.waits import first_of
+
+logger = logging.getLogger(__name__)
 
 TASK_FILE: Final = "STREAMRL_TASK"
 """Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
@@ -31,7 +38,7 @@ _LAST_SECONDS: Final = 10.0
 
 
 class AgentFailed(StreamrlError):
-    """The agent's process ended with an exit code other than 0, or could not be started."""
+    """The agent said so, ended with an exit code other than 0, or could not be started."""
 
 
 class AgentEpisode(Episode):
@@ -95,32 +102,15 @@ class AgentEpisode(Episode):
                 await asyncio.to_thread(self._write_task, task, folder)
                 await process.start(self._agent, self._variables(key, folder), key)
                 await first_of(process.wait(), door.called.wait())
-            while not (process.ended or door.over.is_set()):
-                await first_of(process.wait(), door.over.wait(), door.idle.wait())
-                async with session.part("tools"):
-                    await first_of(process.wait(), door.over.wait(), door.busy.wait())
-            if session.fault is None:
-                await first_of(process.wait(), asyncio.sleep(_LAST_SECONDS))
+            await _attend(session, door, process.wait, lambda: process.ended)
         finally:
             await process.kill()
-        if session.fault is not None:
-            raise session.fault
-        if session.stop is not None:
-            raise EpisodeOver(session.stop)
+        _check_end(session)
         if process.code != 0:
             raise AgentFailed(f"the agent {self._agent.command[0]} {process.cause}")
 
     def _write_task(self, task: Task, folder: Path) -> None:
-        known: dict[str, Any] = {
-            "text": task.text,
-            "messages": task.messages,
-            "metadata": task.metadata,
-            "line": task.line,
-            "evaluation": task.evaluation,
-        }
-        if self._agent.answer:
-            known["answer"] = task.answer
-        (folder / "task.json").write_bytes(orjson.dumps(known))
+        (folder / "task.json").write_bytes(orjson.dumps(_described(task, answer=self._agent.answer)))
 
     def _variables(self, key: str, folder: Path) -> dict[str, str]:
         assert self._endpoint is not None
@@ -132,3 +122,104 @@ class AgentEpisode(Episode):
             "ANTHROPIC_API_KEY": key,
             TASK_FILE: str(folder / "task.json"),
         }
+
+
+class RemoteEpisode(Episode):
+    """Hands the task of each sample to a program that fetches it, and waits until that says that it has finished.
+
+    Time in which no program asks for the task does not count. `name` is that of the process, whose number is added to
+    the port.
+    """
+
+    def __init__(self, config: RunConfig, name: str) -> None:
+        assert config.episode.agent is not None
+        self._agent: AgentConfig = config.episode.agent
+        self._context = config.model.context
+        number = name.rpartition(".")[2]
+        self._port = self._agent.port + (int(number) if number.isdecimal() else 0)
+        self._open = contextlib.AsyncExitStack()
+        self._desk: TaskDesk | None = None
+        self._endpoint: AgentEndpoint | None = None
+
+    @override
+    def places(self) -> int:
+        return 0 if self._desk is None else self._desk.places
+
+    @override
+    async def open(self) -> None:
+        agent, self._desk = self._agent, TaskDesk()
+        token = await asyncio.to_thread(read_key, "episode.agent.token_file", agent.token_file)
+        serving = AgentEndpoint.open(agent.host, self._port, self._desk, token)
+        self._endpoint = await self._open.enter_async_context(serving)
+        logger.info("programs fetch tasks", extra={"url": f"{self._endpoint.url}/v1/streamrl/task"})
+
+    @override
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    @override
+    async def run(self, task: Task, chat: Chat) -> float | Score | None:
+        assert self._endpoint is not None
+        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
+        with self._endpoint.serving(door) as key:
+            try:
+                await self._accompany(task, chat.session, door, key)
+            except EpisodeOver:
+                if door.score is None:
+                    raise
+            except CannotNow as error:
+                chat.session.fault = error
+                raise
+            finally:
+                await door.close()
+        return door.score
+
+    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, key: str) -> None:
+        assert self._desk is not None
+        assert self._endpoint is not None
+        described = _described(task, answer=self._agent.answer)
+        body = {"task": described, "api_key": key, "base_url": f"{self._endpoint.url}/v1"}
+        async with self._desk.played(body, session.clock.standing()):
+            try:
+                async with session.part("start"):
+                    await first_of(door.done.wait(), door.called.wait())
+            except EpisodeOver as over:  # the next attempt gets another program
+                raise AgentFailed("the program that fetched the task has made no call") from over
+            await _attend(session, door, door.done.wait, door.done.is_set)
+        _check_end(session)
+        if door.error:
+            raise AgentFailed(f"the program says: {door.error}")
+
+
+async def _attend(
+    session: EpisodeSession,
+    door: AgentDoor,
+    wait: Callable[[], Coroutine[Any, Any, object]],
+    ended: Callable[[], bool],
+) -> None:
+    """Return when the agent has ended, or some time after its episode has; while it thinks, `tools` runs."""
+    while not (ended() or door.over.is_set()):
+        await first_of(wait(), door.over.wait(), door.idle.wait())
+        async with session.part("tools"):
+            await first_of(wait(), door.over.wait(), door.busy.wait())
+    if session.fault is None:
+        await first_of(wait(), asyncio.sleep(_LAST_SECONDS))
+
+
+def _check_end(session: EpisodeSession) -> None:
+    """EpisodeOver: a limit ended it; else the fault of the session."""
+    if session.fault is not None:
+        raise session.fault
+    if session.stop is not None:
+        raise EpisodeOver(session.stop)
+
+
+def _described(task: Task, *, answer: bool) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "text": task.text,
+        "messages": task.messages,
+        "metadata": task.metadata,
+        "line": task.line,
+        "evaluation": task.evaluation,
+    }
+    return {**known, "answer": task.answer} if answer else known

@@ -76,6 +76,19 @@ class EpisodeClock:
                 self._spent[name] += self._now() - since
                 self._bound()
 
+    @asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """Let no time pass for the episode during the block, which is before its first part."""
+        since = self._now()
+        if self._whole is not None:
+            self._whole.reschedule(None)
+        try:
+            yield
+        finally:
+            self._begun += self._now() - since
+            self._reached = max(self._reached, self._begun)
+            self._bound()
+
     def _end(self, *, scoring: bool = False) -> float:
         """When the episode ends, with or without the time that is kept for `scoring`."""
         return self._begun + self._deadline * (1 if scoring else 1 - self._shares.scoring)

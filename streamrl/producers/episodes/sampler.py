@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Engine
+from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
 from streamrl.producers.episodes.blocked_loop import naming_what_blocks
@@ -41,15 +41,15 @@ class EpisodeFailed(StreamrlError):
     """The user's code raised an error, or returned what is no score."""
 
 
-def sampler_of(config: RunConfig, engine: Engine, tokenizer: Tokenizer, name: str = "") -> Sampler:
+def sampler_of(config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> Sampler:
     """What makes the samples of a run; `name` is that of the replica. PluginError: the episode cannot be loaded."""
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name)
 
 
-def episode_of(config: RunConfig) -> Episode:
-    """The episode that the run file names, imported and built.
+def episode_of(config: RunConfig, name: str = "") -> Episode:
+    """The episode that the run file names, imported and built; `name` is that of the process.
 
     `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
     endpoint, its `run` finds the sample in `chat.session`.
@@ -64,9 +64,9 @@ def episode_of(config: RunConfig) -> Episode:
     if episode.environment is not None:
         return _user_environment(episode.environment, episode.args, paths)
     if episode.agent is not None:
-        from streamrl.producers.episodes.agent import AgentEpisode  # with the server of the endpoint
+        from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
 
-        return AgentEpisode(config)
+        return RemoteEpisode(config, name) if episode.agent.remote else AgentEpisode(config)
     return ToolEpisode([import_plugin(use, paths, role="tool") for use in episode.tools])
 
 
@@ -100,7 +100,7 @@ class EpisodeSampler(Sampler):
     """Runs episodes, `episode.concurrent` at the same time; opens the user's episode when it is entered."""
 
     def __init__(
-        self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, episode: Episode, name: str = ""
+        self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, episode: Episode, name: str = ""
     ) -> None:
         self._config = config
         self._engine = engine
@@ -147,7 +147,8 @@ class EpisodeSampler(Sampler):
     def capacity(self, slots: int) -> int:
         if not slots:
             return 0
-        return self._config.episode.concurrent or 2 * slots
+        most, places = self._config.episode.concurrent or 2 * slots, self._episode.places()
+        return most if places is None else min(most, places)
 
     @override
     def figures(self) -> Mapping[str, int | float]:

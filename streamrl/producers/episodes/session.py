@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from streamrl.config import EpisodeConfig, RunConfig
-from streamrl.engine import Completion, Engine, Finish, Request
+from streamrl.engine import Completion, Finish, Generator, Request
 from streamrl.errors import DataError
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
 from streamrl.producers.episodes.history import History, NextTurn, call_key
@@ -94,7 +94,7 @@ class EpisodeSession:
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        engine: Generator,
         renderer: ChatRenderer,
         tokenizer: Tokenizer,
         order: SampleOrder,
@@ -449,7 +449,7 @@ class EpisodeSession:
 class _Asking:
     """Asks an engine for the rest of a response, until it broke off too often without a token."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Generator) -> None:
         self._engine = engine
         self._aborts = 0
 

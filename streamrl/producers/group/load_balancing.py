@@ -56,6 +56,23 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
     return before if kept.burden - places[best].burden <= together * cost / kept.limit else best
 
 
+class Affinities:
+    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, key: str) -> str | None:
+        return self._names.get(key)
+
+    def set(self, key: str, name: str) -> None:
+        if key:
+            self._names[key] = name
+            self._names.move_to_end(key)
+            if len(self._names) > _AFFINITIES:
+                self._names.popitem(last=False)
+
+
 class LoadBalancer:
     """The queue of a group: in order of arrival, past requests that no server may take yet."""
 
@@ -65,7 +82,7 @@ class LoadBalancer:
         pool.changed = self.place
         self._queue: dict[RoutedRequest, asyncio.Future[Member | None]] = {}
         self._placed: dict[RoutedRequest, Member] = {}
-        self._affinity: OrderedDict[str, str] = OrderedDict()
+        self._affinities = Affinities()
         self._expected = float(config.sampling.max_new_tokens)
         self._failure: Exception | None = None
         self._busy = 0.0
@@ -144,7 +161,7 @@ class LoadBalancer:
         if not free:
             return None
         key = request.request.affinity
-        before = self._affinity.get(key) if key else None
+        before = self._affinities.get(key)
         at = choose(
             [Place(self._tokens_on(member), member.limit, member.load.cache_use) for member in free],
             cost=request.tokens(self._expected),
@@ -152,11 +169,7 @@ class LoadBalancer:
             together=self._together,
             before=next((at for at, member in enumerate(free) if member.name == before), None),
         )
-        if key:
-            self._affinity[key] = free[at].name
-            self._affinity.move_to_end(key)
-            if len(self._affinity) > _AFFINITIES:
-                self._affinity.popitem(last=False)
+        self._affinities.set(key, free[at].name)
         return free[at]
 
     def _choose_alone(self, request: RoutedRequest) -> Member | None:

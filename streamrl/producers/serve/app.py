@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import orjson
 from aiohttp import web
+from typing_extensions import override
 
-from streamrl.engine import Completion, Request, StreamingEngine
+from streamrl.engine import Completion, Listener, Request, StreamingEngine
 from streamrl.errors import DataError, Refused, StreamrlError, Unreachable, WeightsError
 from streamrl.producers.serve import messages
 from streamrl.producers.serve.deliveries import Deliveries
@@ -26,6 +27,7 @@ MAX_BODY: Final = 16 << 20
 
 _M = TypeVar("_M", bound=msgspec.Struct)
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Generate: TypeAlias = Callable[[Request, Listener], Coroutine[Any, Any, Completion]]
 
 
 class BadMessage(StreamrlError):
@@ -107,53 +109,28 @@ class _Unsent:
             "finish": done.finish,
             "runs": done.runs,
             "prompt_tokens": done.prompt_tokens,
+            "cached_tokens": done.cached_tokens,
         }
 
 
-class EngineApp:
-    """Serves one engine that has been started; every request must bear `key`.
+class GenerationApp:
+    """Serves generation alone; every request must bear `key`. All of it belongs to one event loop.
 
-    All of it belongs to one event loop. Controls run in `tasks` and continue when their client has left.
+    `generate` samples one response, and may tell the listener of tokens while it does.
     """
 
-    def __init__(
-        self,
-        engine: StreamingEngine,
-        about: Mapping[str, Any],
-        deliveries: Deliveries,
-        key: str | None,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        self._engine = engine
-        self._tasks = tasks
-        self._running: set[asyncio.Task[web.StreamResponse]] = set()
-        self._about = about
-        self._deliveries = deliveries
+    def __init__(self, generate: Generate, key: str | None) -> None:
+        self._sample = generate
         self._expected = None if key is None else f"Bearer {key}".encode()
-        self._leases = PauseLeases()
-        self._leased = asyncio.Event()
-        self._weights = asyncio.Lock()
-        self._run = ""
 
     def app(self) -> web.Application:
         """Return the application; its handlers have to be cancelled when their client leaves."""
-        calls: Mapping[str, tuple[type[msgspec.Struct], Callable[..., Awaitable[Any]]]] = {
-            "/abort": (messages.Abort, self._abort),
-            "/pause": (messages.Pause, self._pause),
-            "/resume": (messages.Resume, self._resume),
-            "/weights/prefetch": (messages.Weights, self._prefetch),
-            "/weights/update": (messages.Weights, self._update),
-            "/sleep": (messages.Sleep, lambda message, _: self._engine.sleep(cast("Any", message.level))),
-            "/wake": (messages.Wake, lambda message, _: self._engine.wake(message.tags)),
-            "/adapters/load": (messages.LoadAdapter, self._load_adapter),
-            "/adapters/unload": (messages.UnloadAdapter, lambda message, _: self._engine.unload_adapter(message.name)),
-        }
-        looks = {"/about": self._tell, "/ready": self._health, "/health": self._health, "/figures": self._figures}
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
-        app.add_routes([web.post(path, self._control(kind, work)) for path, (kind, work) in calls.items()])
-        app.add_routes([web.get(path, self._look(work)) for path, work in looks.items()])
-        app.add_routes([web.post("/generate", self._generate)])
+        app.add_routes([web.post("/generate", self._generate), web.get("/ready", self._ready)])
         return app
+
+    async def _ready(self, _: web.Request) -> web.StreamResponse:
+        return _json({"status": "ok"})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -181,33 +158,21 @@ class EngineApp:
         if (request.content_length or 0) > MAX_BODY:
             raise BadMessage(f"a body of more than {MAX_BODY} bytes", status=413)
 
-    def _control(self, kind: type[_M], work: Callable[[_M, web.Request], Awaitable[Any]]) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            message = await _read(request, kind)
-            control = self._tasks.create_task(_answer(work(message, request)))
-            self._running.add(control)
-            control.add_done_callback(self._running.discard)
-            return await asyncio.shield(control)
-
-        return handle
-
-    def cancel_controls(self) -> None:
-        for control in self._running:
-            control.cancel()
-
-    def _look(self, work: Callable[[web.Request], Awaitable[Any]]) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await _answer(work(request))
-
-        return handle
-
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Stream one response as server-sent events; a client that hangs up aborts it."""
         message = await _read(request, messages.Generate)
         tokens = np.asarray(message.tokens, dtype=np.int32)
-        prompt = Request(message.id, tokens, message.max_new_tokens, message.temperature, message.adapter)
+        prompt = Request(
+            message.id,
+            tokens,
+            message.max_new_tokens,
+            message.temperature,
+            message.adapter,
+            message.affinity,
+            message.cache_version,
+        )
         unsent = _Unsent(message.interval)
-        sampling = asyncio.create_task(self._engine.generate(prompt, unsent.hear), name=f"generate {message.id}")
+        sampling = asyncio.create_task(self._sample(prompt, unsent.hear), name=f"generate {message.id}")
         sampling.add_done_callback(lambda _: unsent.due.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         try:
@@ -233,6 +198,75 @@ class EngineApp:
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
+
+
+class EngineApp(GenerationApp):
+    """Serves one engine that has been started; every request must bear `key`.
+
+    All of it belongs to one event loop. Controls run in `tasks` and continue when their client has left.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        about: Mapping[str, Any],
+        deliveries: Deliveries,
+        key: str | None,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        super().__init__(engine.generate, key)
+        self._engine = engine
+        self._tasks = tasks
+        self._running: set[asyncio.Task[web.StreamResponse]] = set()
+        self._about = about
+        self._deliveries = deliveries
+        self._leases = PauseLeases()
+        self._leased = asyncio.Event()
+        self._weights = asyncio.Lock()
+        self._run = ""
+
+    @override
+    def app(self) -> web.Application:
+        calls: Mapping[str, tuple[type[msgspec.Struct], Callable[..., Awaitable[Any]]]] = {
+            "/abort": (messages.Abort, self._abort),
+            "/pause": (messages.Pause, self._pause),
+            "/resume": (messages.Resume, self._resume),
+            "/weights/prefetch": (messages.Weights, self._prefetch),
+            "/weights/update": (messages.Weights, self._update),
+            "/sleep": (messages.Sleep, lambda message, _: self._engine.sleep(cast("Any", message.level))),
+            "/wake": (messages.Wake, lambda message, _: self._engine.wake(message.tags)),
+            "/adapters/load": (messages.LoadAdapter, self._load_adapter),
+            "/adapters/unload": (messages.UnloadAdapter, lambda message, _: self._engine.unload_adapter(message.name)),
+        }
+        looks = {"/about": self._tell, "/health": self._health, "/figures": self._figures}
+        app = super().app()
+        app.add_routes([web.post(path, self._control(kind, work)) for path, (kind, work) in calls.items()])
+        app.add_routes([web.get(path, self._look(work)) for path, work in looks.items()])
+        return app
+
+    @override
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        return await _answer(self._health(request))
+
+    def _control(self, kind: type[_M], work: Callable[[_M, web.Request], Awaitable[Any]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            message = await _read(request, kind)
+            control = self._tasks.create_task(_answer(work(message, request)))
+            self._running.add(control)
+            control.add_done_callback(self._running.discard)
+            return await asyncio.shield(control)
+
+        return handle
+
+    def cancel_controls(self) -> None:
+        for control in self._running:
+            control.cancel()
+
+    def _look(self, work: Callable[[web.Request], Awaitable[Any]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await _answer(work(request))
+
+        return handle
 
     async def watch_leases(self) -> None:
         """Resume the engine whenever the last pause has expired; `Unreachable` when the engine died."""

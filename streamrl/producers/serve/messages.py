@@ -46,6 +46,8 @@ class Generate(_Message, frozen=True):
     max_new_tokens: int
     temperature: float = 1.0
     adapter: str | None = None
+    affinity: str = ""
+    cache_version: _Count | None = None
     interval: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 

@@ -30,7 +30,6 @@ from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.runfile import RUN_DIGEST
 from streamrl.runtime.placement.rendered import (
-    SHARED_SETTINGS,
     as_yaml,
     below,
     drain_seconds,
@@ -38,6 +37,7 @@ from streamrl.runtime.placement.rendered import (
     lead,
     redis_script,
     server_image,
+    shared_settings,
 )
 from streamrl.runtime.plan import processes, threads
 from streamrl.servers.launch import words
@@ -334,7 +334,7 @@ def _prepare(
 ) -> Manifest:
     """`with_engine`: it waits for the servers of the run, which start beside it and need the token of the weights."""
     settings = {
-        **SHARED_SETTINGS,
+        **shared_settings(config),
         "redis.url": redis_url(config),
         "redis.password_file": "/secrets/redis-password",
         "health.host": "0.0.0.0",  # noqa: S104 (a pod's own address; the NetworkPolicy says who reaches it)
@@ -438,6 +438,9 @@ def _network(config: RunConfig) -> list[Manifest]:
         # Ranks talk to each other on ports that gloo and NCCL choose.
         _policy(leader, _selector(leader), {"from": [own]}, _allow(WEIGHTS_PORT, rollout)),
     ]
+    if "agent" in processes(config):
+        # Replicas serve agents on any free port, to bearers of the run's token.
+        policies.append(_policy("rollout", _selector("rollout"), {"from": [{"podSelector": _selector("agent")}]}))
     if config.redis.url is None:
         policies.append(_policy("redis", _selector("redis"), _allow(6379, roles)))
     return policies

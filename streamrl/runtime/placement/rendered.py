@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
@@ -12,8 +12,15 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.queues.access import redact
 
-SHARED_SETTINGS: Final = {"weights.transport": "http", "weights.host": "0.0.0.0"}  # noqa: S104 (other hosts fetch them)
-"""Values of a run whose roles have hosts of their own."""
+
+def shared_settings(config: RunConfig) -> dict[str, str]:
+    """Values of a run whose roles have hosts of their own."""
+    everywhere = "0.0.0.0"  # noqa: S104 (other hosts fetch weights, and call replicas)
+    return {
+        "weights.transport": "http",
+        "weights.host": everywhere,
+        **({"rollout.host": everywhere} if config.episode.processes else {}),
+    }
 
 
 def expect_portable(config: RunConfig, engine: str) -> None:

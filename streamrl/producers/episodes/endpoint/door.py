@@ -71,7 +71,8 @@ class AgentDoor:
 
     `context` is that of the model: a call far above it is not tokenized, which would hold the event loop. `called` is
     set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
-    session refused a call for good: a limit was reached, or its engine failed. `score` is what the agent posted for
+    session refused a call for good: a limit was reached, or its engine failed. `done` is set when a remote program says
+    that it has finished, with `error` if it failed. `score` is what the agent posted for
     the episode. `name` tells the ids of its answers from those of other samples.
     """
 
@@ -84,9 +85,10 @@ class AgentDoor:
         self._tasks: set[asyncio.Task[SampledTurn]] = set()
         self._answered: dict[int, _Answered] = {}
         self._closed = False
-        self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
+        self.called, self.busy, self.idle, self.over, self.done = (asyncio.Event() for _ in range(5))
         self.idle.set()
         self.score: float | None = None
+        self.error = ""
         self.name = token_hex(4)
 
     @contextlib.contextmanager
@@ -148,6 +150,14 @@ class AgentDoor:
             self._session.reward(value, turn)
         else:
             raise CallRefused(400, f"turn {turn} is no answer to a call; the answers say theirs in `streamrl`")
+
+    def finish(self, error: str) -> None:
+        """The program has finished, or failed. A repeat does nothing; CallRefused: the episode has ended."""
+        if self._closed:
+            self.check_open()
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
 
     async def close(self) -> None:
         """Refuse further calls, give up those that are being sampled, and drop what is no part of the record."""
