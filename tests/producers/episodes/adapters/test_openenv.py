@@ -130,10 +130,10 @@ async def test_a_server_without_room_is_named(server):
 
 
 async def test_a_wrong_address_or_field_ends_the_run_at_its_start(server):
-    with pytest.raises(ConfigError, match="the action of the environment .* has no guess") as caught:
+    with pytest.raises(ConfigError, match=r"the action of the environment .* has no guess") as caught:
         await OpenEnvEpisode(server.url, field="guess").open()
     assert "there are: metadata, number, polite" in str(caught.value.hint)
-    with pytest.raises(ConfigError, match="the observation of the environment .* has no board"):
+    with pytest.raises(ConfigError, match=r"the observation of the environment .* has no board"):
         await OpenEnvEpisode(server.url, observation="board").open()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
