@@ -38,7 +38,7 @@ class Game(Environment[Guess, Told, State]):
         if action.number == 13:
             raise RuntimeError("the dice are gone")
         if action.number == 99:
-            time.sleep(2)
+            time.sleep(1)
         thanks = ", thank you" if action.polite else ""
         if action.number == self.secret:
             return Told(text=f"right{thanks}", done=True, reward=1.0)

@@ -98,7 +98,7 @@ async def test_a_model_that_thinks_longer_than_the_server_waits_for_a_pong(serve
     said = Script.generate
 
     async def slowly(self, request):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         return await said(self, request)
 
     monkeypatch.setattr(Script, "generate", slowly)

@@ -15,26 +15,12 @@ HERE = Path(__file__).parent
 
 
 def test_tasks_of_the_package(tmp_path):
-    """Its files in the home directory go into one of the test."""
-    command = [
-        python_of("verifiers"),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n0",
-        HERE / "verifiers_cases.py",
-    ]
-    variables = {**os.environ, "PYTHONPATH": str(HERE), "HOME": str(tmp_path)}
+    """What verifiers and pytest write is in a directory of the test."""
+    command = [python_of("verifiers"), "-m", "pytest", "-q", "-n0", "-o", f"cache_dir={tmp_path}/cache"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    variables |= {"PYTHONPATH": str(HERE), "HOME": str(tmp_path)}
+    cases = HERE / "verifiers_cases.py"
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=ROOT,
-        env=variables,
-        stdin=subprocess.DEVNULL,
+        [*command, cases], capture_output=True, text=True, timeout=110, check=False, cwd=ROOT, env=variables
     )
     assert done.returncode == 0, done.stdout[-8000:]

@@ -14,7 +14,7 @@ from streamrl.errors import DataError, PluginError, Unreachable
 from streamrl.producers.episodes.adapters.verifiers import VerifiersEpisode
 from streamrl.producers.episodes.sampler import EpisodeFailed
 
-from .adapter_kit import asks, opened, order_with, real_model
+from .adapter_kit import asks, opened, order_with, played, real_model
 
 NULL = {"harness": {"id": "null"}}
 STAND_IN = f"""#!/bin/sh
@@ -57,19 +57,17 @@ async def test_a_task_is_played_with_its_tools_and_scored_by_its_rewards():
         assert cut.score.parts == {"right": 0.0, "brief": 0.25, "turns": 2.0}
 
 
-async def test_lines_are_the_tasks_as_the_package_writes_them():
+async def test_a_line_is_a_task_as_the_package_writes_it():
     taskset = vf.load_taskset(vf.taskset_config_type("sums-v1")(id="sums-v1"))
-    lines = [json.loads(task.data.model_dump_json()) for task in taskset]
-    orders = [order_with(line=line["idx"], text=line.pop("prompt"), **line) for line in lines]
-    async with opened(sums(), ["0", "0"]) as play:
-        first, second = await play(orders[0]), await play(orders[1])
-    assert "what is 0 + 0?" in first.prompts[0]
-    assert (first.sample.score.value, second.sample.score.value) == (0.75, 0.25)
+    task = json.loads([*taskset][1].data.model_dump_json())
+    found = await played(sums(), ["1"], order_with(line=task["idx"], text=task.pop("prompt"), **task))
+    assert "what is 0 + 1?" in found.prompts[0]
+    assert found.sample.score.value == 0.75
 
 
 async def test_what_goes_wrong_fails_the_sample_and_says_so():
     async with opened(sums(), ["3", Unreachable("the engine is gone")]) as play:
-        with pytest.raises(EpisodeFailed, match="TaskError: .*the scales are broken"):
+        with pytest.raises(EpisodeFailed, match=r"TaskError: .*the scales are broken"):
             await play(order_with(fault="reward"))
         with pytest.raises(Unreachable, match="the engine is gone"):
             await play()
