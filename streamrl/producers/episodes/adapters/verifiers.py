@@ -113,9 +113,9 @@ class VerifiersEpisode(Episode):
                 await door.close()
         if session.fault is not None:
             raise session.fault
-        if session.stop is not None:
-            raise EpisodeOver(session.stop)
         if not trace.ok:
+            if session.stop is not None:
+                raise EpisodeOver(session.stop)
             last = trace.last_error
             raise VerifiersFailed(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
         if trace.stop_condition in _STOPS:
@@ -146,7 +146,9 @@ class VerifiersEpisode(Episode):
             fields["system_prompt"] = self._taskset.system_prompt
         data = kind.data_type()
         try:
-            known = data.model_validate({name: fields[name] for name in data.model_fields if name in fields})
+            known = data.model_validate(
+                {name: fields[name] for name in data.model_fields if fields.get(name) is not None}
+            )
         except ValidationError as error:
             raise DataError(f"line {task.line} of the data set is no {data.__name__}: {error}") from error
         return kind(known, self._taskset.config.task)
