@@ -8,6 +8,7 @@
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
+#   make adapters                     install OpenEnv and verifiers into .adapters, for tests of what runs their environments
 #   make lint                         ruff, mypy, import rules, dead code
 #   make deploy                       write deploy/{compose,kubernetes,slurm} anew from deploy/run.yaml
 #   make docs                         install mkdocs, build docs/ into site/, fail on a broken link
@@ -66,18 +67,27 @@ engines: environment-vllm environment-sglang
 	@$(BIN)/streamrl engines check vllm
 	@$(BIN)/streamrl engines check sglang
 
-# trl beside the project's own packages, which it sees through a .pth file: nothing is installed twice.
+# An environment that sees the project's own packages through a .pth file: nothing is installed twice.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+BESIDE = rm -rf $(1) && $(BIN)/python -m venv --without-pip $(1) && \
+	$(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/project.pth" && $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+
 CROSSCHECK := .crosscheck
 CROSSCHECKED := $(CROSSCHECK)/.installed-$(shell cat constraints.txt | cksum | cut -d' ' -f1)
 crosscheck: setup $(CROSSCHECKED)
 
 $(CROSSCHECKED):
 	@echo "set-up: trl into $(CROSSCHECK) (once, about half a minute after downloads)"
-	@rm -rf $(CROSSCHECK) && $(BIN)/python -m venv --without-pip $(CROSSCHECK)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(CROSSCHECK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
-	@$(CROSSCHECK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl
+	@$(call BESIDE,$(CROSSCHECK)) --constraint constraints.txt trl
 	@touch $@
+
+# Packages whose pins clash with ours. Their lists hold all that an import needs, because pip would not go against a pin.
+ADAPTED := tests/producers/episodes/adapters
+adapters: adapter-openenv adapter-verifiers
+adapter-%: setup
+	@installed=.adapters/$*/.installed-$$(cksum < $(ADAPTED)/$*.txt | cut -d' ' -f1); test -e $$installed || { \
+		echo "set-up: $* into .adapters (once, some seconds after downloads)"; \
+		$(call BESIDE,.adapters/$*) --no-deps --requirement $(ADAPTED)/$*.txt && touch $$installed; }
 
 # Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
 # NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
@@ -85,7 +95,7 @@ test: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
-prepare-slow: environment-vllm environment-sglang crosscheck warm-start
+prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
 
 warm-start: setup
 	@$(BIN)/python examples/sort/prepare.py
@@ -125,4 +135,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo demo-tools engines crosscheck prepare-slow warm-start test test-slow test-chaos test-all lint deploy docs clean
+.PHONY: help setup demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-chaos test-all lint deploy docs clean

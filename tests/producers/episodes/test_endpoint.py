@@ -84,7 +84,7 @@ async def anthropic(served, stream=False):
     async def ask(messages):
         body = {"model": "any", "max_tokens": 64, "messages": messages, "tools": [tool], "stream": stream}
         async with (
-            aiohttp.ClientSession(headers={"x-api-key": served.key}) as client,
+            aiohttp.ClientSession(headers={"x-api-key": served.key, "Authorization": "Bearer EMPTY"}) as client,
             client.post(f"{served.url}/v1/messages", json=body) as response,
         ):
             if not stream:

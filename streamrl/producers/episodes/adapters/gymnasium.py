@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -12,10 +11,12 @@ from typing_extensions import override
 
 from streamrl.errors import ConfigError, need_packages
 from streamrl.producers.episodes.adapters.stepped import (
+    ActionPattern,
     EnvironmentStep,
     SteppedEnvironment,
-    SteppedEpisode,
     StepRewards,
+    ThreadedEpisode,
+    seed_of,
 )
 from streamrl.producers.episodes.environment import begin
 from streamrl.producers.episodes.episode import Task
@@ -27,7 +28,7 @@ from streamrl.wire import StopReason
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class GymnasiumEpisode(SteppedEpisode):
+class GymnasiumEpisode(ThreadedEpisode):
     """`gymnasium.make(environment, **kwargs)` for each sample, stepped with what the policy writes.
 
     The first observation is appended to the last message of the user, later ones are messages of the user. All samples
@@ -68,9 +69,7 @@ class GymnasiumEpisode(SteppedEpisode):
         self._id = environment
         self._kwargs = dict(kwargs or {})
         self._actions = {_plain(name): int(number) for name, number in numbered.items()}
-        self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
-        if self._pattern is not None and not self._pattern.groups:
-            raise ValueError(f"pattern {pattern!r} has no group for the action: write (...) around it")
+        self.pattern = ActionPattern(pattern)
         self._rendered = observation == "render"
         self._invalid_reward = invalid_reward
         self._seed = seed
@@ -82,7 +81,7 @@ class GymnasiumEpisode(SteppedEpisode):
 
     @override
     def make(self, task: Task, max_turns: int) -> SteppedEnvironment:
-        return self._made(self._seed_of(task), task)
+        return self._made(seed_of(task, self._seed), task)
 
     @override
     def action(self, session: EpisodeSession, turn: SampledTurn) -> str:
@@ -108,19 +107,6 @@ class GymnasiumEpisode(SteppedEpisode):
             raise ConfigError(f"{self._id} does not render text", "set kwargs: {render_mode: ansi}")
         return _GymnasiumInstance(instance, self, seed, task)
 
-    def _seed_of(self, task: Task) -> int:
-        given = task.metadata.get("seed")
-        if isinstance(given, int):
-            return given
-        return zlib.crc32(f"{self._seed} {task.evaluation} {task.line}".encode())
-
-    def found(self, text: str) -> str | None:
-        """The action in a reply, without spaces around it; None: the pattern is not in it."""
-        if self._pattern is None:
-            return text.strip()
-        found = [match[1] for match in self._pattern.finditer(text)]
-        return found[-1].strip() if found and found[-1] is not None else None
-
     def number(self, action: str) -> int | None:
         """The number of an action of a `Discrete` space; None: it is none."""
         if self._actions:
@@ -132,8 +118,7 @@ class GymnasiumEpisode(SteppedEpisode):
 
     def refusal(self, space: Any) -> EnvironmentStep:
         known = ", ".join(self._actions) if self._actions else str(space)
-        where = "" if self._pattern is None else f", written as {self._pattern.pattern}"
-        text = f"error: this is no action; the actions are {known}{where}"
+        text = f"error: this is no action; the actions are {known}{self.pattern}"
         return EnvironmentStep([{"role": "user", "content": text}], self._invalid_reward)
 
 
@@ -156,7 +141,7 @@ class _GymnasiumInstance:
         import gymnasium
 
         space = self._instance.action_space
-        chosen: str | int | None = self._episode.found(action)
+        chosen: str | int | None = self._episode.pattern.found(action)
         if isinstance(chosen, str) and not isinstance(space, gymnasium.spaces.Text):
             chosen = self._episode.number(chosen)
         if chosen is None or chosen not in space:

@@ -13,15 +13,15 @@ from streamrl.errors import ConfigError, DataError, need_packages
 from streamrl.producers.episodes.adapters.stepped import (
     EnvironmentStep,
     SteppedEnvironment,
-    SteppedEpisode,
     StepRewards,
+    ThreadedEpisode,
 )
 from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 
 
-class SkyRLGymEpisode(SteppedEpisode):
+class SkyRLGymEpisode(ThreadedEpisode):
     """`skyrl_gym.make(environment, env_config=config, extras=line)` for each sample.
 
     `extras` are the fields of the line of the data set, as SkyRL gives them: `reward_spec`, `extra_info`, `data`, ...

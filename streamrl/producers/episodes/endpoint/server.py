@@ -118,14 +118,15 @@ class AgentEndpoint:
         return app
 
     def _door(self, request: web.Request) -> AgentDoor:
-        """The sample of a request, which is found before its body is read."""
-        known = _known(_bearer(request) or request.headers.get("x-api-key", ""))
-        if known in self._ended:
+        """The sample of a request, which is found before its body is read. Either header may hold its key."""
+        known = [_known(key) for key in (_bearer(request), request.headers.get("x-api-key", ""))]
+        for each in known:
+            if each in self._doors:
+                return self._doors[each]
+        if any(each in self._ended for each in known):
             raise CallRefused(410, "the episode of this key has ended", "episode_over")
-        if known not in self._doors:
-            logger.warning("agent endpoint asked with a wrong key", extra={"peer": request.remote})
-            raise CallRefused(401, "the API key is missing or wrong: use OPENAI_API_KEY", "invalid_api_key")
-        return self._doors[known]
+        logger.warning("agent endpoint asked with a wrong key", extra={"peer": request.remote})
+        raise CallRefused(401, "the API key is missing or wrong: use OPENAI_API_KEY", "invalid_api_key")
 
     def _asking(self, api: AgentApi) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:

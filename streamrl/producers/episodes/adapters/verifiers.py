@@ -1,0 +1,154 @@
+"""A taskset of verifiers v1 as an episode: `Agent.run(task)` for each sample, scored by the rewards of the task.
+
+What asks the policy is the harness of verifiers, often a program of its own. So verifiers gets the endpoint of agents
+as its model, with one key for each sample, and the tokens of each call are sampled and recorded by the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from typing_extensions import override
+
+from streamrl.errors import DataError, PluginError, StreamrlError, need_packages
+from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.endpoint.calls import MODEL
+from streamrl.producers.episodes.endpoint.door import AgentDoor
+from streamrl.producers.episodes.endpoint.server import AgentEndpoint
+from streamrl.producers.episodes.environment import row
+from streamrl.producers.episodes.episode import Chat, Episode, Task
+from streamrl.score import Score
+from streamrl.wire import StopReason
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
+
+_HOST: Final = "127.0.0.1"
+"""Calls come from this process, wherever the harness runs: verifiers passes them on."""
+_MAX_CALLS: Final = 32
+_CONTEXT: Final = 1 << 18
+"""Tokens of the longest conversation; the body of a call is bounded by the server."""
+_LOCAL: Final = {"type": "subprocess"}
+_STOPS: Final[dict[str, StopReason]] = {"max_turns": "max_turns", "agent_timeout": "rollout_timeout"}
+"""Limits of verifiers that have a name here; its other stops complete an episode."""
+
+
+class VerifiersFailed(StreamrlError):
+    """A rollout of verifiers ended with an error."""
+
+
+class VerifiersEpisode(Episode):
+    """The agent of verifiers plays the task of each line of the data set; the task's own rewards are the score.
+
+    A line holds the fields of the taskset's `TaskData`, as `task.data.model_dump_json()` writes them. The harness and
+    its runtime see the endpoint of this process as their model: all its calls are turns of the sample.
+
+    Args:
+        taskset: id of an installed taskset, as `vf.load_taskset` finds it.
+        config: other fields of the taskset's configuration.
+        agent: fields of `vf.AgentConfig`: `harness`, `runtime`, `timeout`, ... Without a harness it is the one of the
+            taskset, else `bash`; without a runtime the harness is a process beside this one, in no sandbox.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        agent: Mapping[str, Any] | None = None,
+    ) -> None:
+        need_packages("VerifiersEpisode", "verifiers", extra="verifiers")
+        self._id = taskset
+        self._config = dict(config or {})
+        self._agent = {"runtime": _LOCAL, **(agent or {})}
+        self._open = contextlib.AsyncExitStack()
+        self._endpoint: AgentEndpoint | None = None
+        self._taskset: Any = None
+        self._seat: Any = None
+        self._tools: Mapping[str, Any] = {}
+
+    @override
+    async def open(self) -> None:
+        """Load the taskset and the harness, and start the taskset's tools: what is wrong ends the run at its start."""
+        await asyncio.to_thread(self._load)
+        from verifiers.v1.mcp import serve_shared
+        from verifiers.v1.runtimes import runtime_is_local
+
+        tools = self._taskset.toolsets(self._taskset.config)
+        serving = serve_shared(tools, harness_is_local=runtime_is_local(self._seat.runtime))
+        self._endpoint = await self._open.enter_async_context(AgentEndpoint.open(_HOST))
+        self._tools = await self._open.enter_async_context(serving)
+
+    @override
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    def _load(self) -> None:
+        import verifiers.v1 as vf
+        from verifiers.v1.configs.env import default_agent_harness
+
+        try:
+            config = vf.taskset_config_type(self._id).model_validate({**self._config, "id": self._id})
+            self._taskset = vf.load_taskset(config)
+            seat = vf.AgentConfig.model_validate(self._agent)
+            harness = seat.harness or default_agent_harness(self._id)
+            vf.load_harness(harness)
+        except (ImportError, ValueError, TypeError, AttributeError) as error:
+            raise PluginError(f"verifiers cannot load taskset {self._id}: {error}") from error
+        self._seat = seat.model_copy(update={"harness": harness, "model": seat.model or MODEL})
+
+    @override
+    async def run(self, task: Task, chat: Chat) -> float | Score | None:
+        assert self._endpoint is not None
+        session = chat.session
+        played = self._task(task)
+        door = AgentDoor(session, _MAX_CALLS, _CONTEXT)
+        with self._endpoint.serving(door) as key:
+            try:
+                trace = await self._player(key, session.limits.max_turns).run(played, tools=self._tools)
+            finally:
+                await door.close()
+        if session.fault is not None:
+            raise session.fault
+        if not trace.ok:
+            if session.stop is not None:
+                raise EpisodeOver(session.stop)
+            last = trace.last_error
+            raise VerifiersFailed(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
+        if trace.stop_condition in _STOPS:
+            session.end(_STOPS[trace.stop_condition])
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        return Score(trace.reward, metrics | rewards)
+
+    def _player(self, key: str, max_turns: int) -> vf.Agent:
+        """The agent of one sample. The client of verifiers overwrites one header or the other, by the API it speaks."""
+        import verifiers.v1 as vf
+
+        assert self._endpoint is not None
+        headers = {"Authorization": f"Bearer {key}", "x-api-key": key}
+        client = vf.EvalClientConfig(base_url=f"{self._endpoint.url}/v1", api_key_var="", headers=headers)
+        most = min(max_turns, self._seat.max_turns or max_turns)
+        return vf.make_agent(self._seat.model_copy(update={"client": client, "max_turns": most}))
+
+    def _task(self, task: Task) -> Any:
+        """The task of a line. DataError: its fields are none of the taskset's `TaskData`."""
+        from pydantic import ValidationError
+
+        kind = self._taskset.task_type()
+        fields = row(task)
+        if task.messages != [{"role": "user", "content": task.text}]:
+            fields["prompt"] = task.messages
+        if self._taskset.system_prompt is not None:
+            fields["system_prompt"] = self._taskset.system_prompt
+        data = kind.data_type()
+        try:
+            known = data.model_validate(
+                {name: fields[name] for name in data.model_fields if fields.get(name) is not None}
+            )
+        except ValidationError as error:
+            raise DataError(f"line {task.line} of the data set is no {data.__name__}: {error}") from error
+        return kind(known, self._taskset.config.task)
