@@ -80,7 +80,7 @@ class Answering:
         self._behind = behind
         self._news = news
         self._more = figures
-        self._sampler = sampler_of(config, engine, tokenizer, role.name)
+        self._sampler = sampler_of(config, engine, tokenizer, role.name, role.say_blocked)
         self._numbers = count()
         self._missing = 0
         self._opened = 0
@@ -145,6 +145,7 @@ class Answering:
         return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.responses)
 
     def _figures(self) -> dict[str, int | float]:
+        self._role.status["trouble"] = self._sampler.trouble()
         return {**self._more(), **self._sampler.figures()}
 
     def _is_stale(self) -> bool:

@@ -89,6 +89,10 @@ class Sampler(ABC):
         """What is going on, by name, for the metrics of the replica."""
         return {}
 
+    def trouble(self) -> str:
+        """What is wrong, in words, for `streamrl status`; empty: nothing."""
+        return ""
+
 
 class SingleTurn(Sampler):
     """One response to each prompt; `name` is that of the replica."""

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -26,10 +26,13 @@ _LIBRARIES: Final = (
 
 
 @contextlib.contextmanager
-def naming_what_blocks(seconds: float = _NAMED_SECONDS) -> Iterator[None]:
-    """Log the file and line of a user's code that holds this event loop for `seconds`, once for each line."""
+def naming_what_blocks(tell: Callable[[str], None] | None = None, seconds: float = _NAMED_SECONDS) -> Iterator[None]:
+    """Log the file and line of a user's code that holds this event loop for `seconds`, once for each line.
+
+    `tell` is called with the same in words, in another thread.
+    """
     ended = threading.Event()
-    arguments = (ended, threading.get_ident(), asyncio.get_running_loop(), seconds)
+    arguments = (ended, threading.get_ident(), asyncio.get_running_loop(), seconds, tell)
     threading.Thread(target=_watch, args=arguments, name="episode-watch", daemon=True).start()
     try:
         yield
@@ -37,7 +40,13 @@ def naming_what_blocks(seconds: float = _NAMED_SECONDS) -> Iterator[None]:
         ended.set()
 
 
-def _watch(ended: threading.Event, thread: int, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+def _watch(
+    ended: threading.Event,
+    thread: int,
+    loop: asyncio.AbstractEventLoop,
+    seconds: float,
+    tell: Callable[[str], None] | None,
+) -> None:
     named: set[str] = set()
     turned, asked = threading.Event(), 0.0
     turned.set()
@@ -54,6 +63,8 @@ def _watch(ended: threading.Event, thread: int, loop: asyncio.AbstractEventLoop,
                 named.add(place)
                 extra = {"place": place, "seconds": round(now - asked, 1)}
                 logger.error("an episode holds the event loop; sync tools run in threads", extra=extra)
+                if tell is not None:
+                    tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}")
 
 
 def _place(frame: FrameType | None) -> str:

@@ -109,17 +109,11 @@ class KnownRenderer(ChatRenderer):
         self._inner = inner
         self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
         self._told = False
-        self._prefix_stable = probe.examine(self).stable
 
     @property
     @override
     def stops(self) -> frozenset[int]:
         return self._stops
-
-    @property
-    @override
-    def prefix_stable(self) -> bool:
-        return self._prefix_stable
 
     @override
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:

@@ -64,15 +64,11 @@ class Reply:
 class ChatRenderer(Protocol):
     """Chats of one model. All methods are pure and may be called in threads.
 
-    `stops` are the ids that end a turn of the policy. `prefix_stable` is for people and figures: False when the probe
-    has shown that some turns of this model cannot be extended. Whether a given turn can, `extend` says.
+    `stops` are the ids that end a turn of the policy. Whether a turn can be extended, `extend` says.
     """
 
     @property
     def stops(self) -> frozenset[int]: ...
-
-    @property
-    def prefix_stable(self) -> bool: ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
         """Return the ids of a whole chat, with what opens the next turn of the policy at the end.

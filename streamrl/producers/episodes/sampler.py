@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -25,6 +25,7 @@ from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.rendering import ChatRenderer
 from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.episodes.tool_figures import ToolFigures
 from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score
@@ -41,11 +42,21 @@ class EpisodeFailed(StreamrlError):
     """The user's code raised an error, or returned what is no score."""
 
 
-def sampler_of(config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> Sampler:
-    """What makes the samples of a run; `name` is that of the replica. PluginError: the episode cannot be loaded."""
+def sampler_of(
+    config: RunConfig,
+    engine: Generator,
+    tokenizer: Tokenizer,
+    name: str = "",
+    blocked: Callable[[str], None] | None = None,
+) -> Sampler:
+    """What makes the samples of a run; PluginError: the episode cannot be loaded.
+
+    `name` is that of the process. `blocked` is called in another thread, in words, when code of the user holds the
+    event loop.
+    """
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name, blocked=blocked)
 
 
 def episode_of(config: RunConfig, name: str = "") -> Episode:
@@ -100,7 +111,14 @@ class EpisodeSampler(Sampler):
     """Runs episodes, `episode.concurrent` at the same time; opens the user's episode when it is entered."""
 
     def __init__(
-        self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, episode: Episode, name: str = ""
+        self,
+        config: RunConfig,
+        engine: Generator,
+        tokenizer: Tokenizer,
+        episode: Episode,
+        name: str = "",
+        *,
+        blocked: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -112,6 +130,8 @@ class EpisodeSampler(Sampler):
         self._places = asyncio.Semaphore(config.episode.concurrent or 1 << 20)
         self._running: set[EpisodeSession] = set()
         self._forks = 0
+        self._tools = ToolFigures()
+        self._blocked = blocked
         self._watching = contextlib.ExitStack()
 
     @override
@@ -128,7 +148,7 @@ class EpisodeSampler(Sampler):
                 why = f"episode {what} was not open after {longest:g} s"
                 raise DeadlineExceeded(why, "mend its `open`, or raise supervisor.start_deadline") from error
             raise PluginError(f"episode {what} cannot be opened: {type(error).__name__}: {error}") from error
-        self._watching.enter_context(naming_what_blocks())
+        self._watching.enter_context(naming_what_blocks(self._blocked))
         return self
 
     @override
@@ -159,6 +179,10 @@ class EpisodeSampler(Sampler):
         }
 
     @override
+    def trouble(self) -> str:
+        return self._tools.trouble()
+
+    @override
     async def sample(self, order: SampleOrder) -> Sample:
         assert self._renderer is not None
         async with self._places:
@@ -177,7 +201,9 @@ class EpisodeSampler(Sampler):
             logger.warning("an episode ran out of time", extra={"line": order.prompt.line, "why": session.clock.late})
             if self._config.episode.timed_out == "drop":
                 raise DeadlineExceeded(session.clock.late)
-        return session.sample(score, self._name)
+        sample = session.sample(score, self._name)
+        self._tools.add(sample)
+        return sample
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
         """Run the user's code; its score, 0 if a limit ended it and it gave none."""

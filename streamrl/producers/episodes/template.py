@@ -39,17 +39,11 @@ class TemplateRenderer(ChatRenderer):
             2
         ]
         self._stops = self._find_stops()
-        self._prefix_stable = probe.examine(self).stable
 
     @property
     @override
     def stops(self) -> frozenset[int]:
         return frozenset(self._stops.values())
-
-    @property
-    @override
-    def prefix_stable(self) -> bool:
-        return self._prefix_stable
 
     @override
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:

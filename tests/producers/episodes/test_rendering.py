@@ -117,7 +117,7 @@ def test_what_is_added_does_not_begin_a_text(template: str, written: str, added:
     """Neither with the space of SentencePiece, nor without an end of the turn, which some templates never write."""
     tokenizer = kit.make_sentence_tokenizer(template)
     made = renderer_of(tokenizer)
-    assert made.prefix_stable
+    assert probe.examine(made).stable
     ids = [*made.render([asked()]), *tokenizer.plain_ids(written)[1:]]
     held = [asked(), {"role": "assistant", "content": "grass"}]
     found = made.extend(held, None, ids, [asked("why?")], sampled=len(written))
@@ -145,7 +145,7 @@ def test_false_stays_false(name: str):
 
 @pytest.mark.parametrize("made", [renderer_of(make_tokenizer(kit.STRIPS_THINKING)), renderer(KNOWN)])
 def test_a_chat_forks_where_thoughts_are_left_out_and_only_there(made: ChatRenderer):
-    assert not made.prefix_stable
+    assert not probe.examine(made).stable
     message = called({"word": "zebra"}, reasoning="It is in the book.")
     ids = made.render([asked()], [LOOK_UP])
     tokenizer = make_tokenizer(None)
@@ -197,7 +197,7 @@ def test_a_prompt_can_open_the_thinking():
     opens = kit.KEEPS_THINKING.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
     assert opens != kit.KEEPS_THINKING
     made = renderer_of(make_tokenizer(opens))
-    assert made.prefix_stable
+    assert probe.examine(made).stable
     prompt = made.render([asked()])
     plain = make_tokenizer(None).plain_ids
     assert made.parse(plain("A book.\n</think>\n\nGrass.<|im_end|>"), prompt=prompt) == Reply("Grass.", "A book.")
@@ -207,7 +207,7 @@ def test_a_prompt_can_open_the_thinking():
 def test_a_template_that_never_writes_thoughts_cannot_extend_a_turn_with_them():
     assert "split" in kit.DROPS_THINKING
     made = renderer_of(make_tokenizer(kit.DROPS_THINKING))
-    assert not made.prefix_stable
+    assert not probe.examine(made).stable
     plain = make_tokenizer(None).plain_ids
     for text, extends in (("<think>\nA book.\n</think>\n\nGrass.", False), ("Grass.", True)):
         turn = plain(f"{text}<|im_end|>")
@@ -228,7 +228,7 @@ def test_a_template_that_changes_the_last_turn_later_cannot_extend(template: str
     """Or one that opens a turn with what it does not write again."""
     assert template != kit.HERMES
     made = renderer_of(make_tokenizer(template))
-    assert not made.prefix_stable
+    assert not probe.examine(made).stable
     held = [asked(), {"role": "assistant", "content": "grass"}]
     ids = [*made.render(held[:1]), *make_tokenizer(None).plain_ids("grass<|im_end|>")]
     assert made.extend(held, None, ids, [asked("why?")], sampled=2) is None

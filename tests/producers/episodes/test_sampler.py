@@ -362,7 +362,9 @@ def test_code_that_blocks_is_named(caplog):
     watched.addHandler(handler := Naming(logging.ERROR))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blocked_loop, "naming_what_blocks", functools.partial(blocked_loop.naming_what_blocks, 0.2))
+            patch.setattr(
+                blocked_loop, "naming_what_blocks", functools.partial(blocked_loop.naming_what_blocks, seconds=0.2)
+            )
             patch.setattr(sampler_module, "naming_what_blocks", blocked_loop.naming_what_blocks)
             asyncio.run(sampled(episode(blocks), ["a"]))
     finally:
