@@ -61,9 +61,11 @@ async def test_episodes_survive_the_death_of_an_agent_and_of_the_replica(run, tm
         await publish(run, ledgers, folder)
         with (
             spawned(run, f"{WHERE}:serve", "rollout.0") as replicas,
-            spawned(run, AGENT, "agent.0", "agent.1") as agents,
+            spawned(run, AGENT, "agent.0") as agents,
         ):
-            await until(partial(more_noted, run, replicas["rollout.0"], 6), 90)
+            await until(partial(more_noted, run, replicas["rollout.0"], 1), 90)
+            agents["agent.1"] = run.spawn(AGENT, "agent.1")
+            await until(partial(more_noted, run, agents["agent.0"], 10), 90)
             kill(agents["agent.0"])
             before = len(noted(run))
             await until(partial(more_noted, run, agents["agent.1"], before + 4), 90)
