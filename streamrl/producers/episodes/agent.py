@@ -80,12 +80,9 @@ class AgentEpisode(Episode):
             with self._endpoint.serving(door) as key:
                 try:
                     await self._accompany(task, chat.session, door, folder, key)
-                except EpisodeOver:
-                    if door.score is None:
-                        raise
                 finally:
                     await door.close()
-            return door.score
+            return chat.session.posted
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -164,15 +161,12 @@ class RemoteEpisode(Episode):
         with self._endpoint.serving(door) as key:
             try:
                 await self._accompany(task, chat.session, door, key)
-            except EpisodeOver:
-                if door.score is None:
-                    raise
             except CannotNow as error:
                 chat.session.fault = error
                 raise
             finally:
                 await door.close()
-        return door.score
+        return chat.session.posted
 
     async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, key: str) -> None:
         assert self._desk is not None

@@ -206,7 +206,7 @@ class EpisodeSampler(Sampler):
         return sample
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
-        """Run the user's code; its score, 0 if a limit ended it and it gave none."""
+        """Run the user's code; its score. If a limit ended it and it gave none, what an agent posted, else 0."""
         try:
             async with self._guarded(session), session.clock.whole():
                 return _score_of(await self._episode.run(task, Chat(session)))
@@ -216,9 +216,10 @@ class EpisodeSampler(Sampler):
         assert stop is not None
         try:
             async with self._guarded(session), session.part("scoring"):
-                return _score_of(await self._episode.cut_short(task, stop)) or Score(0.0)
+                given = _score_of(await self._episode.cut_short(task, stop))
         except EpisodeOver:
-            return Score(0.0)
+            given = None
+        return given or Score(session.posted or 0.0)
 
     @contextlib.asynccontextmanager
     async def _guarded(self, session: EpisodeSession) -> AsyncIterator[None]:

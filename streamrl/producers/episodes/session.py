@@ -88,7 +88,7 @@ class EpisodeSession:
 
     `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
     is the error of the engine or the ledger that ended it, whatever the user's code made of it. `generating` counts the
-    turns that are being sampled.
+    turns that are being sampled. `posted` is the score that an agent sent for the episode.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class EpisodeSession:
         self.clock = EpisodeClock(config.episode)
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
+        self.posted: float | None = None
         self.generating = 0
 
     @property

@@ -215,6 +215,16 @@ sys.exit(3)
     assert (sample.stop, sample.score.value) == ("max_turns", 0.25)
 
 
+async def test_what_an_agent_posted_is_its_score_when_it_runs_out_of_time(tmp_path):
+    code = """
+ask()
+post("/streamrl/reward", {"reward": 0.25})
+time.sleep(600)
+"""
+    sample = await played(agent(tmp_path, code), deadline=3.0)
+    assert (sample.stop, sample.score.value) == ("rollout_timeout", 0.25)
+
+
 async def test_an_engine_that_dies_under_an_agent_is_not_the_agents_fault(tmp_path):
     with pytest.raises(Unreachable, match="gone"):
         await played(agent(tmp_path, "ask()"), [Unreachable("gone")])

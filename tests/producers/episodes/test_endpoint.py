@@ -460,5 +460,5 @@ async def test_an_agent_rewards_turns_and_the_episode(serve):
     assert await reward(served, 0.75) == 200
     assert await reward(served, 1, turn=7) == 400
     assert await reward(served, None) == 400
-    assert served.door.score == 0.75
+    assert served.session.posted == 0.75
     assert [turn.reward for turn in served.session.sample().turns] == [0.25]

@@ -72,8 +72,7 @@ class AgentDoor:
     `context` is that of the model: a call far above it is not tokenized, which would hold the event loop. `called` is
     set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
     session refused a call for good: a limit was reached, or its engine failed. `done` is set when a remote program says
-    that it has finished, with `error` if it failed. `score` is what the agent posted for
-    the episode. `name` tells the ids of its answers from those of other samples.
+    that it has finished, with `error` if it failed. `name` tells the ids of its answers from those of other samples.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
@@ -87,7 +86,6 @@ class AgentDoor:
         self._closed = False
         self.called, self.busy, self.idle, self.over, self.done = (asyncio.Event() for _ in range(5))
         self.idle.set()
-        self.score: float | None = None
         self.error = ""
         self.name = token_hex(4)
 
@@ -145,7 +143,7 @@ class AgentDoor:
         except (TypeError, ValueError) as error:
             raise CallRefused(400, str(error)) from error
         if turn is None:
-            self.score = value
+            self._session.posted = value
         elif turn in self._answered:
             self._session.reward(value, turn)
         else:
