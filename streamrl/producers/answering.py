@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
 _LOOKAHEAD: Final = 4
 """One more sample is leased for each so many slots: the next ones are there before a slot is free."""
-DRAIN_SHARE: Final = 0.25
+DRAIN_SHARE: Final = 0.22
 """Share of the run's drain time for the requests in flight; the rest is for the roles behind."""
 
 

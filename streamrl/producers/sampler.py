@@ -32,7 +32,7 @@ class TurnJournal(Protocol):
         """Remove all payloads."""
 
     def progressed(self) -> None:
-        """A turn is finished, whether it is kept or not."""
+        """A turn is finished, whether it is kept or not, or nobody is at work: `lease.max_hold` begins anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ ROLE_KINDS: Final = {
     "feeder": RoleKind(drain_share=0.05, finishes=True),
     "player": RoleKind(),  # in the place of a feeder
     # Its deadline is that of the rollouts, too, which have little to do after it.
-    "agent": RoleKind(frozenset({"redis", "learner", "recorder", "rollout"}), 0.25, scales=True),
+    "agent": RoleKind(frozenset({"redis", "learner", "recorder", "rollout"}), 0.27, scales=True),
     # It waits for the first version of the weights.
-    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.05, scales=True),
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.03, scales=True),
     "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2, scales=True),
     REWARD_MODEL: RoleKind(drain_share=0.05, scales=True),
     "learner": RoleKind(drain_share=0.35, finishes=True, ends_run=True),

@@ -173,7 +173,7 @@ class RemoteEpisode(Episode):
         assert self._endpoint is not None
         described = _described(task, answer=self._agent.answer)
         body = {"task": described, "api_key": key, "base_url": f"{self._endpoint.url}/v1"}
-        async with self._desk.played(body, session.clock.standing()):
+        async with self._desk.played(body, session.clock.standing(), session.journal.waits):
             try:
                 async with session.part("start"):
                     await first_of(door.done.wait(), door.called.wait())

@@ -29,7 +29,7 @@ _LIBRARIES: Final = (
 def naming_what_blocks(tell: Callable[[str], None] | None = None, seconds: float = _NAMED_SECONDS) -> Iterator[None]:
     """Log the file and line of a user's code that holds this event loop for `seconds`, once for each line.
 
-    `tell` is called with the same in words, in another thread.
+    `tell` is called with the same in words, in another thread, each time that it is held.
     """
     ended = threading.Event()
     arguments = (ended, threading.get_ident(), asyncio.get_running_loop(), seconds, tell)
@@ -48,13 +48,13 @@ def _watch(
     tell: Callable[[str], None] | None,
 ) -> None:
     named: set[str] = set()
-    turned, asked = threading.Event(), 0.0
+    turned, asked, told = threading.Event(), 0.0, False
     turned.set()
     while not ended.wait(seconds / 10):
         now = time.monotonic()
         if turned.is_set():
             turned.clear()
-            asked = now
+            asked, told = now, False
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(turned.set)
         elif now - asked >= seconds:
@@ -63,8 +63,9 @@ def _watch(
                 named.add(place)
                 extra = {"place": place, "seconds": round(now - asked, 1)}
                 logger.error("an episode holds the event loop; sync tools run in threads", extra=extra)
-                if tell is not None:
-                    tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}")
+            if place and tell is not None and not told:
+                told = True
+                tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}")
 
 
 def _place(frame: FrameType | None) -> str:

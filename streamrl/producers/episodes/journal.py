@@ -175,6 +175,11 @@ class EpisodeJournal:
         entry = await self._take(ToolEntry, key)
         return ToolResult(entry.message, entry.use) if isinstance(entry, ToolEntry) else None
 
+    def waits(self) -> None:
+        """Nobody is at work on this sample: `lease.max_hold` begins anew."""
+        if self._store is not None:
+            self._store.progressed()
+
     async def add_reply(self, key: bytes, completion: Completion) -> None:
         """Keep a finished turn."""
         if self._store is not None:

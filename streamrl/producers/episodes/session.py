@@ -114,7 +114,7 @@ class EpisodeSession:
         self._landed = asyncio.Event()
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
-        self._version: int | None = None
+        self._version = 0
         self.journal = EpisodeJournal(order.journal, deterministic=deterministic)
         self.clock = EpisodeClock(config.episode)
         self.stop: StopReason | None = None
@@ -403,15 +403,14 @@ class EpisodeSession:
 
     async def _generate(self, ids: Int32Array, longest: int) -> Completion:
         sticky = self._config.episode.prefix_cache == "sample"
-        if self._version is None:
-            self._version = self._engine.load().version
+        self._version = self._version or self._engine.load().version
         request = Request(
             id=f"{self._order.id}-{next(self._numbers)}",
             tokens=ids,
             max_new_tokens=longest,
             temperature=0.0 if self._order.greedy else self._config.sampling.temperature,
             affinity=self._order.id,
-            cache_version=self._version if sticky else None,
+            cache_version=(self._version or None) if sticky else None,
         )
         stops = self._renderer.stops
         response = PartialResponse(request, stops, self._config.model.context)

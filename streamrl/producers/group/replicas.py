@@ -15,10 +15,11 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from typing_extensions import override
 
@@ -36,6 +37,7 @@ from streamrl.weight_sync.files import TOKEN_FILE
 from streamrl.weight_sync.manifest import decode
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 URL: Final = "generates_at"
 """Field of a replica's heartbeat: where agents call it."""
 STEP: Final = "step"
@@ -55,11 +57,11 @@ _PATIENCE_SHARE: Final = 0.25
 class CalledReplica:
     """One replica as its heartbeat describes it; `fields` are those of the last one that was read."""
 
-    def __init__(self, name: str, url: str, dialect: NativeDialect, key: str, now: float) -> None:
+    def __init__(self, name: str, url: str, dialect: NativeDialect, key: str) -> None:
         self.name = name
         self.url = url
         self.fields: Mapping[str, str] = {}
-        self.seen_at = now
+        self.missing_since: float | None = None
         self.answers = False
         self.tokens = 0
         self._dialect = dialect
@@ -143,6 +145,7 @@ class Replicas(Generator):
         self._affinities = Affinities()
         self._looked = asyncio.Condition()
         self._newest_step = self._step = 0
+        self._knows_newest = False
         self._agents = 1
         self._calls = self._tokens = self._lost = 0
         self._busy = 0.0
@@ -164,8 +167,8 @@ class Replicas(Generator):
                 await replica.leave()
 
     async def first(self) -> None:
-        """Return when a replica can be called."""
-        while not self._usable():
+        """Return when a replica can be called, and the newest version is known."""
+        while not (self._usable() and self._knows_newest):
             await self.changed()
 
     async def changed(self) -> None:
@@ -192,7 +195,7 @@ class Replicas(Generator):
         self._enter()
         try:
             while True:
-                replica = await self._chosen(request, end or loop.time() + self._patience)
+                replica = await self._found(partial(self._choose, request), end or loop.time() + self._patience)
                 try:
                     completion = await replica.generate(request)
                 except Unreachable as error:
@@ -206,6 +209,7 @@ class Replicas(Generator):
                     if losses == _LOSSES:
                         raise _deadly(request, losses, error) from error
                 else:
+                    self._affinities.set(request.affinity, replica.name)
                     self._tokens += len(completion.tokens)
                     return completion
         finally:
@@ -227,8 +231,7 @@ class Replicas(Generator):
 
     @override
     async def health(self) -> None:
-        if not self._usable():
-            raise CannotNow("no replica can be called now")
+        await self._found(self._usable, asyncio.get_running_loop().time() + self._patience)
 
     def _enter(self) -> None:
         if not self._calls:
@@ -249,11 +252,12 @@ class Replicas(Generator):
         oldest = self._newest_step - self._config.max_staleness
         return [replica for replica in usable if replica.step >= oldest]
 
-    async def _chosen(self, request: Request, end: float) -> CalledReplica:
+    async def _found(self, find: Callable[[], _T | None], end: float) -> _T:
+        """What `find` finds among the replicas, asked anew when they change. CannotNow: nothing by then."""
         loop = asyncio.get_running_loop()
         while loop.time() < end:
-            if (replica := self._choose(request)) is not None:
-                return replica
+            if found := find():
+                return found
             await first_of(self.changed(), seconds=end - loop.time())
         raise CannotNow(f"no replica answered for {self._patience:g} s")
 
@@ -273,7 +277,6 @@ class Replicas(Generator):
             together=self._config.sampling.responses,
             before=next((at for at, replica in enumerate(found) if replica.name == before), None),
         )
-        self._affinities.set(request.affinity, found[at].name)
         return found[at]
 
     # --- what is there -----------------------------------------------------------------------------------------------
@@ -286,6 +289,7 @@ class Replicas(Generator):
                 seen = found[0]
                 with contextlib.suppress(WeightsError):  # replicas refuse it too
                     self._newest_step = decode(found[1]).step
+                    self._knows_newest = True
 
     async def _keep_looking(self) -> None:
         while True:
@@ -299,9 +303,12 @@ class Replicas(Generator):
         now = asyncio.get_running_loop().time()
         for name, fields in board.items():
             if URL in fields:
-                await self._meet(name, fields, now)
-        for replica in [each for each in self._known.values() if each.seen_at + _GONE_SECONDS <= now]:
-            await self._part_with(replica)
+                await self._meet(name, fields)
+        for replica in [each for each in self._known.values() if URL not in board.get(each.name, {})]:
+            # counted from here, because a Redis that was away says nothing about its replicas
+            replica.missing_since = replica.missing_since or now
+            if replica.missing_since + _GONE_SECONDS <= now:
+                await self._part_with(replica)
         await asyncio.gather(*(replica.knock() for replica in self._known.values() if not replica.answers))
 
     async def _count_agents(self) -> None:
@@ -310,15 +317,15 @@ class Replicas(Generator):
             self._agents = max(1, len(await self._ledgers.roles.read("agent.")))
             await asyncio.sleep(_COUNT_SECONDS)
 
-    async def _meet(self, name: str, fields: Mapping[str, str], now: float) -> None:
+    async def _meet(self, name: str, fields: Mapping[str, str]) -> None:
         known = self._known.get(name)
         if known is not None and known.url != fields[URL]:
             await self._part_with(known)
             known = None
         if known is None:
-            known = self._known[name] = CalledReplica(name, fields[URL], self._dialect, self._key, now)
+            known = self._known[name] = CalledReplica(name, fields[URL], self._dialect, self._key)
             logger.info("replica found", extra={"replica": name, "url": known.url})
-        known.fields, known.seen_at = fields, now
+        known.fields, known.missing_since = fields, None
 
     async def _part_with(self, replica: CalledReplica) -> None:
         logger.info("replica gone", extra={"replica": replica.name, "url": replica.url})

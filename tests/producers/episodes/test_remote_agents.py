@@ -58,7 +58,7 @@ async def remote(tmp_path, texts=("six",), **episode):
 async def test_a_program_fetches_a_task_plays_it_and_says_that_it_has_finished(tmp_path):
     async with remote(tmp_path) as (sampler, program):
         assert (await program.post("/streamrl/task", key="wrong"))[0] == 401
-        assert (await program.fetch(wait=0))["task"] is None
+        assert (await program.fetch(wait=1))["task"] is None
         assert sampler.capacity(8) == 0, "no program has asked"
         fetching = asyncio.create_task(program.fetch())
         making = asyncio.create_task(sampler.sample(order_of(TOKENIZER)))

@@ -31,8 +31,12 @@ from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import as_text
+from streamrl.producers.sampler import CannotNow
 
 _CONNECT_SECONDS: Final = 10.0
+PATIENCE: Final = 5.0
+"""Seconds without a server that takes one more session, after which a prompt is handed back."""
+_PAUSE: Final = 0.5
 _HINT: Final = "start the environment's server, and name it in `url`"
 
 
@@ -149,6 +153,18 @@ class _OpenEnvSession:
         self._next: asyncio.Task[aiohttp.WSMessage] | None = None
 
     async def reset(self) -> list[Message]:
+        """CannotNow: the server is away, or has no free session, for a while: the prompt is handed back."""
+        end = asyncio.get_running_loop().time() + PATIENCE
+        while True:
+            try:
+                return await self._begin()
+            except Unreachable as error:
+                await self.close()
+                if asyncio.get_running_loop().time() >= end:
+                    raise CannotNow(error.message, error.hint) from error
+            await asyncio.sleep(_PAUSE)
+
+    async def _begin(self) -> list[Message]:
         try:
             self._socket = await self._http.ws_connect(f"{self._episode.url}/ws", max_msg_size=MAX_MESSAGE)
         except (aiohttp.ClientError, TimeoutError) as error:

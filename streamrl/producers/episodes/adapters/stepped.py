@@ -23,6 +23,7 @@ from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import run_for
+from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score, finite
 from streamrl.wire import StopReason
 
@@ -119,6 +120,9 @@ class SteppedEpisode(Episode):
                 session.end(stop)
         except EpisodeOver as over:
             session.end(over.stop)
+        except CannotNow as error:
+            session.fault = error
+            raise
         finally:
             await _close(environment)
         return Score(0.0 if self._per_turn else total, {"return": total, "steps": float(steps)})

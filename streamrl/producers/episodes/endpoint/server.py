@@ -58,7 +58,7 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
-    wait: Annotated[float, msgspec.Meta(ge=0, le=60)] = 20.0
+    wait: Annotated[float, msgspec.Meta(ge=1, le=60)] = 20.0
 
 
 class _Done(msgspec.Struct, forbid_unknown_fields=True):

@@ -37,9 +37,11 @@ class TaskDesk:
 
     @contextlib.asynccontextmanager
     async def played(
-        self, body: Mapping[str, Any], clock: contextlib.AbstractAsyncContextManager[None]
+        self, body: Mapping[str, Any], clock: contextlib.AbstractAsyncContextManager[None], waits: Callable[[], None]
     ) -> AsyncIterator[None]:
         """Wait with `clock` until a program has fetched the task, which it plays during the block.
+
+        `waits` is called again and again meanwhile.
 
         CannotNow: no program has asked for a while, and none is at work.
         """
@@ -49,6 +51,7 @@ class TaskDesk:
         try:
             async with clock:
                 while not offer.taken.is_set():
+                    waits()
                     if not self.places and asyncio.get_running_loop().time() - self._heard > PATIENCE:
                         raise CannotNow(f"no program has asked for a task for {PATIENCE:g} s")
                     with contextlib.suppress(TimeoutError):

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, Unreachable
+from streamrl.producers.episodes.adapters import openenv
 from streamrl.producers.episodes.adapters.openenv import OpenEnvEpisode
 from streamrl.producers.episodes.sampler import EpisodeFailed
+from streamrl.producers.sampler import CannotNow
 from tests.waits import until
 
 from ..episode_kit import Script  # noqa: TID252 (tests are no package)
@@ -118,14 +120,15 @@ async def test_what_goes_wrong_fails_the_sample_and_says_so(server):
     await asyncio.to_thread(until, lambda: server.closed() == before + 3, "the end of all environments")
 
 
-async def test_a_server_without_room_is_named(server):
+async def test_a_server_without_room_is_named_and_the_prompt_handed_back(server, monkeypatch):
+    monkeypatch.setattr(openenv, "PATIENCE", 0.7)
     async with opened(OpenEnvEpisode(server.url, field="number"), ["99"] * 9) as play:
         tasks = [asyncio.create_task(play()) for _ in range(4)]
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-    with pytest.raises(EpisodeFailed, match="CAPACITY_REACHED"):
+    with pytest.raises(CannotNow, match="CAPACITY_REACHED"):
         next(iter(done)).result()
 
 
