@@ -7,9 +7,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-import yaml
 
-from .run_kit import cli, data_of, process
+from .episodes_kit import audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 AGENT = """
@@ -38,34 +37,20 @@ post("/streamrl/reward", {"reward": total})
 
 
 def test_a_run_of_an_agent_loses_nothing(tmp_path: Path):
-    from tests.producers.episodes.episode_kit import ADD, save_talker
+    from tests.producers.episodes.episode_kit import ADD
 
-    save_talker(tmp_path / "model", calls=[ADD])
-    lines = (orjson.dumps({"messages": [{"role": "user", "content": f"{n}?"}], "answer": "3"}) for n in range(64))
-    (tmp_path / "train.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "agent.py").write_text(AGENT)
     settings = {
-        "name": "agents",
-        "model": {"path": "model", "context": 512},
-        "data": {"train": "train.jsonl", "max_prompt_tokens": 64},
         "sampling": {"group_size": 2, "max_new_tokens": 16},
-        "engine": {"slots": 16, "threads": 1},
         "episode": {
             "agent": {"command": [sys.executable, "agent.py"]},
             "max_turns": 4,
             "concurrent": 4,
             "processes": 1,
         },
-        "rewards": [{"use": "episode"}],
-        "learner": {"groups_per_step": 2, "steps": 2, "lr": 1e-3, "threads": 1},
-        "redis": {"fsync_period": 0.1},
-        "weights": {"transport": "directory"},
-        "supervisor": {"max_restarts": 0},
+        "learner": {"groups_per_step": 2, "steps": 2},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    done = process("up", "run.yaml", "--screen", "plain", cwd=tmp_path, seconds=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    data = audited(tmp_path, settings, "agents", calls=[ADD])
     assert (data["trained"], data["lost"], data["twice"]) == (4, 0, 0)
     learner = (tmp_path / "runs/agents/metrics/learner.0.jsonl").read_bytes().splitlines()
     assert any(orjson.loads(line).get("reward_mean", 0) > 0 for line in learner)
