@@ -33,6 +33,7 @@ class EpisodeClock:
         self._spent = dict.fromkeys(get_args(Part), 0.0)
         self._open: dict[Part, tuple[int, float]] = {}
         self._whole: asyncio.Timeout | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         self._reached = self._begun
         self.late = ""
 
@@ -44,11 +45,14 @@ class EpisodeClock:
         time that is kept: there the deadline is the end.
         """
         try:
-            async with self._within(self._end(), lambda at: f"it took {at - self._begun:.6g} s") as limit:
-                self._whole = limit
-                self._bound()
+            async with asyncio.timeout_at(None) as self._whole:
+                self._set_alarm()
                 yield
+        except TimeoutError:
+            self._check(self._whole, lambda at: f"it took {at - self._begun:.6g} s")
+            raise
         finally:
+            self._stop_alarm()
             self._whole = None
 
     @asynccontextmanager
@@ -60,60 +64,64 @@ class EpisodeClock:
         share = self._deadline * getattr(self._shares, name)
         count, since = self._open.get(name, (0, self._now()))
         self._open[name] = count + 1, since
-        self._bound()
         whole, own = self._end(scoring=name == "scoring"), since + share - self._spent[name]
-        why = f"{name} took its share of {share:g} s (episode.shares.{name})"
-        if whole < own:
-            why = f"{whole - self._begun:.6g} s were over during {name}"
+
+        def why(_: float) -> str:
+            if whole < own:
+                return f"{whole - self._begun:.6g} s were over during {name}"
+            return f"{name} took its share of {share:g} s (episode.shares.{name})"
+
+        limit = asyncio.timeout_at(min(whole, own))
         try:
-            async with self._within(min(whole, own), lambda _: why):
+            async with limit:
                 yield
+        except TimeoutError:
+            self._check(limit, why)
+            raise
         finally:
             count, since = self._open.pop(name)
             if count > 1:
                 self._open[name] = count - 1, since
             else:
                 self._spent[name] += self._now() - since
-                self._bound()
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
         """Let no time pass for the episode during the block, which is before its first part."""
         since = self._now()
-        if self._whole is not None:
-            self._whole.reschedule(None)
+        self._stop_alarm()
         try:
             yield
         finally:
             self._begun += self._now() - since
             self._reached = max(self._reached, self._begun)
-            self._bound()
+            if self._whole is not None:
+                self._set_alarm()
 
     def _end(self, *, scoring: bool = False) -> float:
         """When the episode ends, with or without the time that is kept for `scoring`."""
         return self._begun + self._deadline * (1 if scoring else 1 - self._shares.scoring)
 
-    def _bound(self) -> None:
-        """Move the end of `whole` to where it belongs now."""
-        if self._whole is None or self._whole.expired():
-            return
-        end = self._end()
-        late = self._reached >= end or self._now() >= end
-        self._whole.reschedule(self._end(scoring=True) if self._open or late else end)
+    def _set_alarm(self) -> None:
+        self._alarm = asyncio.get_running_loop().call_at(self._end(), self._ring)
 
-    @asynccontextmanager
-    async def _within(self, end: float, why: Callable[[float], str]) -> AsyncIterator[asyncio.Timeout]:
-        try:
-            async with asyncio.timeout_at(end) as limit:
-                yield limit
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            at = limit.when()
-            assert at is not None
-            self._reached = max(self._reached, at)
-            self.late = self.late or self._told(why(at))
-            raise EpisodeOver("rollout_timeout", self.late) from error
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _ring(self) -> None:
+        """End `whole` now, or where a part is open at the deadline."""
+        assert self._whole is not None
+        self._whole.reschedule(self._end(scoring=bool(self._open) or self._reached >= self._end()))
+
+    def _check(self, limit: asyncio.Timeout | None, why: Callable[[float], str]) -> None:
+        """EpisodeOver: this limit has cancelled its block."""
+        at = None if limit is None else limit.when()
+        if limit is None or at is None or not limit.expired():
+            return
+        self._reached = max(self._reached, at)
+        self.late = self.late or self._told(why(at))
+        raise EpisodeOver("rollout_timeout", self.late)
 
     def _told(self, why: str) -> str:
         running = {name: self._now() - since for name, (_, since) in self._open.items()}

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, get_args
 
 import numpy as np
+import orjson
 
 from streamrl.engine import Completion, Finish, Runs
 from streamrl.errors import DataError
@@ -303,7 +304,10 @@ def _arguments(arguments: Any) -> Any:
 
 def _digest(value: Any) -> bytes:
     try:
-        text = json.dumps(value, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"messages and tools must be JSON: {error}") from error
-    return blake2b(text.encode(), digest_size=16).digest()
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # a number of more than 64 bits, or half a surrogate pair
+        try:
+            text = json.dumps(value, sort_keys=True).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"messages and tools must be JSON: {error}") from error
+    return blake2b(text, digest_size=16).digest()

@@ -8,8 +8,10 @@ longer text begins with the shorter one, which is checked each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+import orjson
 from typing_extensions import override
 
 from streamrl.errors import DataError
@@ -21,6 +23,10 @@ from streamrl.producers.tokenizer import Tokenizer
 
 _ArgumentForm: TypeAlias = Literal["object", "words", "text", "content"]
 _SENTINEL: Final = "Zebras cross here."
+_TEXTS: Final = 1024
+"""How many texts and their ids are kept: the next turn of a chat begins with its text, and a group asks for the same."""
+_LONGEST_TEXT: Final = 8192
+"""Bytes, or characters, from which on a text is not kept: all that are kept take some tens of megabytes at most."""
 
 
 class TemplateRenderer(ChatRenderer):
@@ -34,6 +40,8 @@ class TemplateRenderer(ChatRenderer):
         self._format = format_of(tool_format, source)
         added = tokenizer.backend.added_tokens_decoder
         self._special = {token.content: int(number) for number, token in added.items() if token.special}
+        self._kept_text = lru_cache(_TEXTS)(self._text_of)
+        self._kept_ids = lru_cache(_TEXTS)(tokenizer.plain_ids)
         self._form = self._find_form()
         self._close = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[
             2
@@ -47,7 +55,7 @@ class TemplateRenderer(ChatRenderer):
 
     @override
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
-        return self._tokenizer.plain_ids(self._text(messages, tools, opened=True))
+        return self._ids(self._text(messages, tools, opened=True))
 
     @override
     def extend(
@@ -104,7 +112,20 @@ class TemplateRenderer(ChatRenderer):
         form: _ArgumentForm | None = None,
     ) -> str:
         shaped = [self._shape(message, form or self._form) for message in spell_out(messages)]
+        try:
+            key = orjson.dumps((shaped, tools, opened))
+        except orjson.JSONEncodeError:  # a number of more than 64 bits
+            key = b""
+        if key and len(key) <= _LONGEST_TEXT:
+            return self._kept_text(key)
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._kept_ids(text) if len(text) <= _LONGEST_TEXT else self._tokenizer.plain_ids(text))
+
+    def _text_of(self, key: bytes) -> str:
+        messages, tools, opened = orjson.loads(key)
+        return self._tokenizer.chat_text(messages, tools, opened=opened)
 
     def _shape(self, message: Message, form: _ArgumentForm) -> Message:
         reasoning = message.get("reasoning_content")
@@ -164,10 +185,10 @@ class TemplateRenderer(ChatRenderer):
         An end is always tokenized before it, since some tokenizers write a text differently where it begins.
         """
         if not self._stops:
-            return self._tokenizer.plain_ids(tail)
+            return self._ids(tail)
         written = next((text for text in self._stops if tail.startswith(text)), None)
         end = written or next(iter(self._stops))
-        ids = self._tokenizer.plain_ids(tail if written else end + tail)
+        ids = self._ids(tail if written else end + tail)
         at = ids.index(self._stops[end])
         return ids[at + 1 :] if closed or not written else ids[at:]
 

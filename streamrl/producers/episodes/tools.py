@@ -11,8 +11,11 @@ import re
 import textwrap
 import threading
 import typing
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -229,14 +232,36 @@ async def call_function(function: Callable[..., Any], arguments: dict[str, Any])
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run code of a user in a thread of its own, which is left behind if the caller is cancelled.
+    """Run code of a user in a thread, which is left behind if the caller is cancelled.
 
     A pool would be full after some calls that never return, and the process could not end.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    target = contextvars.copy_context().run
-    threading.Thread(target=target, args=(run_for, future, work), name="tool", daemon=True).start()
+    _run_in_thread(partial(contextvars.copy_context().run, run_for, future, work))
     return await future
+
+
+_IDLE: Final = 64
+_idle: Final[deque[SimpleQueue[Callable[[], None]]]] = deque()
+"""Inboxes of at most `_IDLE` threads that wait for work: to start a thread takes as long as a short turn."""
+
+
+def _run_in_thread(work: Callable[[], None]) -> None:
+    try:
+        _idle.pop().put(work)
+    except IndexError:
+        threading.Thread(target=_serve, args=(work,), name="tool", daemon=True).start()
+
+
+def _serve(work: Callable[[], None]) -> None:
+    inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    while True:
+        work()
+        del work  # what it holds is free while the thread waits
+        if len(_idle) >= _IDLE:
+            return
+        _idle.append(inbox)
+        work = inbox.get()
 
 
 def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:
