@@ -13,13 +13,13 @@ from typing import Final, Literal
 
 from typing_extensions import override
 
-from streamrl.consumers import sandbox as sandbox_package
+from streamrl import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
 from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
 from streamrl.consumers.rules.text import one_of
-from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxError, SandboxLimits
-from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
 from streamrl.errors import ConfigError, DataError, PluginError
+from streamrl.sandbox import Execution, Isolation, Program, Sandbox, SandboxError, SandboxLimits
+from streamrl.sandbox.sandbox import SLOWEST, interpreter
 
 _FENCES: Final = "`~"
 _SHORTEST: Final = 3

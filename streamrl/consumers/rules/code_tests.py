@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, get_args
 import orjson
 
 from streamrl.consumers.rules.code_checks import NotTests, read_checks
-from streamrl.consumers.sandbox import Execution
 from streamrl.errors import DataError
+from streamrl.sandbox import Execution
 
 Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unrun"]
 

@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.inside import jail
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.sandbox.inside import jail
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 docs/reference/sandbox.md says what this does not protect from.
 """
 
-from streamrl.consumers.sandbox.sandbox import (
+from streamrl.sandbox.sandbox import (
     Execution,
     Isolation,
     Program,
