@@ -13,5 +13,15 @@ from streamrl.sandbox.sandbox import (
     SandboxLimits,
     Session,
 )
+from streamrl.sandbox.settings import SandboxSettings
 
-__all__ = ["Execution", "Isolation", "Program", "Sandbox", "SandboxError", "SandboxLimits", "Session"]
+__all__ = [
+    "Execution",
+    "Isolation",
+    "Program",
+    "Sandbox",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxSettings",
+    "Session",
+]
