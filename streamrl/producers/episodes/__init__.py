@@ -4,7 +4,7 @@ What users write and call: an `Episode`, which gets a `Task` and talks through a
 """
 
 from streamrl.producers.episodes.episode import Chat, Episode, Task
-from streamrl.producers.episodes.python_tool import python_tool
+from streamrl.producers.episodes.run_python import python_tool
 from streamrl.score import Score
 
 __all__ = ["Chat", "Episode", "Score", "Task", "python_tool"]

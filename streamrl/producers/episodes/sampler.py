@@ -24,8 +24,8 @@ from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode, check_environment
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.known_models import renderer_of
-from streamrl.producers.episodes.python_tool import python_tool
 from streamrl.producers.episodes.rendering import ChatRenderer
+from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
 from streamrl.producers.episodes.tools import Tool
