@@ -62,8 +62,10 @@ def _told(execution: Execution, limits: SandboxLimits) -> str:
 def _failure(execution: Execution, limits: SandboxLimits) -> str:
     """Why the program did not end well; empty if it did."""
     match execution.outcome:
+        case "time" if execution.wall - execution.delay < limits.wall:
+            return f"error: killed: no answer within {limits.cpu:g} s of processor time"
         case "time":
-            return f"error: killed: no answer within {limits.wall:g} s, or {limits.cpu:g} s of processor time"
+            return f"error: killed: no answer within {limits.wall:g} s"
         case "memory":
             return f"error: killed: out of memory ({limits.memory >> 20} MiB)"
         case "output":
