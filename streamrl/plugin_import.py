@@ -10,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.errors import PluginError, StreamrlError
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 def look_in(plugin_paths: Iterable[Path]) -> list[Path]:
@@ -86,6 +88,13 @@ def build_plugin(target: Callable[..., Any], what: str, args: Mapping[str, Any])
         raise PluginError(f"{what} cannot be built: {error.message}", error.hint) from error
     except Exception as error:
         raise PluginError(f"{what} cannot be built: {last_line(error)}", "see its args") from error
+
+
+def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
+    """`value` of the arg `name`; `ValueError` if it is not a known one."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+    return value
 
 
 def closest(name: str, known: Iterable[str]) -> str:

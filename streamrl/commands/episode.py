@@ -20,6 +20,7 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, SetOption
 from streamrl.commands.turns import Decode, episode_data, episode_lines
 from streamrl.config import RunConfig
+from streamrl.config.episode import RUN_PYTHON
 from streamrl.errors import DataError, DeadlineExceeded, ExitCode, UsageError, need_packages, unwrapped
 from streamrl.monitor.lines import duration, folded, printable, shortened
 from streamrl.plugin_import import import_plugin, look_in
@@ -57,7 +58,8 @@ def trial(
     episode: Annotated[
         str | None,
         typer.Argument(
-            metavar="EPISODE", help="module:Name of an Episode, an environment or a tool; else that of the run file."
+            metavar="EPISODE",
+            help="module:Name of an Episode, an environment or a tool; or run_python; else that of the run file.",
         ),
     ] = None,
     *,
@@ -104,15 +106,17 @@ def _chosen(config: RunConfig, use: str | None) -> RunConfig:
         return config
     if use in (config.episode.run, config.episode.environment):
         return config  # with its args
-    target = import_plugin(use, look_in(config.plugin_paths), role="episode")
     nothing: dict[str, Any] = {"run": None, "tools": (), "environment": None, "agent": None, "args": {}}
-    episode = config.episode.model_copy(update=nothing | _kind_of(target, use))
+    episode = config.episode.model_copy(update=nothing | _kind_of(use, config))
     return config.model_copy(update={"episode": episode})
 
 
-def _kind_of(target: Any, use: str) -> dict[str, Any]:
+def _kind_of(use: str, config: RunConfig) -> dict[str, Any]:
     from streamrl.producers.episodes.episode import Episode
 
+    if use == RUN_PYTHON:
+        return {"tools": (use,)}
+    target = import_plugin(use, look_in(config.plugin_paths), role="episode")
     if inspect.isclass(target):
         return {"run": use} if issubclass(target, Episode) else {"environment": use}
     return {"tools": (use,)}

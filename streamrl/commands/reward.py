@@ -232,7 +232,7 @@ async def _try(
 ) -> list[Trial]:
     """Score all samples; if a reward compares, the samples of a group together."""
     from streamrl.consumers.gateway.reward import GatewayReward
-    from streamrl.consumers.sandbox.sandbox import own_folder, sweep
+    from streamrl.sandbox.sandbox import own_folder, sweep
 
     by_hand = any(spec.use == "gateway" for spec in config.rewards)  # a person starts the program that asks
     sweep(_FOLDERS)

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, is_loopback
 
+RUN_PYTHON: Final = "run_python"
+"""The built-in tool, as `episode.tools` names it."""
 EpisodeKind: TypeAlias = Literal["run", "tools", "environment", "agent"]
 _KINDS: Final[tuple[EpisodeKind, ...]] = ("run", "tools", "environment", "agent")
 
@@ -21,7 +23,16 @@ def _import_path(value: str) -> str:
     return value
 
 
+def _tool(value: str) -> str:
+    if value == RUN_PYTHON:
+        return value
+    if ":" not in value:
+        raise ValueError(f"{value!r} is no tool: write {RUN_PYTHON}, which is built in, or module:function")
+    return _import_path(value)
+
+
 ImportPath = Annotated[str, AfterValidator(_import_path)]
+ToolName = Annotated[str, AfterValidator(_tool)]
 Share = Annotated[Fraction, Field(gt=0)]
 
 
@@ -75,12 +86,19 @@ class EpisodeConfig(Section):
     """Episodes of several turns. One of `run`, `tools`, `environment` and `agent` makes a run one of episodes."""
 
     run: ImportPath | None = Field(None, description="module:Class of a subclass of Episode")
-    tools: tuple[ImportPath, ...] = Field((), description="functions (module:function) that the model may call")
+    tools: tuple[ToolName, ...] = Field(
+        (), description="functions (module:function) that the model may call, and the built-in run_python"
+    )
     environment: ImportPath | None = Field(
         None, description="module:Class with reset, public methods as tools and get_reward, as TRL takes it"
     )
     agent: AgentConfig | None = Field(None, description="a program that talks to the OpenAI-compatible endpoint")
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of run or environment")
+    run_python: dict[str, object] = Field(
+        default_factory=dict,
+        description="arguments of the tool run_python: limits and isolation of its programs, named as those of the"
+        " reward code (docs/guides/code-rewards.md)",
+    )
     max_turns: Positive = Field(16, description="sampled turns of an episode, all branches together")
     max_forks: Positive = Field(64, description="branches of an episode besides the first")
     max_tool_calls: Positive | None = Field(None, description="calls of tools in an episode; empty: no limit")
@@ -125,6 +143,8 @@ class EpisodeConfig(Section):
             raise ValueError(f"episode.{given[0]} and episode.{given[1]} both run the episodes: set one of them")
         if self.args and not (self.run or self.environment):
             raise ValueError("episode.args are the arguments of episode.run or episode.environment: set one of them")
+        if self.run_python and RUN_PYTHON not in self.tools:
+            raise ValueError(f"episode.run_python has the arguments of a tool: add {RUN_PYTHON} to episode.tools")
         changed = [
             name
             for name, field in type(self).model_fields.items()

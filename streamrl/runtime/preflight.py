@@ -30,6 +30,7 @@ from streamrl.errors import (
     Unreachable,
     need_packages,
 )
+from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.known_models import examine_chat
 from streamrl.producers.episodes.sampler import episode_of
 from streamrl.producers.player import check_recording
@@ -162,8 +163,10 @@ def _rewards(config: RunConfig) -> str:
 
 
 def look_at_episode(config: RunConfig) -> str:
-    """The code of the episodes is imported and built, and the tokenizer has a chat template."""
+    """The code of the episodes is imported and built, its tools can work, and the tokenizer has a chat template."""
     episode = episode_of(config)
+    if isinstance(episode, ToolEpisode):
+        asyncio.run(episode.open())
     findings = examine_chat(Tokenizer.load(config.model), config.episode.tool_format)
     return f"{config.episode.kind}: {type(episode).__name__}, chats are {findings.why}"
 

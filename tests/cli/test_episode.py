@@ -117,6 +117,21 @@ def test_environments_and_tools_are_played_as_they_are(folder: Path):
         assert played["turns"][1]["role"] == "assistant"
 
 
+def test_the_built_in_tool_is_played_by_its_name(tmp_path: Path, folder: Path):
+    from tests.producers.episodes.episode_kit import save_talker
+    from tests.sandbox.sandboxes import need
+
+    need("namespaces")
+    save_talker(tmp_path / "model", calls=['{"name": "run_python", "arguments": {"code": "print(6 * 7)"}}'])
+    asked = ("--task", str(folder / "tasks.jsonl"), "--file", str(folder / "run.yaml"), "--limit", "3", "--json")
+    model = ("--set", f"model.path={tmp_path / 'model'}")
+    done = cli("episode", "test", "run_python", *asked, *model, cwd=folder)
+    turns = [turn for each in data_of(done.stdout, "streamrl.episode.test/1")["episodes"] for turn in each["turns"]]
+    answers = [turn for turn in turns if turn["role"] == "tool"]
+    assert answers
+    assert all("42" in turn["text"] and turn["tools"][0]["outcome"] == "ok" for turn in answers)
+
+
 def test_nothing_to_test_is_a_wrong_command_line(folder: Path):
     assert cli("episode", "test", "--task", "tasks.jsonl", cwd=folder).returncode == 2
     absent = cli("episode", "test", "my_agent:Agnt", "--task", "tasks.jsonl", cwd=folder)

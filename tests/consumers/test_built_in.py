@@ -47,7 +47,7 @@ def test_all_names_of_the_table_exist():
 def test_a_rule_brings_none_of_the_others():
     code = "import sys; from streamrl.consumers.rules import text; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    ours = ("streamrl.consumers.rules.", "streamrl.consumers.sandbox")
+    ours = ("streamrl.consumers.rules.", "streamrl.sandbox")
     found = {name for name in done.stdout.split() if name.startswith(ours)}
     assert found == {"streamrl.consumers.rules.text"}
 

@@ -7,7 +7,7 @@ from streamrl.consumers.rules.code_checks import read_checks
 from streamrl.consumers.rules.code_tests import read_tests
 from streamrl.errors import DataError
 from tests.consumers.samples import seen
-from tests.consumers.sandboxes import need, together
+from tests.sandbox.sandboxes import need, together
 
 ADD = "def add(a, b): return a + b"
 WRONG = "def add(a, b): return a - b"

@@ -4,11 +4,11 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.consumers.plugins import load_rewards
-from streamrl.consumers.rules.code import Code
-from streamrl.consumers.sandbox import SandboxError
+from streamrl.consumers.rules.code import Code, _Tally
 from streamrl.errors import ConfigError, DataError, PluginError
+from streamrl.sandbox import Execution, SandboxError
 from tests.consumers.samples import seen
-from tests.consumers.sandboxes import need
+from tests.sandbox.sandboxes import need
 
 ADD = [{"input": f"{n} {n + 1}\n", "output": str(2 * n + 1)} for n in range(3)]
 CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
@@ -102,7 +102,7 @@ async def test_a_prompt_without_tests_is_an_error_and_no_score():
 async def test_a_sandbox_that_does_not_work_is_an_error_and_no_score(code, monkeypatch):
     rule = code()
     await rule.open(None)
-    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", "import os; os._exit(1)")
+    monkeypatch.setattr("streamrl.sandbox.sandbox._START", "import os; os._exit(1)")
     with pytest.raises(SandboxError, match="keeper"):
         await rule.score(response("print(1)", ADD))
 
@@ -173,3 +173,26 @@ async def test_a_program_that_crashed_says_why_in_the_detail(code):
     failed = await code().score(response("def add(a, b): return 0", ["assert add(1, 2) == 3, 'not three'"]))
     assert failed.detail.splitlines()[-2:] == ["    assert add(1, 2) == 3, 'not three'", "AssertionError: not three"]
     assert (await code().score(response("print(sum(map(int, input().split())))", ADD))).detail == ""
+
+
+def scored(count, **figures):
+    tally = _Tally(30.0)
+    for _ in range(count):
+        tally.add("time", Execution(outcome="time", code=None, stdout="", stderr="", result="", **figures))
+        if tally.ends(at_failure=False):
+            break
+    return tally
+
+
+def test_the_time_for_all_tests_does_not_count_what_others_had():
+    assert scored(20, cpu=1.0, wall=11.0, delay=10.0).counts["time"] == 20
+    assert scored(20, cpu=1.0, wall=11.0, delay=1.0).counts["time"] == 3
+
+
+def test_a_program_that_has_used_its_time_cannot_wait_for_ever():
+    assert scored(100, cpu=1.5, wall=11.0, delay=10.9).counts["time"] == 28
+
+
+def test_tests_that_wait_for_ever_on_a_busy_host_are_an_error_and_no_verdict():
+    with pytest.raises(SandboxError, match="the host is too busy: its tests took 308 s for 3 s of work"):
+        scored(100, cpu=0.1, wall=11.0, delay=10.9)

@@ -2,8 +2,8 @@ import orjson
 import pytest
 
 from streamrl.consumers.rules.code_tests import judge, read_tests, same_output, same_value
-from streamrl.consumers.sandbox import Execution
 from streamrl.errors import DataError
+from streamrl.sandbox import Execution
 
 
 def execution(outcome="ended", code=0, stdout="", result=""):

@@ -3,9 +3,9 @@
 import pytest
 
 from streamrl.queues import open_ledgers
-from tests.consumers.sandboxes import keepers, need
 from tests.consumers.worker_kit import put, put_whole, scores, until_closed, worker
 from tests.queues.ledger_kit import faults, until
+from tests.sandbox.sandboxes import keepers, need
 
 FUNCTIONS = "tests.consumers.functions_for_tests"
 TESTS = {"tests": [{"input": "1 2", "output": "3"}, {"input": "5 5", "output": "10"}]}

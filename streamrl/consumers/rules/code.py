@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import Counter
@@ -13,13 +12,13 @@ from typing import Final, Literal
 
 from typing_extensions import override
 
-from streamrl.consumers import sandbox as sandbox_package
+from streamrl import sandbox as sandbox_package
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
-from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, last_lines, read_tests
-from streamrl.consumers.rules.text import one_of
-from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxError, SandboxLimits
-from streamrl.consumers.sandbox.sandbox import SLOWEST, interpreter
-from streamrl.errors import ConfigError, DataError, PluginError
+from streamrl.consumers.rules.code_tests import VERDICTS, CodeTest, NoModule, Unchecked, judge, read_tests
+from streamrl.errors import DataError
+from streamrl.plugin_import import one_of
+from streamrl.sandbox import Execution, Isolation, Program, SandboxError, SandboxSettings
+from streamrl.sandbox.sandbox import SLOWEST, last_lines, most_at_once
 
 _FENCES: Final = "`~"
 _SHORTEST: Final = 3
@@ -170,61 +169,54 @@ class Code(Reward):
         fenced: bool = True,
         command: Sequence[str] | None = None,
         file: str = "solution.py",
-        python: str = "",
-        visible: Sequence[str] = (),
+        python: str = SandboxSettings.python,
+        visible: Sequence[str] = SandboxSettings.visible,
         tolerance: float = 1e-6,
-        seconds: float = 5.0,
-        wall: float | None = None,
+        seconds: float = SandboxSettings.seconds,
+        wall: float | None = SandboxSettings.wall,
         total: float = 30.0,
-        memory_mib: int = 512,
-        address_space_mib: int | None = 1024,
-        disk_mib: int = 64,
-        processes: int = 16,
-        output_kib: int = 1024,
-        network: Literal["deny", "allow"] = "deny",
-        isolation: Isolation | Literal["auto"] = "auto",
+        memory_mib: int = SandboxSettings.memory_mib,
+        address_space_mib: int | None = SandboxSettings.address_space_mib,
+        disk_mib: int = SandboxSettings.disk_mib,
+        processes: int = SandboxSettings.processes,
+        output_kib: int = SandboxSettings.output_kib,
+        network: Literal["deny", "allow"] = SandboxSettings.network,
+        isolation: Isolation | Literal["auto"] = SandboxSettings.isolation,
     ) -> None:
         one_of("credit", credit, ("share", "all"))
-        one_of("network", network, ("deny", "allow"))
-        if str(isolation) == "nsjail":
-            raise PluginError("isolation: nsjail is no longer supported", "use isolation: bubblewrap, or leave it out")
-        one_of("isolation", isolation, ("auto", "namespaces", "bubblewrap", "none"))
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests is {max_tests}; at least one test is needed")
         if not 0 <= tolerance < 1 or not total > 0:
             raise ValueError("tolerance must be at least 0 and below 1, total above 0")
-        limits = SandboxLimits(
-            cpu=seconds,
-            wall=2 * seconds + 1 if wall is None else wall,
-            memory=memory_mib << 20,
-            address_space=None if address_space_mib is None else address_space_mib << 20,
-            disk=disk_mib << 20,
-            processes=processes + _OUR_PROCESSES,
-            output=output_kib << 10,
+        settings = SandboxSettings(
+            python=python,
+            visible=visible,
+            seconds=seconds,
+            wall=wall,
+            memory_mib=memory_mib,
+            address_space_mib=address_space_mib,
+            disk_mib=disk_mib,
+            processes=processes,
+            output_kib=output_kib,
+            network=network,
+            isolation=isolation,
         )
         self._tests, self._entry = tests, entry_point
         self._max_tests, self._all = max_tests, credit == "all"
         self._languages, self._fenced = frozenset(map(str.lower, languages)), fenced
         self._tolerance, self._total = tolerance, total
         self._file = file
-        self._interpreter = interpreter(python)
-        self._visible = (*self._interpreter.visible, *map(os.path.abspath, visible))
+        self._interpreter = settings.interpreter()
         self._command = None if command is None else _looked_up(command)
-        self._sandbox = Sandbox(limits, network=network == "allow", isolation=isolation)
-        self.deadline = SLOWEST * (total + limits.wall) + _SETUP_SECONDS
-        self.concurrency = len(os.sched_getaffinity(0))  # more would slow each other down
+        self._sandbox = settings.sandbox(ours=_OUR_PROCESSES)
+        self.deadline = SLOWEST * (total + self._sandbox.limits.wall) + _SETUP_SECONDS
+        self.concurrency = most_at_once()
 
     @override
     async def open(self, context: RewardContext) -> None:
         del context
-        await self._sandbox.open()
         executable = self._interpreter.path if self._command is None else self._command[0]
-        probe = Program(argv=("/bin/sh", "-c", 'test -x "$0"', executable), visible=self._visible)
-        async with self._sandbox.start(probe) as session:
-            if (await session.run("")).code != 0:
-                raise ConfigError(
-                    f"{executable} cannot be executed in the sandbox", "name the directories it needs in `visible`"
-                )
+        await self._sandbox.need(executable, self._interpreter.visible)
 
     @override
     async def score(self, sample: RewardSample) -> Score:
@@ -273,12 +265,12 @@ class Code(Reward):
         files = {self._file: text}
         if self._command is not None:
             argv = tuple(word.replace("{file}", self._file) for word in self._command)
-            return Program(argv=argv, files=files, visible=self._visible)
+            return Program(argv=argv, files=files, visible=self._interpreter.visible)
         if test.kind == "stdin":
             script = self._file
         else:
             script, files = _SCRIPTS[test.kind], {"solution.py": text, **_OURS}
-        return Program(argv=(self._interpreter.path, "-s", "-B", script), files=files, visible=self._visible)
+        return self._interpreter.program(script, files)
 
 
 def _looked_up(command: Sequence[str]) -> tuple[str, ...]:

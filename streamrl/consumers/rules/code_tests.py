@@ -12,16 +12,13 @@ from typing import Any, Final, Literal, get_args
 import orjson
 
 from streamrl.consumers.rules.code_checks import NotTests, read_checks
-from streamrl.consumers.sandbox import Execution
 from streamrl.errors import DataError
+from streamrl.sandbox import Execution
 
 Verdict = Literal["passed", "wrong", "crashed", "time", "memory", "output", "unrun"]
 
 VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 _FORMS: Final = "{input, output}, {call, args, kwargs, output}, {code}, or a text of code"
-_MOST_SHOWN: Final = 4000
-_LINES_SHOWN: Final = 10
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SMALLEST: Final = 1e-12
 _NUMBER: Final = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 """Numbers as programs print them. `float` would also accept `1_000` and digits of other scripts."""
@@ -86,11 +83,6 @@ def judge(test: CodeTest, execution: Execution, tolerance: float) -> Verdict:
     except orjson.JSONDecodeError:
         return "wrong"
     return "passed" if any(same_value(found, wanted, tolerance) for wanted in test.wanted) else "wrong"
-
-
-def last_lines(text: str) -> str:
-    lines = [line for line in _COLOUR.sub("", text[-_MOST_SHOWN:]).splitlines() if line.strip()]
-    return "\n".join("".join(filter(str.isprintable, line.expandtabs())) for line in lines[-_LINES_SHOWN:])
 
 
 def same_output(found: str, wanted: str, tolerance: float) -> bool:

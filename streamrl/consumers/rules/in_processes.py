@@ -13,8 +13,9 @@ from typing_extensions import override
 from streamrl.consumers import isolated
 from streamrl.consumers.processes import START_SECONDS, CallLimits, ProcessDied, ProcessPool, usual_processes
 from streamrl.consumers.reward import Reward, RewardContext, RewardSample, Score
-from streamrl.consumers.rules.text import answer_of, one_of
+from streamrl.consumers.rules.text import answer_of
 from streamrl.errors import DataError, PluginError
+from streamrl.plugin_import import one_of
 
 Verdict = Literal["wrong", "fail"]
 VERDICTS: Final = get_args(Verdict)

@@ -8,8 +8,9 @@ from typing_extensions import override
 
 from streamrl.consumers.reward import RewardSample, Score
 from streamrl.consumers.rules.in_processes import VERDICTS, Processed, Verdict, require
-from streamrl.consumers.rules.text import answer_of, check_tag, inside, one_of
+from streamrl.consumers.rules.text import answer_of, check_tag, inside
 from streamrl.errors import DataError
+from streamrl.plugin_import import one_of
 
 _BOXED: Final = "\\boxed{"
 _DELIMITERS: Final = ("$", "\\(", "\\[", _BOXED)

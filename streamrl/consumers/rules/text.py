@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Final, Literal, TypeVar, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from streamrl.consumers.reward import Reward, RewardSample, Score
 from streamrl.errors import DataError
+from streamrl.plugin_import import one_of
 
 _NAME_CHARACTERS: Final = frozenset("<>/ \t\n")
-_Choice = TypeVar("_Choice", bound=str)
 
 
 def answer_of(sample: RewardSample) -> str:
@@ -26,13 +26,6 @@ def answer_of(sample: RewardSample) -> str:
             f"line {sample.prompt.line} of the data set has no answer to compare with", "give each line an `answer`"
         )
     return answer if isinstance(answer, str) else str(answer)
-
-
-def one_of(name: str, value: _Choice, known: Sequence[str]) -> _Choice:
-    """`value` of the arg `name`; `ValueError` if it is not a known one."""
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
-    return value
 
 
 def check_tag(tag: str | None) -> str | None:

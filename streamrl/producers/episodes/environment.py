@@ -47,6 +47,10 @@ class ToolEpisode(Episode):
         self._toolbox = Toolbox.of(tools)
 
     @override
+    async def open(self) -> None:
+        await self._toolbox.open()
+
+    @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         await act(chat.fork(self._toolbox), task.messages)
         return None

@@ -14,7 +14,8 @@ from typing import Any, Final, Self
 
 from typing_extensions import override
 
-from streamrl.config import RunConfig
+from streamrl.config import EpisodeConfig, RunConfig
+from streamrl.config.episode import RUN_PYTHON
 from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
@@ -24,10 +25,13 @@ from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpis
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.rendering import ChatRenderer
+from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
+from streamrl.producers.episodes.tools import Tool
 from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.sandbox import SandboxSettings
 from streamrl.score import Score
 from streamrl.wire import Sample
 
@@ -78,7 +82,21 @@ def episode_of(config: RunConfig, name: str = "") -> Episode:
         from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
 
         return RemoteEpisode(config, name) if episode.agent.remote else AgentEpisode(config)
-    return ToolEpisode([import_plugin(use, paths, role="tool") for use in episode.tools])
+    return ToolEpisode([_tool(use, episode, paths) for use in episode.tools])
+
+
+def _tool(use: str, episode: EpisodeConfig, paths: list[Path]) -> Callable[..., Any] | Tool:
+    if use != RUN_PYTHON:
+        function: Callable[..., Any] = import_plugin(use, paths, role="tool")
+        return function
+    settings = build_plugin(SandboxSettings, f"tool {use}", episode.run_python)
+    assert isinstance(settings, SandboxSettings)
+    if settings.longest >= episode.tool_deadline:
+        raise PluginError(
+            f"tool {use}: a program may take {settings.longest:g} s, and a call {episode.tool_deadline:g} s",
+            f"raise episode.tool_deadline, or lower `seconds` or `wall` in episode.{use}",
+        )
+    return python_tool(settings)
 
 
 def _user_episode(use: str, args: Mapping[str, Any], paths: list[Path]) -> Episode:

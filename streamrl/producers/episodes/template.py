@@ -24,7 +24,7 @@ from streamrl.producers.tokenizer import Tokenizer
 _ArgumentForm: TypeAlias = Literal["object", "words", "text", "content"]
 _SENTINEL: Final = "Zebras cross here."
 _TEXTS: Final = 1024
-"""How many texts and their ids are kept: the next turn of a chat begins with its text, and a group asks for the same."""
+"""How many texts and ids are kept: the next turn of a chat begins with its text, and a group asks for the same."""
 _LONGEST_TEXT: Final = 8192
 """Bytes, or characters, from which on a text is not kept: all that are kept take some tens of megabytes at most."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import difflib
 import inspect
@@ -12,7 +13,7 @@ import textwrap
 import threading
 import typing
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -48,12 +49,18 @@ class Tool:
         schema: that the model reads.
         function: gets the arguments by name, and returns text, or anything that JSON has a word for.
         arguments: the type that the arguments are checked against; None: any object.
+        keeps_state: whether it must see each call even if its answer is known; None: all but plain functions must.
+        slots: one is held during a call. Waiting for it does not count as time of the call. None: no limit.
+        preparation: is awaited by `open`.
     """
 
     name: str
     schema: ToolSchema
     function: Callable[..., Any]
     arguments: type[msgspec.Struct] | None = None
+    keeps_state: bool | None = None
+    slots: asyncio.Semaphore | None = None
+    preparation: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
@@ -77,6 +84,11 @@ class Tool:
         parameters |= {"$defs": parts} if parts else {}
         schema = {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
         return cls(name, schema, function, arguments)
+
+    async def open(self) -> None:
+        """Prepare it, once for each process, before its first call. ConfigError: it cannot work here."""
+        if self.preparation is not None:
+            await self.preparation()
 
 
 def _fields(function: Callable[..., Any], tool: str, described: dict[str, str]) -> list[Any]:
@@ -149,6 +161,11 @@ class Toolbox:
         callable_tools = [tool for tool in tools if not isinstance(tool, dict)]
         return cls([tool if isinstance(tool, Tool) else Tool.of(tool) for tool in callable_tools], bare)
 
+    async def open(self) -> None:
+        """Prepare all tools. ConfigError: one of them cannot work here."""
+        for tool in self._tools.values():
+            await tool.open()
+
     @property
     def schemas(self) -> list[ToolSchema]:
         return self._schemas
@@ -157,11 +174,14 @@ class Toolbox:
         """Whether a tool must see each call even if its answer is known: all but plain functions may keep a state."""
         if name not in self._tools:
             return False
-        function = self._tools[name].function
+        tool = self._tools[name]
+        if tool.keeps_state is not None:
+            return tool.keeps_state
+        function = tool.function
         return not inspect.isfunction(function) or bool(function.__closure__)
 
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
-        """Run one call within `deadline` seconds, with an answer of at most `longest` characters.
+        """Run one call within `deadline` seconds from its slot on, with an answer of at most `longest` characters.
 
         Never fails: what goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
         """
@@ -186,7 +206,7 @@ class Toolbox:
         except msgspec.ValidationError as error:
             return "malformed", f"error: the arguments do not fit: {error}"
         try:
-            async with asyncio.timeout(deadline) as limit:
+            async with tool.slots or contextlib.nullcontext(), asyncio.timeout(deadline) as limit:
                 value = await call_function(tool.function, arguments)
             return "ok", as_text(value)
         except EpisodeOver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from streamrl.producers.episodes import journal as journal_module
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.journal import BeginEntry, LedgerJournal
+from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.sampler import EpisodeSampler
 from streamrl.queues import open_ledgers
 from tests.queues.ledger_kit import admit, faults, lease, take, until
@@ -23,6 +25,7 @@ from .episode_kit import ADD, DONE, Script, add, call, config_of, order_of
 
 SHIFT = '{"name": "shift", "arguments": {"by": 5}}'
 WAIT = '{"name": "wait", "arguments": {"seconds": 1}}'
+PROGRAM = '{"name": "run_python", "arguments": {"code": "print(6 * 7)"}}'
 RAN = []
 
 
@@ -140,6 +143,21 @@ async def test_without_determinism_an_episode_begins_again_each_time(ledger):
     assert sample.token_ids.tolist() == said(engine, call(SHIFT), DONE)
     assert (sample.replayed, sample.restarts) == (0, 2)
     assert (await ledger.trace(0))["journaled"] == {0: 1}, "only how often it began"
+
+
+async def test_a_program_that_has_run_is_not_run_again(ledger):
+    """The function of `run_python` is a closure, and yet keeps no state."""
+    ran = []
+
+    async def run_python(code: str) -> str:
+        ran.append(code)
+        return "42"
+
+    lives = Lives(ledger, ToolEpisode([replace(python_tool(), function=run_python, preparation=None)]))
+    await lives.die(call(PROGRAM))
+    engine, sample = await lives.live(DONE)
+    assert (ran, len(engine.requests)) == (["print(6 * 7)"], 1)
+    assert (sample.replayed, sample.restarts, sample.stop) == (1, 0, "completed")
 
 
 async def test_tools_with_a_state_see_each_call_again(ledger):

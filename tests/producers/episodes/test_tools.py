@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -187,3 +188,21 @@ async def test_a_tool_may_end_the_episode_and_is_cancelled_with_it():
         async with asyncio.timeout(0.1):
             await BOX.call(called("hang"), deadline=60, longest=10)
     assert time.monotonic() - begun < 10
+
+
+async def test_waiting_for_a_slot_is_not_time_of_the_call():
+    released = asyncio.Event()
+
+    async def wait(x: int) -> str:
+        """Wait."""
+        await released.wait()
+        return "released"
+
+    box = Toolbox([replace(Tool.of(wait), slots=asyncio.Semaphore(1))])
+    first = asyncio.create_task(box.call(called("wait", x=1), deadline=60, longest=100))
+    second = asyncio.create_task(box.call(called("wait", x=2), deadline=0.05, longest=100))
+    done, _ = await asyncio.wait([first, second], timeout=0.5)
+    assert not done
+    released.set()
+    assert [(await call).use.outcome for call in (first, second)] == ["ok", "ok"]
+    assert (await second).use.seconds >= 0.4

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.consumers.sandbox import Execution, Isolation, Program, Sandbox, SandboxLimits
-from streamrl.consumers.sandbox.sandbox import interpreter
 from streamrl.errors import ConfigError
+from streamrl.sandbox import Execution, Isolation, Program, Sandbox, SandboxLimits
+from streamrl.sandbox.sandbox import interpreter
 from tests.needs import missing
 
 T = TypeVar("T")

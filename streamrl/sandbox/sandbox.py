@@ -8,6 +8,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,14 +22,17 @@ from typing import Any, Final, Literal
 import msgspec
 import orjson
 
-from streamrl.consumers.sandbox.inside import jail
 from streamrl.errors import ConfigError, StreamrlError
+from streamrl.sandbox.inside import jail
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_MEMORY: Final = 64 << 20
 SLOWEST: Final = 10
 """If a program waits for a processor until this multiple of its `wall`, the host is too busy for a verdict."""
+_MOST_SHOWN: Final = 4000
+_LINES_SHOWN: Final = 10
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class SandboxError(StreamrlError):
@@ -74,6 +78,17 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     cpu: float
     wall: float  # seconds, including the set-up of the sandbox
     delay: float  # seconds of `wall` in which other programs had the processor, as far as the kernel tells
+
+
+def last_lines(text: str) -> str:
+    """The end of what a program wrote to standard error, without colours and control characters."""
+    lines = [line for line in _COLOUR.sub("", text[-_MOST_SHOWN:]).splitlines() if line.strip()]
+    return "\n".join("".join(filter(str.isprintable, line.expandtabs())) for line in lines[-_LINES_SHOWN:])
+
+
+def most_at_once() -> int:
+    """Programs that a process may run at the same time. More would slow each other down."""
+    return len(os.sched_getaffinity(0))
 
 
 _YOUNG_SECONDS: Final = 60.0
@@ -128,6 +143,10 @@ _LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$
 class Interpreter:
     path: str
     visible: tuple[str, ...]
+
+    def program(self, script: str, files: Mapping[str, str]) -> Program:
+        """The program that is `script`, one of `files`."""
+        return Program(argv=(self.path, "-s", "-B", script), files=files, visible=self.visible)
 
 
 def interpreter(python: str = "") -> Interpreter:
@@ -189,12 +208,12 @@ class Sandbox:
         self, limits: SandboxLimits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
     ) -> None:
         if sys.platform != "linux":
-            raise ConfigError("programs can be run on Linux only", "run the reward workers in a Linux container")
+            raise ConfigError("programs can be run on Linux only", "run streamrl in a Linux container")
         if isolation == "none" and not network:
             raise ConfigError(
                 "isolation: none cannot keep programs from the network", "say network: allow, or leave isolation out"
             )
-        self._limits = limits
+        self.limits = limits
         self._network = network
         self._wanted = isolation
         self._opening = asyncio.Lock()
@@ -208,6 +227,15 @@ class Sandbox:
                 self.isolation = await self._find()
                 logger.info("sandbox ready", extra={"isolation": self.isolation, "network": self._network})
         return self.isolation
+
+    async def need(self, executable: str, visible: tuple[str, ...]) -> None:
+        """Check that an executable can be executed here by programs that see these directories. ConfigError if not."""
+        probe = Program(argv=("/bin/sh", "-c", 'test -x "$0"', executable), visible=visible)
+        async with self.start(probe) as session:
+            if (await session.run("")).code != 0:
+                raise ConfigError(
+                    f"{executable} cannot be executed in the sandbox", "name the directories it needs in `visible`"
+                )
 
     @asynccontextmanager
     async def start(self, program: Program) -> AsyncIterator[Session]:
@@ -246,10 +274,10 @@ class Sandbox:
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
                 env={"PATH": os.defpath},
-                limit=_BYTES_PER_BYTE * (self._limits.output + _ANSWER_ROOM),
+                limit=_BYTES_PER_BYTE * (self.limits.output + _ANSWER_ROOM),
             )
             try:
-                yield Session(process, order, self._limits)
+                yield Session(process, order, self.limits)
             finally:
                 await _end(process)
 
@@ -274,7 +302,7 @@ class Sandbox:
             kind = "namespaces"
         elif isolation != "none":
             kind = "wrapped"
-            argv = _bubblewrap(program, self._limits, self._network)
+            argv = _bubblewrap(program, self.limits, self._network)
         return {
             "isolation": kind,
             "network": self._network,
@@ -283,7 +311,7 @@ class Sandbox:
             "files": dict(program.files),
             "visible": [[os.path.realpath(path), path] for path in program.visible],
             "folder": folder,
-            "limits": {**asdict(self._limits), "slowest": SLOWEST},
+            "limits": {**asdict(self.limits), "slowest": SLOWEST},
         }
 
 

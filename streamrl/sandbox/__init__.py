@@ -4,7 +4,7 @@
 docs/reference/sandbox.md says what this does not protect from.
 """
 
-from streamrl.consumers.sandbox.sandbox import (
+from streamrl.sandbox.sandbox import (
     Execution,
     Isolation,
     Program,
@@ -13,5 +13,15 @@ from streamrl.consumers.sandbox.sandbox import (
     SandboxLimits,
     Session,
 )
+from streamrl.sandbox.settings import SandboxSettings
 
-__all__ = ["Execution", "Isolation", "Program", "Sandbox", "SandboxError", "SandboxLimits", "Session"]
+__all__ = [
+    "Execution",
+    "Isolation",
+    "Program",
+    "Sandbox",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxSettings",
+    "Session",
+]

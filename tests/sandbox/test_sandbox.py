@@ -19,16 +19,15 @@ from textwrap import dedent
 
 import pytest
 
-from streamrl.consumers.rules.code import _Tally
-from streamrl.consumers.sandbox import Execution, Program, Sandbox, SandboxError, SandboxLimits, inside
-from streamrl.consumers.sandbox.inside import keeper, processes
-from streamrl.consumers.sandbox.sandbox import _START, SLOWEST, own_folder, sweep
 from streamrl.errors import ConfigError
-from tests.consumers import hostile_programs as hostile
-from tests.consumers.hostile_programs import MIB
-from tests.consumers.sandboxes import SPACIOUS, keepers, need, python, run, running, sandbox, together
+from streamrl.sandbox import Program, Sandbox, SandboxError, SandboxLimits, inside
+from streamrl.sandbox.inside import keeper, processes
+from streamrl.sandbox.sandbox import _START, SLOWEST, own_folder, sweep
 from tests.needs import missing
 from tests.queues.ledger_kit import until
+from tests.sandbox import hostile_programs as hostile
+from tests.sandbox.hostile_programs import MIB
+from tests.sandbox.sandboxes import SPACIOUS, keepers, need, python, run, running, sandbox, together
 
 WRAPPED = pytest.param("bubblewrap", marks=pytest.mark.slow)
 STRONG = ["namespaces", WRAPPED]
@@ -178,7 +177,7 @@ async def test_a_worker_that_is_killed_leaves_nothing(isolation, mark, tmp_path)
     program = hostile.spawning("spawn(); time.sleep(600)", mark)
     script = f"""
         import asyncio, tempfile
-        from tests.consumers import sandboxes
+        from tests.sandbox import sandboxes
         tempfile.tempdir = {str(tmp_path)!r}
         asyncio.run(sandboxes.run(sandboxes.sandbox({isolation!r}), {program!r}))
     """
@@ -201,7 +200,7 @@ async def test_a_host_without_memory_is_an_error_and_no_score(monkeypatch):
         "import itertools, sys; sys.path.insert(0, sys.argv[1]); from inside import keeper, processes;"
         "killed = itertools.count(); processes.starved = lambda: next(killed); keeper.main()"
     )
-    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", start)
+    monkeypatch.setattr("streamrl.sandbox.sandbox._START", start)
     assert (await run(box, "print(1)")).stdout == "1\n"
     with pytest.raises(SandboxError, match="the host ran out of memory"):
         await run(box, "import os; os.kill(os.getpid(), 9)")
@@ -235,7 +234,7 @@ async def test_a_program_that_cannot_be_executed_is_an_error_and_no_score():
 
 async def test_an_isolation_that_does_not_work_is_refused_with_all_reasons(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("streamrl.consumers.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
+    monkeypatch.setattr("streamrl.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
     with pytest.raises(ConfigError) as caught:
         await Sandbox(SandboxLimits()).open()
     for reason in ("namespaces:", "bubblewrap: bwrap is not installed"):
@@ -268,7 +267,7 @@ def _is_spawned(pid):
 
 HOLDS = """
 import sys, time
-from streamrl.consumers.sandbox.sandbox import own_folder
+from streamrl.sandbox.sandbox import own_folder
 with own_folder("streamrl-test-") as folder:
     print(folder, flush=True)
     time.sleep(600)
@@ -538,26 +537,3 @@ def test_time_in_which_others_have_the_processor_does_not_count(monkeypatch, pas
 def test_a_host_that_keeps_a_program_waiting_for_ever_is_an_error_and_no_verdict(monkeypatch):
     with pytest.raises(OSError, match=r"the host is too busy: a program waited 9\.4 s"):
         look(monkeypatch, 10.1, 0.5, 9.4)
-
-
-def scored(count, **figures):
-    tally = _Tally(30.0)
-    for _ in range(count):
-        tally.add("time", Execution(outcome="time", code=None, stdout="", stderr="", result="", **figures))
-        if tally.ends(at_failure=False):
-            break
-    return tally
-
-
-def test_the_time_for_all_tests_does_not_count_what_others_had():
-    assert scored(20, cpu=1.0, wall=11.0, delay=10.0).counts["time"] == 20
-    assert scored(20, cpu=1.0, wall=11.0, delay=1.0).counts["time"] == 3
-
-
-def test_a_program_that_has_used_its_time_cannot_wait_for_ever():
-    assert scored(100, cpu=1.5, wall=11.0, delay=10.9).counts["time"] == 28
-
-
-def test_tests_that_wait_for_ever_on_a_busy_host_are_an_error_and_no_verdict():
-    with pytest.raises(SandboxError, match="the host is too busy: its tests took 308 s for 3 s of work"):
-        scored(100, cpu=0.1, wall=11.0, delay=10.9)
