@@ -40,7 +40,7 @@ class TemplateRenderer(ChatRenderer):
         self._format = format_of(tool_format, source)
         added = tokenizer.backend.added_tokens_decoder
         self._special = {token.content: int(number) for number, token in added.items() if token.special}
-        self._kept_text = lru_cache(_TEXTS)(self._text_of)
+        self._kept_text = lru_cache(_TEXTS)(lambda key: self._write(*orjson.loads(key)))
         self._kept_ids = lru_cache(_TEXTS)(tokenizer.plain_ids)
         self._form = self._find_form()
         self._close = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[
@@ -111,21 +111,27 @@ class TemplateRenderer(ChatRenderer):
         opened: bool = False,
         form: _ArgumentForm | None = None,
     ) -> str:
-        shaped = [self._shape(message, form or self._form) for message in spell_out(messages)]
+        form = form or self._form
         try:
-            key = orjson.dumps((shaped, tools, opened))
+            key = orjson.dumps((messages, tools, opened, form))
         except orjson.JSONEncodeError:  # a number of more than 64 bits
             key = b""
         if key and len(key) <= _LONGEST_TEXT:
             return self._kept_text(key)
+        return self._write(messages, tools, opened, form)
+
+    def _write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema] | None,
+        opened: bool,
+        form: _ArgumentForm,
+    ) -> str:
+        shaped = [self._shape(message, form) for message in spell_out(messages)]
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._kept_ids(text) if len(text) <= _LONGEST_TEXT else self._tokenizer.plain_ids(text))
-
-    def _text_of(self, key: bytes) -> str:
-        messages, tools, opened = orjson.loads(key)
-        return self._tokenizer.chat_text(messages, tools, opened=opened)
 
     def _shape(self, message: Message, form: _ArgumentForm) -> Message:
         reasoning = message.get("reasoning_content")
