@@ -58,13 +58,28 @@ class Honest(Episode):
     deterministic = True
     tool = Tool.of(add)
 
+    def tool_of(self, task):
+        return self.tool
+
     async def run(self, task, chat):
-        messages = task.messages
+        messages, tool = task.messages, self.tool_of(task)
         for _ in range(TURNS):
-            reply = await chat(messages, [self.tool])
+            reply = await chat(messages, [tool])
             messages.append(reply.message)
             messages += await chat.answer(reply) if reply.calls else [{"role": "user", "content": "go on"}]
         return 1.0
+
+
+async def die(a: int, b: int) -> int:
+    """Take the process along."""
+    os._exit(a + b)
+
+
+class Deadly(Honest):
+    """The tool of line 1 of the data set kills its process."""
+
+    def tool_of(self, task):
+        return Tool.of(die, "add") if task.line == 1 else self.tool
 
 
 class Changing(Honest):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import Qwen2ForCausalLM
@@ -102,6 +103,37 @@ async def test_episodes_survive_the_death_of_their_replicas(run, tmp_path, episo
             left.remove(turn)  # each completion of an engine is in one place at most
     replayed, restarts = sum(sample.replayed for sample in flat), sum(sample.restarts for sample in flat)
     assert (replayed > 0, restarts > 0) == ((True, False) if episode == "Honest" else (False, True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(run, tmp_path):
+    folder = save_talker(tmp_path / "talker", calls=(ADD,))
+    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("sampling", group_size=1, max_new_tokens=16).set("episode", run=f"{WHERE}:Deadly", max_turns=TURNS)
+    run.set("lease", seconds=1.0, max_deliveries=3)
+    prompt = order_of(Tokenizer.load(run.config.model)).prompt
+    lives = 0
+    async with run.open() as ledgers:
+        train = ledgers.train
+        for line in range(GROUPS):
+            await admit(train, line, prompt=encode(msgspec.structs.replace(prompt, line=line)), samples=1)
+        await publish(run, ledgers, folder)
+        while await train.connection.read("XLEN", train.keys.prompts) and lives < 12:
+            replica = run.spawn(f"{WHERE}:serve", f"rollout.{lives}")
+            lives += 1
+            try:
+                await until_async(partial(dead_or_done, replica, train), 90)
+            finally:
+                kill(replica)
+        letters = await train.dead_letters()
+        made = [group_id for group_id in range(GROUPS) if (await train.trace(group_id)).get("payloads")]
+    assert made == [0, 2, 3]
+    assert {letter.group_id for letter in letters} == {1}
+
+
+async def dead_or_done(replica, ledger):
+    return replica.poll() is not None or not await ledger.connection.read("XLEN", ledger.keys.prompts)
 
 
 async def read(ledger, group_id):
