@@ -207,9 +207,7 @@ class Ledger:
         )
         return bool(reply == 1)
 
-    async def journal(
-        self, lease: Lease, sample: int, number: int, payload: bytes, state: bytes | None = None
-    ) -> bool:
+    async def journal(self, lease: Lease, sample: int, number: int, payload: bytes, state: bytes | None = None) -> bool:
         """Write one finished turn of a sample that is not emitted yet; a full Redis refuses before anything changes.
 
         `number` is its place in the journal of the sample, from 0. `state` replaces the one that was written with an

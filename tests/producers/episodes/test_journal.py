@@ -179,7 +179,7 @@ async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
     await lives.die("a", "b", "c")
     assert (await ledger.trace(0))["journaled"] == {0: 4}
     await lives.die("d", version=2)  # the first turn is answered, the second is not the same question
-    left = [journal_module._decode(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    left = [journal_module._decode(entry) for entry in (await ledger.read_journal(lives.lease, 0)).turns]
     assert left[0] == BeginEntry(1)
     assert [entry.runs for entry in left[1:]] == [[(0, 1)], [(0, 2)]]
     engine, sample = await lives.live("e", "f", "g", version=3)
@@ -203,7 +203,7 @@ async def test_a_call_that_ran_beside_recorded_ones_is_no_other_way(ledger):
     engine = await lives.engine_of(both)
     async with lives.playing(engine):
         await until(lambda: hangs.is_set() and RAN)
-        while len(await ledger.read_journal(lives.lease, 0)) < 3:  # noqa: ASYNC110
+        while len((await ledger.read_journal(lives.lease, 0)).turns) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     released.set()
     engine, sample = await lives.live(DONE)
@@ -226,7 +226,7 @@ async def test_a_journal_that_is_full_ends_early(ledger, monkeypatch):
     monkeypatch.setattr(journal_module, "_MOST_BYTES", 700)
     lives = Lives(ledger, ToolEpisode([shift]))
     await lives.die(*(call(SHIFT, text=str(turn)) for turn in range(4)))
-    sizes = [len(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    sizes = [len(entry) for entry in (await ledger.read_journal(lives.lease, 0)).turns]
     assert 400 < sum(sizes) <= 720
     assert len(sizes) < 9
     _, sample = await lives.live(*(call(SHIFT, text=str(turn)) for turn in range(4)), DONE)
@@ -243,11 +243,11 @@ async def test_a_cancelled_write_leaves_no_gap(ledger):
     await ledger.journal(held, 0, 1, b"of a cancelled writer")
     await kept.turn(b"b")
     await kept.turn(b"c")
-    assert await ledger.read_journal(held, 0) == [b"a", b"of a cancelled writer", b"b", b"c"]
+    assert (await ledger.read_journal(held, 0)).turns == [b"a", b"of a cancelled writer", b"b", b"c"]
     again = LedgerJournal(held, 0, lambda _: None)
     await again.turn(b"a")  # a repeat after a lost reply
     await again.turn(b"d")
-    assert (await ledger.read_journal(held, 0))[-2:] == [b"c", b"d"]
+    assert (await ledger.read_journal(held, 0)).turns[-2:] == [b"c", b"d"]
     await again.forget()
     await again.turn(b"e")
-    assert await again.recorded() == [b"e"]
+    assert await again.recorded() == ([b"e"], None)
