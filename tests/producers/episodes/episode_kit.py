@@ -32,7 +32,7 @@ def add(a: int, b: int) -> int:
 
 
 def save_talker(folder, calls=(ADD, WRONG, ABSENT, BROKEN), *, ends=True):
-    """A model that answers at random: half of its replies are `DONE` (none unless it `ends`), the others one of `calls`."""
+    """A model that answers at random: half of its replies are `DONE` (if it `ends`), the others one of `calls`."""
     backend = make_tokenizer(HERMES, eos="<|im_end|>")._backend
     backend.add_tokens([*calls, DONE])
     backend.save_pretrained(folder)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from pathlib import Path
 
 from streamrl.producers.engines import make_engine
 from streamrl.producers.episodes.episode import Episode
@@ -75,7 +76,7 @@ class Counter:
     """
 
     def __init__(self, notes):
-        self._notes = notes
+        self._notes = Path(notes)
 
     def reset(self, **row):
         self.name, self.said = os.urandom(4).hex(), []
@@ -83,7 +84,7 @@ class Counter:
     async def add(self, a: int, b: int) -> str:
         """Add two numbers."""
         self.said.append(os.urandom(4).hex())
-        with open(self._notes, "a") as notes:  # noqa: ASYNC230
+        with self._notes.open("a") as notes:
             notes.write(f"{self.name} {len(self.said)} {self.said[-1]}\n")
         await asyncio.sleep(0.1)  # time for a death
         return self.said[-1]
