@@ -29,8 +29,9 @@ class TurnJournal(Protocol):
     async def turn(self, payload: bytes, state: bytes | None = None) -> None:
         """Keep one more payload, and `state` instead of an earlier one; returns when both are in Redis."""
 
-    async def forget(self) -> None:
-        """Remove all payloads."""
+    async def forget(self) -> bool:
+        """Remove all payloads. False, without effect: another process has the sample."""
+        ...
 
     def progressed(self) -> None:
         """A turn is finished, whether it is kept or not, or nobody is at work: `lease.max_hold` begins anew."""

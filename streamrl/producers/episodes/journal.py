@@ -24,7 +24,7 @@ import msgspec
 from streamrl.engine import Completion, Finish
 from streamrl.errors import StreamrlError
 from streamrl.producers.episodes.tools import ToolResult
-from streamrl.producers.sampler import TurnJournal
+from streamrl.producers.sampler import CannotNow, TurnJournal
 from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
 from streamrl.wire import (
@@ -150,10 +150,10 @@ class LedgerJournal:
             if not there and await ledger.journal(lease, sample, self._next, payload, state):
                 self._next += 1
 
-    async def forget(self) -> None:
+    async def forget(self) -> bool:
         async with self._writing:
-            await self._lease.ledger.forget_journal(self._lease, self._sample)
             self._next = 0
+            return await self._lease.ledger.forget_journal(self._lease, self._sample)
 
     def progressed(self) -> None:
         self._progressed(self._lease)
@@ -320,13 +320,14 @@ class EpisodeJournal:
                 await self._store.turn(_encode(entry))
 
     async def _forget(self, why: str) -> None:
-        """Empty the journal, and count that."""
+        """Empty the journal, and count that. CannotNow: it is another process that goes on with the sample."""
         assert self._store is not None
         extra = {"why": why, "replayed": self.replayed, "forgotten": len(self._left)}
         logger.warning("an episode cannot go on from its record", extra=extra)
         self._left.clear()
         self.restarts += 1
-        await self._store.forget()
+        if not await self._store.forget():
+            raise CannotNow("another process has taken the sample over")
         await self._store.turn(_encode(BeginEntry(self.restarts)))
 
     async def _add(self, entry: _Entry, state: bytes | None = None) -> None:

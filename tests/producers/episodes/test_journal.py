@@ -16,6 +16,7 @@ from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpis
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.journal import BeginEntry, LedgerJournal
 from streamrl.producers.episodes.sampler import EpisodeSampler
+from streamrl.producers.sampler import CannotNow
 from streamrl.queues import open_ledgers
 from tests.queues.ledger_kit import admit, faults, lease, take, until
 
@@ -366,6 +367,19 @@ async def test_a_sample_whose_environment_cannot_go_on_begins_again(ledger, refu
     assert sample.stop == "completed"
     begin = journal_module._decode((await ledger.read_journal(lives.lease, 0)).turns[0])
     assert begin == BeginEntry(1)
+
+
+async def test_a_process_that_lost_the_sample_gives_it_up(ledger):
+    """Its journal is another process's: to fail the sample, or to begin again beside it, would be wrong."""
+    _, lives = shelves(ledger, set_state=refuses)
+    await lives.die(call(put("a")))
+    engine = await lives.engine_of(DONE)
+    await take(ledger, "prompts", lives.lease, "the next one")
+    before = await ledger.read_journal(lives.lease, 0)
+    async with lives.playing(engine) as task:
+        with pytest.raises(CannotNow, match="another process has taken the sample over"):
+            await task
+    assert (engine.requests, await ledger.read_journal(lives.lease, 0)) == ([], before)
 
 
 async def test_one_of_both_methods_is_a_tool(ledger):
