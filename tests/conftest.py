@@ -48,6 +48,16 @@ def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
 @pytest.fixture(scope="session")
 def sort_cache() -> Path:
     """Prompts, tokenizer and warm-started model of the sort demo; made here when they are not there (two minutes)."""
-    folder = Path(__file__).parent.parent / "examples" / "sort"
+    return _prepared("sort")
+
+
+@pytest.fixture(scope="session")
+def tools_cache() -> Path:
+    """Prompts, tokenizer and warm-started model of the tools demo; made here when they are not there (a minute)."""
+    return _prepared("tools")
+
+
+def _prepared(example: str) -> Path:
+    folder = Path(__file__).parent.parent / "examples" / example
     subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, timeout=900)
     return folder / "cache"

@@ -17,14 +17,6 @@ from tests.test_demo import ROOT, audit, summary_of
 CALL = re.compile(r'<tool_call>{"name": "look_up", "arguments": {"key": "(\w+)"}}</tool_call>')
 
 
-@pytest.fixture(scope="session")
-def tools_cache() -> Path:
-    """Prompts, tokenizer and warm-started model of the tools demo; made here when they are not there (a minute)."""
-    folder = ROOT / "examples" / "tools"
-    subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, timeout=900)
-    return folder / "cache"
-
-
 def plain_accuracy(model_dir: Path, rows: list[dict[str, Any]]) -> float:
     """Share of right answers over turns with transformers' own `generate`, the tool played by hand."""
     import torch

@@ -15,21 +15,23 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues.records import RecordedTurns
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
 
 
 class TurnJournal(Protocol):
     """Keeps the finished turns of one sample, so that another process can go on. Errors are those of the ledger."""
 
-    async def recorded(self) -> list[bytes]:
-        """The payloads that were kept, also by an earlier process, in their order."""
+    async def recorded(self) -> RecordedTurns:
+        """The payloads that were kept, also by an earlier process, in their order, and the newest state."""
         ...
 
-    async def turn(self, payload: bytes) -> None:
-        """Keep one more payload; returns when it is in Redis."""
+    async def turn(self, payload: bytes, state: bytes | None = None) -> None:
+        """Keep one more payload, and `state` instead of an earlier one; returns when both are in Redis."""
 
-    async def forget(self) -> None:
-        """Remove all payloads."""
+    async def forget(self) -> bool:
+        """Remove all payloads. False, without effect: another process has the sample."""
+        ...
 
     def progressed(self) -> None:
         """A turn is finished, whether it is kept or not, or nobody is at work: `lease.max_hold` begins anew."""

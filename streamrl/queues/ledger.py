@@ -32,6 +32,7 @@ from streamrl.queues.records import (
     LeasedSample,
     LedgerState,
     OpenWork,
+    RecordedTurns,
     ReplayOutcome,
     ScoreOutcome,
     group_trace,
@@ -206,20 +207,21 @@ class Ledger:
         )
         return bool(reply == 1)
 
-    async def journal(self, lease: Lease, sample: int, number: int, payload: bytes) -> bool:
+    async def journal(self, lease: Lease, sample: int, number: int, payload: bytes, state: bytes | None = None) -> bool:
         """Write one finished turn of a sample that is not emitted yet; a full Redis refuses before anything changes.
 
-        `number` is its place in the journal of the sample, from 0. The journal ends with the sample. False, without
-        effect: it is there already (also from a repeat), the turn before it is not, the sample has a payload or is
-        dead, the group is gone, or the lease was given to another process since.
+        `number` is its place in the journal of the sample, from 0. `state` replaces the one that was written with an
+        earlier turn. The journal ends with the sample. False, without effect: it is there already (also from a repeat),
+        the turn before it is not, the sample has a payload or is dead, the group is gone, or the lease was given to
+        another process since.
         """
-        return bool(await self.connection.call("journal", *self._journal(lease, sample, number, payload)))
+        more = (number, payload) if state is None else (number, payload, state)
+        return bool(await self.connection.call("journal", *self._journal(lease, sample, *more)))
 
-    async def read_journal(self, lease: Lease, sample: int) -> list[bytes]:
-        """The turns that `journal` wrote, also those of an earlier holder of the lease; none if the group is gone."""
+    async def read_journal(self, lease: Lease, sample: int) -> RecordedTurns:
+        """What `journal` wrote, also for an earlier holder of the lease; nothing if the group is gone."""
         group = self.keys.group(lease.group_id)
-        turns: list[bytes] = await self.connection.call("read_journal", [group], [lease.attempt, sample])
-        return turns
+        return RecordedTurns(*await self.connection.call("read_journal", [group], [lease.attempt, sample]))
 
     async def forget_journal(self, lease: Lease, sample: int) -> bool:
         """Empty the journal of a sample, whose episode begins again. False, without effect: as in `journal`."""

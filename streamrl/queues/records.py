@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from streamrl.errors import LedgerDamaged
 from streamrl.queues.replies import is_number, pairs, text
@@ -74,6 +74,13 @@ class LeasedGroup:
         dead = _numbered(known, b"x")
         payloads = {k: payload for k, payload in _numbered(known, b"s").items() if k not in dead}
         return cls(known[b"prompt"], payloads, int(known[b"m"]), int(known[b"n"]))
+
+
+class RecordedTurns(NamedTuple):
+    """The journal of a sample: its turns, and the state of its environment after the last turn that has one."""
+
+    turns: list[bytes]
+    state: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,23 @@ class Fire:
                 return
             self.moves_on()
         raise AssertionError("never hit the learner inside a step")
+
+    def kill_in_episode(self) -> None:
+        """Kill the process of the episodes while a sample that has not ended has answers of tools in its journal."""
+        store, answers = self.store(), 2  # after the beginning and the first reply
+
+        def in_episode() -> bool:
+            groups = [f"{{sr:chaos}}:group:{int(gid)}" for gid in store.zrange("{sr:chaos}:live", 0, -1)]
+            return any(re.fullmatch(rb"j:\d+:%d" % answers, name) for key in groups for name in store.hkeys(key))
+
+        for _ in range(20):
+            until(in_episode, "a turn of tools in a journal")
+            self.kill("agent.0", "inside an episode")
+            if in_episode():
+                self.kills["inside an episode"] += 1
+                return
+            self.moves_on()
+        raise AssertionError("never hit the process of the episodes inside an episode")
 
     def kill_in_checkpoint(self) -> None:
         """Kill rank 0 while the draft of a checkpoint is on disk and not renamed."""

@@ -5,29 +5,43 @@ two roll-backs of Redis, one Redis that hangs, an old learner that wakes up next
 or break whoever touches them. The supervisor is killed alone, while Redis starts, with everything else, and with all
 but a Redis that hangs. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
 
-A shorter one with groups that are scored whole: what is different then is in the hands of feeder, replica, worker and
-Redis, so these are killed and cut back, and the learner once inside a step.
+A shorter one with episodes of several turns, whose groups are scored whole: what is different then is in the hands of
+feeder, agent, replica, worker and Redis, so these are killed and cut back, and the learner once inside a step. Tools
+hang, and give no answer twice. At its end, what the learner trained is compared with the archive, group by group.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from streamrl import wire
+from streamrl.archive.reader import RecordedGroup, archive_files, read_file
+from streamrl.commands.rundir import find_run, ledgers_to_look
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.lineage import read_record, read_versions
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.runfile import read_saved
 from tests.chaos.fire import Fire, until
 
 POISONED = {60: "break rollout", 75: "break reward", 90: "nan reward", 110: "kill reward", 130: "kill rollout"}
+HANGING = (20, 50, 100, 140)
+EPISODE = {"environment": "poisoned_tools:LookUp", "max_turns": 3, "max_tool_response": 32, "tool_deadline": 1.0}
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 
 
-def write_run(folder: Path, cache: Path, reward: str) -> Path:
+def write_run(folder: Path, cache: Path, reward: str, **sections: dict[str, Any]) -> Path:
     prompts = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
-    lines = [row | ({"poison": POISONED[place]} if place in POISONED else {}) for place, row in enumerate(prompts)]
+    poison = POISONED | dict.fromkeys(HANGING if "episode" in sections else (), "hang tool")
+    lines = [row | ({"poison": poison[place]} if place in poison else {}) for place, row in enumerate(prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = yaml.safe_load((cache.parent / "run.yaml").read_text())
     config |= {"name": "chaos", "model": config["model"] | {"path": str(cache / "model")}}
@@ -41,6 +55,7 @@ def write_run(folder: Path, cache: Path, reward: str) -> Path:
     config["evaluation"] = {"every": 10, "prompts": 16}
     config["lease"] = {"seconds": 2, "max_deliveries": 5}
     config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5, "liveness_deadline": 200}
+    config |= sections
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -72,13 +87,19 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_groups_that_are_scored_whole_are_neither_lost_nor_trained_twice(tmp_path: Path, sort_cache: Path):
-    fire = Fire(write_run(tmp_path, sort_cache, "PoisonedGroup"), tmp_path / "run", SEED)
+def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_twice(tmp_path: Path, tools_cache: Path):
+    sections = {"episode": EPISODE | {"processes": 1}, "archive": {"enabled": True}}
+    fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", **sections), tmp_path / "run", SEED)
     blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0", "reward.0")]
+    blows += [fire.kill_in_episode, fire.kill_in_episode, lambda: fire.kill("rollout.0")]
     blows += [fire.kill_in_step, lambda: fire.roll_back_redis(3.0)]
-    under(fire, blows, [])
-    assert all(fire.kills[role] for role in ("feeder.0", "rollout.0", "inside a step", "roll-back"))
-    assert fire.kills["reward.0"] >= 2
+    audit = under(fire, blows, [])
+    assert all(fire.kills[role] for role in ("feeder.0", "inside a step", "roll-back"))
+    assert all(fire.kills[role] >= 2 for role in ("reward.0", "rollout.0", "inside an episode"))
+    archived = list(recorded(fire.run_dir))
+    check_trained(fire.run_dir, archived, audit["trained"])
+    check_turns(fire.run_dir, archived)
+    assert asyncio.run(journals(fire.run_dir)) == []
 
 
 def under(fire: Fire, blows: list[Callable[[], None]], ends: list[Callable[[], None]]) -> dict:
@@ -136,3 +157,55 @@ def check(fire: Fire) -> dict:
     parts = sum(audit[key] for key in ("trained", "dropped", "dead", "evaluated", "live", "lost"))
     assert audit["admitted"] == parts
     return audit
+
+
+def recorded(run_dir: Path) -> Iterator[tuple[RecordedGroup, list[wire.Sample], list[float]]]:
+    """All groups of the archive with responses and scores, also those that closed again after Redis went back."""
+    for file in archive_files(run_dir):
+        for group in read_file(file)[1]:
+            samples = [wire.decode(sample, wire.Sample) for sample, _ in group.samples]
+            yield group, samples, [wire.decode(score, wire.SampleScore).value for _, score in group.samples]
+
+
+def check_trained(run_dir: Path, archived: list, count: int) -> None:
+    """Each group that the surviving weights know was trained once, with its scores and all tokens that were sampled."""
+    checkpoints = Checkpoints.of(run_dir, make=False)
+    newest = checkpoints.validate(checkpoints.path(checkpoints.positions()[-1]))
+    frames = list(read_record(run_dir, newest.record))
+    assert len({frame["gid"] for frame in frames}) == len(frames) == count
+    known: dict[int, list] = {}
+    for group, samples, scores in archived:
+        known.setdefault(group.group_id, []).append((scores, sum(len(sample.token_ids) for sample in samples)))
+    for frame in frames:
+        rewards = frame["rewards"]
+        assert (rewards, round(frame["mean_length"] * len(rewards))) in known[frame["gid"]]
+    versions = {note.version for note in read_versions(checkpoints.folder)}
+    assert {version for _, samples, _ in archived for each in samples for version in each.token_versions} <= versions
+
+
+def check_turns(run_dir: Path, archived: list) -> None:
+    """What the model was told is what its environment remembers, in all lives; some samples had several."""
+    flat = [sample for _, samples, _ in archived for sample in samples]
+    tokenizer = Tokenizer.load(read_saved(run_dir / "run.json").config.model)
+    for sample in flat:
+        told = 0
+        for turn in [turn for turn in sample.turns if turn.role == "tool"]:
+            texts = re.findall(r"<\|tool\|>([^<]*)", tokenizer.decode(turn.observed_ids, special=True))
+            told += sum(int(text) for text, use in zip(texts, turn.tools, strict=True) if use.outcome == "ok")
+        if sample.stop == "completed":  # or else a tool ran after the last turn
+            assert told == sample.score.value
+    outcomes = {use.outcome for sample in flat for turn in sample.turns for use in turn.tools}
+    assert {"ok", "timeout"} <= outcomes
+    assert sum(sample.replayed for sample in flat) > 0, "no sample went on from its journal"
+    assert sum(sample.restarts for sample in flat) == 0
+
+
+async def journals(run_dir: Path) -> list[int]:
+    """Groups that have a journal after the drain."""
+    async with ledgers_to_look(find_run(run_dir)) as ledgers:
+        found = []
+        for ledger in (ledgers.train, ledgers.evaluation):
+            for group_id in await ledger.connection.read("ZRANGE", ledger.keys.live, 0, -1):
+                if (await ledger.trace(int(group_id)))["journaled"]:
+                    found.append(int(group_id))
+    return found

@@ -172,14 +172,14 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
         (prompt,) = await lease(train, "prompts")
         await train.emit(prompt, 0, b"x")
         (sample,) = await lease(train, "rollouts")
-        await train.journal(prompt, 1, 0, b"turn")
+        await train.journal(prompt, 1, 0, b"turn", b"state")
         await train.journal(prompt, 2, 0, b"turn")
         await ledgers.connection.read("CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(Unreachable) as caught:
             await asyncio.gather(train.emit(prompt, 1, b"x"), admit(train, 4))
         with pytest.raises(Unreachable):
-            await train.journal(prompt, 1, 1, b"turn")
-        assert await train.read_journal(prompt, 1) == [b"turn"]
+            await train.journal(prompt, 1, 1, b"turn", b"newer state")
+        assert await train.read_journal(prompt, 1) == ([b"turn"], b"state")
         assert await train.forget_journal(prompt, 2)
         assert "redis.maxmemory" in caught.value.hint
         await train.fence("n", 0)

@@ -47,6 +47,7 @@ class Group:
     score: dict[int, bytes] = field(default_factory=dict)
     cause: dict[int, str] = field(default_factory=dict)
     journal: dict[int, list[bytes]] = field(default_factory=dict)
+    states: dict[int, bytes] = field(default_factory=dict)
     crashes: set[str] = field(default_factory=set)
     whole: bool = False
     doomed: bool = False
@@ -62,9 +63,12 @@ class Group:
     @property
     def journal_fields(self) -> set[bytes]:
         counts = {k: len(turns) for k, turns in self.journal.items() if turns}
-        return {b"j:%d" % k for k in counts} | {
-            b"j:%d:%d" % (k, i) for k, count in counts.items() for i in range(count)
-        }
+        turns = {b"j:%d:%d" % (k, i) for k, count in counts.items() for i in range(count)}
+        return {b"j:%d" % k for k in counts} | turns | {b"j:%d:s" % k for k in counts if k in self.states}
+
+    def end_journal(self, k: int) -> None:
+        self.journal.pop(k, None)
+        self.states.pop(k, None)
 
     def fate(self, k: int) -> bool:
         return k in self.score or k in self.cause
@@ -201,7 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert written == (group is not None and sample in group.missing)
         if written:
             group.payload[sample] = payload
-            group.journal.pop(sample, None)
+            group.end_journal(sample)
 
     def write_a_turn(self, held: Lease) -> None:
         """Each missing sample gets one turn more, so that most of what happens to a group meets a journal."""
@@ -222,8 +226,14 @@ class LedgerMachine(RuleBasedStateMachine):
         return group if group is not None and newest and sample in group.missing else None
 
     @precondition(lambda self: self.prompts)
-    @rule(data=st.data(), sample=st.integers(0, 2), turns=st.integers(1, 3), skipped=st.sampled_from([0, 0, 0, -1, 1]))
-    def journal(self, data, sample, turns, skipped):
+    @rule(
+        data=st.data(),
+        sample=st.integers(0, 2),
+        turns=st.integers(1, 3),
+        skipped=st.sampled_from([0, 0, 0, -1, 1]),
+        state=st.sampled_from([None, b"a", b"b"]),
+    )
+    def journal(self, data, sample, turns, skipped, state):
         held = data.draw(st.sampled_from(self.prompts))
         sample = self.sample_of(held, sample)
         group = self.may_journal(held, sample)
@@ -231,10 +241,12 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(turns):
             known = group.journal.setdefault(sample, []) if group is not None else []
             number = max(0, len(known) + skipped)
-            written = self.twice(lambda n=number: self.ledger.journal(held, sample, n, turn), unchanged=False)
+            written = self.twice(lambda n=number: self.ledger.journal(held, sample, n, turn, state), unchanged=False)
             assert written == (group is not None and number == len(known))
             if written:
                 known.append(turn)
+                if state is not None:
+                    group.states[sample] = state
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), sample=st.integers(0, 2))
@@ -242,8 +254,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """Also an old holder of this attempt may read: it has been told nothing that it could spoil."""
         held = data.draw(st.sampled_from(self.prompts))
         group = self.known(held)
-        turns = self.twice(lambda: self.ledger.read_journal(held, sample))
-        assert turns == (group.journal.get(sample, []) if group is not None else [])
+        left = self.twice(lambda: self.ledger.read_journal(held, sample))
+        known = (group.journal.get(sample, []), group.states.get(sample)) if group is not None else ([], None)
+        assert left == known
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), sample=st.integers(0, 2))
@@ -253,7 +266,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group = self.may_journal(held, sample)
         assert self.twice(lambda: self.ledger.forget_journal(held, sample)) == (group is not None)
         if group is not None:
-            group.journal.pop(sample, None)
+            group.end_journal(sample)
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), sample=st.integers(0, 2))
@@ -321,7 +334,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for k in self.groups[group_id].missing:
             assert self.wait(self.ledger.emit(prompt, k, b"%d.%d" % (group_id, k)))
             self.groups[group_id].payload[k] = b"%d.%d" % (group_id, k)
-            self.groups[group_id].journal.pop(k, None)
+            self.groups[group_id].end_journal(k)
         self.lease("rollouts", 100)
         for held in [held for held in self.samples if held.group_id == group_id]:
             group = self.awaits(held)
@@ -355,7 +368,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group = self.groups[group_id]
         for sample in list(samples):
             group.cause[sample] = why
-            group.journal.pop(sample, None)
+            group.end_journal(sample)
             self.letters.append((group_id, sample))
         group.close_if_complete()
         self.settle(group_id)

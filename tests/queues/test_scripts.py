@@ -126,23 +126,27 @@ async def test_a_journal_belongs_to_one_holder_and_ends_with_its_sample(ledgers:
     (old,) = await lease(train, "prompts", "a")
     for sample in range(3):
         assert await train.journal(old, sample, 0, b"first")
-    assert await train.journal(old, 0, 1, b"second")
-    assert not await train.journal(old, 0, 3, b"the turn before it is missing")
+    assert await train.journal(old, 0, 1, b"second", b"state")
+    assert await train.journal(old, 0, 2, b"third", b"newer state")
+    assert await train.journal(old, 0, 3, b"fourth")
+    assert await train.journal(old, 1, 1, b"second", b"state")
+    assert await train.journal(old, 2, 1, b"second", b"state")
+    assert not await train.journal(old, 0, 5, b"the turn before it is missing", b"nor is its state written")
     assert await faults(train) == []
-    assert (await train.trace(0))["journaled"] == {0: 2, 1: 1, 2: 1}
+    assert (await train.trace(0))["journaled"] == {0: 4, 1: 2, 2: 2}
     new = await take(train, "prompts", old, "b")
     before = await everything(train)
-    assert not await train.journal(old, 0, 2, b"zombie")
+    assert not await train.journal(old, 0, 4, b"zombie", b"its state")
     assert not await train.forget_journal(old, 0)
     assert await everything(train) == before
-    assert await train.read_journal(new, 0) == [b"first", b"second"]
+    assert await train.read_journal(new, 0) == ([b"first", b"second", b"third", b"fourth"], b"newer state")
     assert await train.forget_journal(new, 0)
-    assert await train.read_journal(new, 0) == []
-    assert await train.journal(new, 0, 0, b"again")
+    assert await train.read_journal(new, 0) == ([], None)
+    assert await train.journal(new, 0, 0, b"again", b"state")
     assert await train.emit(new, 0, b"payload")
     assert not await train.journal(new, 0, 1, b"after its end")
     assert await train.fail_sample(new, 1, "engine")
-    assert (await train.trace(0))["journaled"] == {2: 1}
+    assert (await train.trace(0))["journaled"] == {2: 2}
     assert await train.fail_prompt(new, "prompt")
     assert (await train.trace(0))["journaled"] == {}
     (sample,) = await lease(train, "rollouts")
@@ -154,14 +158,14 @@ async def test_the_journal_of_a_dead_attempt_is_gone(ledgers: Ledgers):
     train = ledgers.train
     await admit(train, 0, samples=2, min_group=2)
     (old,) = await lease(train, "prompts")
-    await train.journal(old, 0, 0, b"turn")
+    await train.journal(old, 0, 0, b"turn", b"state")
     await train.journal(old, 1, 0, b"turn")
     await train.fail_prompt(old, "poison")
     assert await replay(train, 0, budget=9, hard_cap=9) is ReplayOutcome.REPLAYED
     (new,) = await lease(train, "prompts")
     assert not await train.journal(old, 0, 0, b"zombie")
     assert not await train.forget_journal(old, 0)
-    assert await train.read_journal(old, 0) == await train.read_journal(new, 0) == []
+    assert await train.read_journal(old, 0) == await train.read_journal(new, 0) == ([], None)
 
 
 async def test_fence_counts_epochs_and_keeps_the_old_learner_out(ledgers: Ledgers):

@@ -75,7 +75,7 @@ async def test_a_holder_killed_with_9_is_replaced(ledgers: Ledgers, run: RedisRu
     async with working(ledgers, handle):
         await until(lambda: done)
     assert [found.deliveries for found in done] == [2]
-    assert seen == [(1, 2), [b"turn of the dead"]]
+    assert seen == [(1, 2), ([b"turn of the dead"], None)]
     assert await consumers(ledgers.train) == [], "the name of the dead is forgotten too"
 
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 _NO_TOOLS: Final = frozenset({"reset", "get_reward", "close"})
+_RESTORING: Final = frozenset({"get_state", "set_state"})
+"""No tools either, if a class has both."""
 
 
 async def act(chat: Chat, messages: list[Message], done: Callable[[], bool] = lambda: False) -> None:
@@ -64,6 +67,11 @@ class EnvironmentEpisode(Episode):
     `done` of the object is true. `get_reward()`, if there is one, gives the score, also when a limit ended the
     episode. `close()`, if there is one, is called at the end. Each method may be async; others run in threads. `tools`
     are functions that the model may call as well.
+
+    With `get_state()` and `set_state(state)` another process goes on with a sample whose process died: it makes an
+    object, calls `reset(**row)`, which has to return the same text, and `set_state` with what `get_state` returned
+    after the last turn of tools. Tools of recorded turns do not run again. The state is what MessagePack can write;
+    tuples come back as lists. It holds all that tools, `done` and `get_reward` depend on and `reset` does not set.
     """
 
     def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]] = ()) -> None:
@@ -75,6 +83,9 @@ class EnvironmentEpisode(Episode):
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         async with chat.session.part("start"):
             environment = await in_thread(self._factory)
+            if _restores(type(environment)):
+                deadline = chat.session.limits.tool_deadline
+                chat.session.journal.keep_state_of(_StateOf(environment, deadline))
             chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
@@ -98,18 +109,43 @@ class EnvironmentEpisode(Episode):
         return [replace(tool, function=getattr(environment, tool.name)) for tool in self._described[kind]]
 
 
+class _StateOf:
+    """The state of an environment, for its journal; reading or taking it may last as long as a tool."""
+
+    def __init__(self, environment: Any, deadline: float) -> None:
+        self._environment = environment
+        self._deadline = deadline
+
+    async def state(self) -> Any:
+        async with asyncio.timeout(self._deadline):
+            return await call_function(self._environment.get_state, {})
+
+    async def restore(self, state: Any) -> None:
+        async with asyncio.timeout(self._deadline):
+            await call_function(partial(self._environment.set_state, state), {})
+
+
 def check_environment(kind: type[Any]) -> None:
     """PluginError if a public method of an environment cannot be a tool."""
     for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if not name.startswith("_") and name not in _NO_TOOLS:
+        if not name.startswith("_") and name not in _no_tools(kind):
             Tool.of(MethodType(method, kind))
 
 
 def public_methods(environment: Any) -> list[Callable[..., Any]]:
     """The methods that the model may call: public ones besides those of the protocol."""
-    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in _NO_TOOLS]
+    hidden = _no_tools(type(environment))
+    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in hidden]
     found = [getattr(environment, name) for name in names if callable(getattr(type(environment), name))]
     return [method for method in found if inspect.isroutine(method)]
+
+
+def _no_tools(kind: type[Any]) -> frozenset[str]:
+    return _NO_TOOLS | _RESTORING if _restores(kind) else _NO_TOOLS
+
+
+def _restores(kind: type[Any]) -> bool:
+    return all(callable(getattr(kind, name, None)) for name in _RESTORING)
 
 
 def row(task: Task) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from streamrl.errors import DataError, unwrapped
+from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import Message, Reply
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import Toolbox, ToolsLike
@@ -80,10 +79,8 @@ class Chat:
         A call that fails is answered by a message that says so; nothing is raised but `EpisodeOver`.
         """
         self._session.check_calls()
-        with unwrapped():
-            async with self._session.part("tools"), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._session.answer(call, self._toolbox)) for call in reply.calls]
-        return [task.result() for task in tasks]
+        async with self._session.part("tools"):
+            return await self._session.answers(reply.calls, self._toolbox)
 
     def fork(self, tools: ToolsLike | None = None) -> Chat:
         """A chat for a sub-agent of the same sample, with a last turn (and tools) of its own."""

@@ -267,6 +267,10 @@ def call_key(call: ToolCall) -> bytes:
     return _digest([call.id, call.name, call.arguments])
 
 
+def calls_key(calls: Sequence[ToolCall]) -> bytes:
+    return _digest([[call.id, call.name, call.arguments] for call in calls])
+
+
 def _key(message: Message) -> bytes:
     calls = [
         {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))}

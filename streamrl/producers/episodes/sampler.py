@@ -23,6 +23,7 @@ from streamrl.producers.episodes.blocked_loop import naming_what_blocks
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode, check_environment
 from streamrl.producers.episodes.episode import Chat, Episode, Task
+from streamrl.producers.episodes.journal import BeginAgain
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.rendering import ChatRenderer
 from streamrl.producers.episodes.run_python import python_tool
@@ -202,19 +203,11 @@ class EpisodeSampler(Sampler):
 
     @override
     async def sample(self, order: SampleOrder) -> Sample:
-        assert self._renderer is not None
         async with self._places:
-            session = EpisodeSession(
-                self._config, self._engine, self._renderer, self._tokenizer, order, deterministic=self._deterministic
-            )
-            self._running.add(session)
             try:
-                await session.journal.open()
-                score = await self._play(session, Task.of(order.prompt))
-            finally:
-                self._running.discard(session)
-                self._forks += session.forks
-                await session.close()
+                session, score = await self._played(order)
+            except BeginAgain:
+                session, score = await self._played(order)  # without a record, so this is raised once
         if session.stop == "rollout_timeout":
             logger.warning("an episode ran out of time", extra={"line": order.prompt.line, "why": session.clock.late})
             if self._config.episode.timed_out == "drop":
@@ -222,6 +215,19 @@ class EpisodeSampler(Sampler):
         sample = session.sample(score, self._name)
         self._tools.add(sample)
         return sample
+
+    async def _played(self, order: SampleOrder) -> tuple[EpisodeSession, Score | None]:
+        assert self._renderer is not None
+        session = EpisodeSession(
+            self._config, self._engine, self._renderer, self._tokenizer, order, deterministic=self._deterministic
+        )
+        self._running.add(session)
+        try:
+            return session, await self._play(session, Task.of(order.prompt))
+        finally:
+            self._running.discard(session)
+            self._forks += session.forks
+            await session.close()
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
         """Run the user's code; its score. If a limit ended it and it gave none, what an agent posted, else 0."""

@@ -8,7 +8,7 @@ messages -> History.place -> ids -> Engine.generate -> History.record -> Reply  
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,12 +18,12 @@ import numpy as np
 
 from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.engine import Completion, Finish, Generator, Request
-from streamrl.errors import DataError
+from streamrl.errors import DataError, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
-from streamrl.producers.episodes.history import History, NextTurn, call_key
+from streamrl.producers.episodes.history import History, NextTurn, call_key, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
-from streamrl.producers.episodes.tools import Toolbox
+from streamrl.producers.episodes.tools import Toolbox, ToolResult
 from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
 from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
@@ -195,26 +195,45 @@ class EpisodeSession:
             raise DataError("a reward for a turn before the first reply", "reward a chat after it has answered")
         turns[turn].reward = (turns[turn].reward or 0.0) + finite(value, "the reward of a turn")
 
-    async def answer(self, call: ToolCall, toolbox: Toolbox) -> Message:
-        """Run one call of a reply, or take its result from the journal, and note how it went."""
+    async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
+        """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
         async with self._owned():
-            return await self._answer(call, toolbox)
-
-    async def _answer(self, call: ToolCall, toolbox: Toolbox) -> Message:
-        episode, key = self._config.episode, call_key(call)
-        deadline, longest = episode.tool_deadline, episode.max_tool_response
-        if toolbox.keeps_state(call.name):
-            result = await toolbox.call(call, deadline=deadline, longest=longest)
+            if self.journal.restores:
+                results = await self._answers_together(calls, toolbox)
+            else:
+                results = await _together([self._answer(call, toolbox) for call in calls])
+        for call, result in zip(calls, results, strict=True):
             self.used(call.id, result.use)
-            return result.message
+        return [result.message for result in results]
+
+    async def _answers_together(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
+        """Of an environment whose state is kept: all of them are in the journal, or none."""
+        key = calls_key(calls)
+        async with self._faults():
+            known = await self.journal.results(key)
+        if known is not None:
+            return known
+        results = await _together([self._run(call, toolbox) for call in calls])
+        async with self._faults():
+            await self.journal.add_results(key, results)
+        return results
+
+    async def _answer(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
+        if toolbox.keeps_state(call.name):
+            return await self._run(call, toolbox)
+        key = call_key(call)
         async with self._faults():
             known = await self.journal.result(key)
-        result = known or await toolbox.call(call, deadline=deadline, longest=longest)
-        if known is None:
-            async with self._faults():
-                await self.journal.add_result(key, result)
-        self.used(call.id, result.use)
-        return result.message
+        if known is not None:
+            return known
+        result = await self._run(call, toolbox)
+        async with self._faults():
+            await self.journal.add_result(key, result)
+        return result
+
+    async def _run(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
+        episode = self._config.episode
+        return await toolbox.call(call, deadline=episode.tool_deadline, longest=episode.max_tool_response)
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before the message that answers it is in `sampled`.
@@ -444,6 +463,13 @@ class EpisodeSession:
         """Seconds since the reply that a place continues."""
         before = self._history.turns[place.parent] if place.parent >= 0 else None
         return now - before.ended_at if before is not None and before.sampled else 0.0
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+    with unwrapped():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
 
 
 class _Asking:

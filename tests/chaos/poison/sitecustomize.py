@@ -1,17 +1,16 @@
 """Loaded by every process of the chaos run (PYTHONPATH): plays engine faults for marked prompts.
 
 A prompt that kills or breaks its engine cannot be made with a real model at will, so the fault is played here; the
-process that dies is the real replica, by a real SIGKILL.
+process that dies is the real replica (or the process of the episodes), by a real SIGKILL.
 """
 
 import os
 import signal
 import sys
 
-if "rollout" in getattr(sys, "orig_argv", []):
-    from streamrl.producers.sampler import SingleTurn
 
-    sample = SingleTurn.sample
+def poison(sampler):
+    sample = sampler.sample
 
     async def poisoned(self, order):
         fault = order.prompt.metadata.get("poison")
@@ -21,4 +20,12 @@ if "rollout" in getattr(sys, "orig_argv", []):
             raise RuntimeError("played: the engine fails on this prompt")
         return await sample(self, order)
 
-    SingleTurn.sample = poisoned
+    sampler.sample = poisoned
+
+
+if {"rollout", "agent"} & set(getattr(sys, "orig_argv", [])):
+    from streamrl.producers.episodes.sampler import EpisodeSampler
+    from streamrl.producers.sampler import SingleTurn
+
+    poison(SingleTurn)
+    poison(EpisodeSampler)

@@ -31,8 +31,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def save_talker(folder, calls=(ADD, WRONG, ABSENT, BROKEN)):
-    """A model that answers at random: half of its replies are `DONE`, the others one of `calls`."""
+def save_talker(folder, calls=(ADD, WRONG, ABSENT, BROKEN), *, ends=True):
+    """A model that answers at random: half of its replies are `DONE` (if it `ends`), the others one of `calls`."""
     backend = make_tokenizer(HERMES, eos="<|im_end|>")._backend
     backend.add_tokens([*calls, DONE])
     backend.save_pretrained(folder)
@@ -54,7 +54,7 @@ def save_talker(folder, calls=(ADD, WRONG, ABSENT, BROKEN)):
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
     following = {
-        backend("\n", add_special_tokens=False)["input_ids"][-1]: ["<tool_call>", DONE],
+        backend("\n", add_special_tokens=False)["input_ids"][-1]: ["<tool_call>", DONE] if ends else ["<tool_call>"],
         id_of("<tool_call>"): list(calls),
         **{id_of(call): ["</tool_call>"] for call in calls},
         id_of("</tool_call>"): ["<|im_end|>"],

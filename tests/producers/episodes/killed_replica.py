@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import time
+from pathlib import Path
 
 from streamrl.producers.engines import make_engine
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.tools import Tool
 from streamrl.producers.replica import Replica
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.score import Score
 
 TURNS = 6
 
@@ -80,6 +82,36 @@ class Deadly(Honest):
 
     def tool_of(self, task):
         return Tool.of(die, "add") if task.line == 1 else self.tool
+
+
+class Counter:
+    """An environment with a state. Its tool notes each time that it runs, and never gives an answer twice.
+
+    `name` is that of the sample in all its lives, because it is part of the state.
+    """
+
+    def __init__(self, notes):
+        self._notes = Path(notes)
+
+    def reset(self, **row):
+        self.name, self.said = os.urandom(4).hex(), []
+
+    async def add(self, a: int, b: int) -> str:
+        """Add two numbers."""
+        self.said.append(os.urandom(4).hex())
+        with self._notes.open("a") as notes:
+            notes.write(f"{self.name} {len(self.said)} {self.said[-1]}\n")
+        await asyncio.sleep(0.1)  # time for a death
+        return self.said[-1]
+
+    def get_state(self):
+        return [self.name, self.said]
+
+    def set_state(self, state):
+        self.name, self.said = state
+
+    def get_reward(self):
+        return Score(len(self.said), {f"{number} {said}": 1.0 for number, said in enumerate(self.said, 1)})
 
 
 class Changing(Honest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.journal import BeginEntry, LedgerJournal
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.sampler import EpisodeSampler
+from streamrl.producers.sampler import CannotNow
 from streamrl.queues import open_ledgers
 from tests.queues.ledger_kit import admit, faults, lease, take, until
 
@@ -67,10 +69,11 @@ class Dying(Script):
 class Lives:
     """One sample of one group, made by one process after the other."""
 
-    def __init__(self, ledger, episode, *, deterministic=True):
+    def __init__(self, ledger, episode, *, deterministic=True, **limits):
+        room = {"model": {"context": 2048}, "sampling": {"max_new_tokens": 256}}
         self.ledger = ledger
         self.episode = episode
-        self.config = config_of({"tools": ["a:b"], "deterministic": deterministic})
+        self.config = config_of({"tools": ["a:b"], "deterministic": deterministic, **limits}, **room)
         self.tokenizer = make_tokenizer(HERMES)
         self.lease = None
         self.progress = []
@@ -182,6 +185,232 @@ async def test_tools_with_a_state_see_each_call_again(ledger):
     assert len(engine.requests) == 2
 
 
+class Shelf:
+    """An environment whose tools note each time that they run, and whose answers cannot be had again."""
+
+    def __init__(self, ran, **changed):
+        self.ran = ran
+        self.changed = changed
+
+    def reset(self, **row):
+        self.items, self.done, self.number = [], False, next(self.changed.get("numbers", count()))
+        return self.changed.get("text", lambda: "")()
+
+    def put(self, item: str) -> str:
+        """Put something on the shelf.
+
+        Args:
+            item: its name.
+        """
+        self.ran.append(item)
+        self.items.append([item, len(self.ran)])
+        return f"{item} is number {len(self.ran)}"
+
+    def drop(self, item: str) -> str:
+        """Drop something.
+
+        Args:
+            item: its name.
+        """
+        self.ran.append(item)
+        raise OSError(f"no {item}")
+
+    def finish(self) -> str:
+        """Finish."""
+        self.done = True
+        return "closed"
+
+    async def get_state(self):
+        return await self.changed.get("get_state", self._state)()
+
+    async def _state(self):
+        return {"items": self.items, "done": self.done, "hash": b"\x00\xff", 1: None}
+
+    def set_state(self, state):
+        self.changed.get("set_state", lambda: None)()
+        assert (state["hash"], state[1]) == (b"\x00\xff", None)
+        self.items, self.done = state["items"], state["done"]
+
+    def get_reward(self):
+        return float(sum(number for _, number in self.items))
+
+
+def put(item, name="put"):
+    return f'{{"name": "{name}", "arguments": {{"item": "{item}"}}}}'
+
+
+FINISH = '{"name": "finish", "arguments": {}}'
+
+
+def shelves(ledger, **changed):
+    ran = []
+    return ran, Lives(ledger, EnvironmentEpisode(lambda: Shelf(ran, **changed)), deterministic=False)
+
+
+def answers(sample):
+    """What the tools answered, as the model read it."""
+    ids = [turn.observed_ids for turn in sample.turns if turn.role == "tool"]
+    return [make_tokenizer(HERMES)._backend.decode(each) for each in ids]
+
+
+async def test_an_environment_that_restores_its_state_goes_on_without_running_its_tools_again(ledger):
+    """Several calls in a turn, of which one fails; two deaths; an episode that the last tool ends."""
+    ran, lives = shelves(ledger)
+    first, second = call(put("a"), put("b"), put("c", "drop")), call(put("d"))
+    await lives.die(first)
+    assert sorted(ran) == ["a", "b", "c"]
+    kept = await ledger.read_journal(lives.lease, 0)
+    assert len(kept.turns) == 3, "begin, one reply and all its answers"
+    await lives.die(second, version=2)
+    assert len((await ledger.read_journal(lives.lease, 0)).turns) == 5
+    engine, sample = await lives.live(call(FINISH), version=3)
+    assert sorted(ran) == ["a", "b", "c", "d"], "each call ran once"
+    assert len(engine.requests) == 1
+    assert sample.token_ids.tolist() == said(engine, first, second, call(FINISH))
+    assert (sample.replayed, sample.restarts, sample.stop) == (2, 0, "tool_stopped")
+    assert sample.token_versions[[0, -1]].tolist() == [1, 3]
+    outcomes = [[use.outcome for use in turn.tools] for turn in sample.turns if turn.tools]
+    assert outcomes == [["ok", "ok", "error"], ["ok"]]
+    assert "d is number 4" in answers(sample)[1]
+    assert sample.score.value == sum(ran.index(item) + 1 for item in "abd"), "its score is that of all its lives"
+    assert await ledger.emit(lives.lease, 0, b"payload")
+    fields = await ledger.connection.read("HKEYS", ledger.keys.group(0))
+    assert not [name for name in fields if name.startswith(b"j:")]
+    assert await faults(ledger) == []
+
+
+async def test_an_episode_whose_last_tool_ran_goes_on_with_its_score(ledger):
+    """Nothing is left to sample: the process died while the environment gave its reward."""
+    scoring = asyncio.Event()
+
+    class Slow(Shelf):
+        async def get_reward(self):
+            scoring.set()
+            if lives.lease.deliveries == 1:
+                await asyncio.Event().wait()
+            return super().get_reward()
+
+    ran = []
+    lives = Lives(ledger, EnvironmentEpisode(lambda: Slow(ran)), deterministic=False)
+    engine = await lives.engine_of(call(put("a"), FINISH))
+    async with lives.playing(engine):
+        await asyncio.wait_for(scoring.wait(), 30)
+    engine, sample = await lives.live()
+    assert (ran, engine.requests) == (["a"], [])
+    assert (sample.replayed, sample.score.value, sample.stop) == (1, 1.0, "tool_stopped")
+
+
+async def test_a_death_between_the_end_of_a_tool_and_its_record_runs_the_tool_again(ledger):
+    """At least once: who goes on cannot know that it ran. What it did to the state is gone with the process."""
+    asked_for = asyncio.Event()
+
+    async def hangs():
+        asked_for.set()
+        if lives.lease.deliveries == 1:
+            await asyncio.Event().wait()
+        return {"items": [], "done": False, "hash": b"\x00\xff", 1: None}
+
+    ran, lives = shelves(ledger, get_state=hangs)
+    engine = await lives.engine_of(call(put("a")))
+    async with lives.playing(engine):
+        await asyncio.wait_for(asked_for.wait(), 30)
+    assert ran == ["a"]
+    _, sample = await lives.live(DONE)
+    assert ran == ["a", "a"]
+    assert (sample.replayed, sample.restarts, sample.score.value) == (1, 0, 2.0)
+
+
+def bad_states():
+    async def fails():
+        raise OSError("no state")
+
+    async def is_an_object():
+        return {"lock": object()}
+
+    async def is_a_large_number():
+        return 1 << 70
+
+    async def is_too_large():
+        return bytes(800)
+
+    async def hangs():
+        await asyncio.Event().wait()
+
+    return [fails, is_an_object, is_a_large_number, is_too_large, hangs]
+
+
+@pytest.mark.parametrize("bad", bad_states(), ids=lambda bad: bad.__name__)
+async def test_a_state_that_cannot_be_kept_ends_the_record_before_it(ledger, monkeypatch, caplog, bad):
+    """The next process goes on with the turn before, whose state is there; the episode itself sees nothing of it."""
+    monkeypatch.setattr(journal_module, "_MOST_BYTES", 1500)
+    states = iter([None, bad])
+
+    async def state(self):
+        read = next(states, None)
+        return await (read or self._state)()
+
+    class Changing(Shelf):
+        get_state = state
+
+    ran = []
+    lives = Lives(ledger, EnvironmentEpisode(lambda: Changing(ran)), deterministic=False, tool_deadline=0.5)
+    await lives.die(call(put("a")), call(put("b")), call(put("c")))
+    assert "are made anew if its process dies" in caplog.text
+    assert len((await ledger.read_journal(lives.lease, 0)).turns) == 4, (
+        "begin, a reply, its answers, and one reply more"
+    )
+    engine, sample = await lives.live(call(put("d")), DONE)
+    assert ran == ["a", "b", "c", "b", "d"]
+    assert (sample.replayed, sample.restarts, len(engine.requests)) == (2, 0, 2)
+    assert sample.score.value == 1.0 + 4.0 + 5.0
+
+
+def refuses():
+    raise ValueError("this is no state of mine")
+
+
+@pytest.mark.parametrize("refused", ["set_state", "text", "field"])
+async def test_a_sample_whose_environment_cannot_go_on_begins_again(ledger, refused):
+    """It refuses the state, or `reset` says something else, or the state is lost; the tools run again, counted."""
+    texts = map(str, count())
+    changed = {"set_state": refuses} if refused == "set_state" else {"text": lambda: next(texts)}
+    ran, lives = shelves(ledger, **({} if refused == "field" else changed))
+    await lives.die(call(put("a")), call(put("b")))
+    if refused == "field":
+        await ledger.connection.read("HDEL", ledger.keys.group(0), "j:0:s")
+    engine, sample = await lives.live(call(put("c")), DONE)
+    assert ran == ["a", "b", "c"]
+    assert (sample.replayed, sample.restarts, sample.score.value) == (0, 1, 3.0)
+    assert sample.token_ids.tolist() == said(engine, call(put("c")), DONE)
+    assert sample.stop == "completed"
+    begin = journal_module._decode((await ledger.read_journal(lives.lease, 0)).turns[0])
+    assert begin == BeginEntry(1)
+
+
+async def test_a_process_that_lost_the_sample_gives_it_up(ledger):
+    """Its journal is another process's: to fail the sample, or to begin again beside it, would be wrong."""
+    _, lives = shelves(ledger, set_state=refuses)
+    await lives.die(call(put("a")))
+    engine = await lives.engine_of(DONE)
+    await take(ledger, "prompts", lives.lease, "the next one")
+    before = await ledger.read_journal(lives.lease, 0)
+    async with lives.playing(engine) as task:
+        with pytest.raises(CannotNow, match="another process has taken the sample over"):
+            await task
+    assert (engine.requests, await ledger.read_journal(lives.lease, 0)) == ([], before)
+
+
+async def test_one_of_both_methods_is_a_tool(ledger):
+    class Board:
+        def get_state(self) -> str:
+            """Look at the board."""
+            return "empty"
+
+    lives = Lives(ledger, EnvironmentEpisode(Board), deterministic=False)
+    _, sample = await lives.live(call('{"name": "get_state", "arguments": {}}'), DONE)
+    assert "empty" in answers(sample)[0]
+
+
 async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
     """It was declared deterministic and is not: what was answered stays, the rest is forgotten, and that is counted."""
     lives = Lives(ledger, None)
@@ -197,7 +426,7 @@ async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
     await lives.die("a", "b", "c")
     assert (await ledger.trace(0))["journaled"] == {0: 4}
     await lives.die("d", version=2)  # the first turn is answered, the second is not the same question
-    left = [journal_module._decode(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    left = [journal_module._decode(entry) for entry in (await ledger.read_journal(lives.lease, 0)).turns]
     assert left[0] == BeginEntry(1)
     assert [entry.runs for entry in left[1:]] == [[(0, 1)], [(0, 2)]]
     engine, sample = await lives.live("e", "f", "g", version=3)
@@ -221,7 +450,7 @@ async def test_a_call_that_ran_beside_recorded_ones_is_no_other_way(ledger):
     engine = await lives.engine_of(both)
     async with lives.playing(engine):
         await until(lambda: hangs.is_set() and RAN)
-        while len(await ledger.read_journal(lives.lease, 0)) < 3:  # noqa: ASYNC110
+        while len((await ledger.read_journal(lives.lease, 0)).turns) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     released.set()
     engine, sample = await lives.live(DONE)
@@ -244,7 +473,7 @@ async def test_a_journal_that_is_full_ends_early(ledger, monkeypatch):
     monkeypatch.setattr(journal_module, "_MOST_BYTES", 700)
     lives = Lives(ledger, ToolEpisode([shift]))
     await lives.die(*(call(SHIFT, text=str(turn)) for turn in range(4)))
-    sizes = [len(entry) for entry in await ledger.read_journal(lives.lease, 0)]
+    sizes = [len(entry) for entry in (await ledger.read_journal(lives.lease, 0)).turns]
     assert 400 < sum(sizes) <= 720
     assert len(sizes) < 9
     _, sample = await lives.live(*(call(SHIFT, text=str(turn)) for turn in range(4)), DONE)
@@ -261,11 +490,11 @@ async def test_a_cancelled_write_leaves_no_gap(ledger):
     await ledger.journal(held, 0, 1, b"of a cancelled writer")
     await kept.turn(b"b")
     await kept.turn(b"c")
-    assert await ledger.read_journal(held, 0) == [b"a", b"of a cancelled writer", b"b", b"c"]
+    assert (await ledger.read_journal(held, 0)).turns == [b"a", b"of a cancelled writer", b"b", b"c"]
     again = LedgerJournal(held, 0, lambda _: None)
     await again.turn(b"a")  # a repeat after a lost reply
     await again.turn(b"d")
-    assert (await ledger.read_journal(held, 0))[-2:] == [b"c", b"d"]
+    assert (await ledger.read_journal(held, 0)).turns[-2:] == [b"c", b"d"]
     await again.forget()
     await again.turn(b"e")
-    assert await again.recorded() == [b"e"]
+    assert await again.recorded() == ([b"e"], None)

@@ -67,8 +67,38 @@ def sampled_turns(prompt, sample):
 @pytest.mark.parametrize("episode", ["Honest", "Changing"])
 async def test_episodes_survive_the_death_of_their_replicas(run, tmp_path, episode):
     folder = save_talker(tmp_path / "talker", calls=(ADD,))
+    run.set("episode", run=f"{WHERE}:{episode}", max_turns=TURNS)
+    flat = await samples_of_lives(run, folder)
+    replayed, restarts = sum(sample.replayed for sample in flat), sum(sample.restarts for sample in flat)
+    assert (replayed > 0, restarts > 0) == ((True, False) if episode == "Honest" else (False, True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_tools_of_an_environment_with_a_state_do_not_run_again(run, tmp_path):
+    """But for those whose turn was not recorded when the process died: they ran at least once."""
+    folder, notes = save_talker(tmp_path / "talker", calls=(ADD,), ends=False), tmp_path / "notes"
+    run.set("episode", environment=f"{WHERE}:Counter", args={"notes": str(notes)}, max_turns=TURNS)
+    flat = await samples_of_lives(run, folder)
+    assert sum(sample.replayed for sample in flat) > 0
+    assert sum(sample.restarts for sample in flat) == 0
+    ran = [line.split() for line in notes.read_text().splitlines()]
+    for name in {name for name, _, _ in ran}:
+        numbers = [int(number) for each, number, _ in ran if each == name]
+        assert numbers == sorted(numbers), "a turn ran again after a later one: it was recorded"
+    tokenizer = Tokenizer.load(run.config.model)
+    for sample in flat:
+        heard = [tokenizer.decode(turn.observed_ids) for turn in sample.turns if turn.role == "tool"]
+        said = [part.split()[1] for part in sample.score.parts]
+        assert sample.score.value == TURNS, "its state went through all its lives"
+        assert [one in text for one, text in zip(said, heard, strict=False)] == [True] * (TURNS - 1)
+        assert {one for _, _, one in ran} >= set(said)
+
+
+async def samples_of_lives(run, folder):
+    """Kill replicas in the middle of episodes, and let a last one finish them; what holds of all samples is checked."""
     run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
-    run.set("sampling", group_size=SAMPLES, max_new_tokens=16).set("episode", run=f"{WHERE}:{episode}", max_turns=TURNS)
+    run.set("sampling", group_size=SAMPLES, max_new_tokens=16)
     run.set("lease", seconds=1.0, max_deliveries=KILLS + 2)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt
     async with run.open() as ledgers:
@@ -101,8 +131,7 @@ async def test_episodes_survive_the_death_of_their_replicas(run, tmp_path, episo
         assert len(turns) == TURNS
         for turn in turns:
             left.remove(turn)  # each completion of an engine is in one place at most
-    replayed, restarts = sum(sample.replayed for sample in flat), sum(sample.restarts for sample in flat)
-    assert (replayed > 0, restarts > 0) == ((True, False) if episode == "Honest" else (False, True))
+    return flat
 
 
 @pytest.mark.slow
