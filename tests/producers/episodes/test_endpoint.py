@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from functools import partial
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
+from producer_kit import until
 
+from streamrl import listening
 from streamrl.errors import Unreachable
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
 from streamrl.wire import NOTHING, PROMPT
@@ -259,7 +263,33 @@ async def test_a_flood_is_answered_429_and_the_calls_before_it_go_on(serve):
     with pytest.raises(openai.RateLimitError):
         await served.ask([*ASKED, asked("c")])
     served.engine.open.set()
-    assert [(await each).choices[0].message.content for each in calls] == ["one", "two"]
+    assert {(await each).choices[0].message.content for each in calls} == {"one", "two"}
+
+
+async def test_a_flood_of_connections_is_refused_and_those_before_it_go_on(serve, monkeypatch):
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 2)
+    served = await serve("one", "two")
+    await served.ask()  # the client keeps this connection
+    address = urlsplit(served.url)
+    reader, held = await asyncio.open_connection(address.hostname, address.port)
+    held.write(b"GET /v1/models HTTP/1.1\r\n")  # the rest never comes
+    await until(partial(refuses, served.url), seconds=10)
+    await served.ask([*ASKED, asked("again")])
+    held.close()
+    await until(partial(welcomes, served.url), seconds=10)
+    assert await reader.read() == b""
+
+
+async def welcomes(url):
+    return not await refuses(url)
+
+
+async def refuses(url):
+    """Whether a new connection is refused; it may be closed before the request is read."""
+    with contextlib.suppress(aiohttp.ClientConnectionError):
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/models") as response:
+            return response.status == 503
+    return True
 
 
 async def test_a_call_has_its_place_before_its_body_is_read(serve):
