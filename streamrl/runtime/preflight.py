@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from streamrl.config import EngineConfig, RedisConfig, RunConfig
+from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RunConfig
 from streamrl.config.base import ServerKind
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
@@ -163,12 +163,26 @@ def _rewards(config: RunConfig) -> str:
 
 
 def look_at_episode(config: RunConfig) -> str:
-    """The code of the episodes is imported and built, its tools can work, and the tokenizer has a chat template."""
+    """Episodes can be built, tools can work, the tokenizer has a chat template, the model takes whole episodes."""
     episode = episode_of(config)
     if isinstance(episode, ToolEpisode):
         asyncio.run(episode.open())
     findings = examine_chat(Tokenizer.load(config.model), config.episode.tool_format)
+    _check_context(config.model)
     return f"{config.episode.kind}: {type(episode).__name__}, chats are {findings.why}"
+
+
+def _check_context(model: ModelConfig) -> None:
+    """An episode ends at `model.context`, so the model must have a position for each of its tokens."""
+    from transformers import AutoConfig  # takes a second, and single turns do not need it
+
+    text: Any = AutoConfig.from_pretrained(model.path).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < model.context:
+        raise ConfigError(
+            f"episodes may have model.context ({model.context}) tokens, but {model.path} has {positions} positions",
+            f"set model.context to {positions} or less",
+        )
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:

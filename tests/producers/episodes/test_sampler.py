@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from streamrl import wire
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.rules.episode import EpisodeScore
-from streamrl.errors import DataError, DeadlineExceeded, PluginError, Unreachable
+from streamrl.errors import ConfigError, DataError, DeadlineExceeded, PluginError, Unreachable
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes import blocked_loop
 from streamrl.producers.episodes import sampler as sampler_module
@@ -31,6 +31,7 @@ from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler, episode_of, sampler_of
 from streamrl.producers.sampler import SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.runtime.preflight import look_at_episode
 from streamrl.score import Score
 
 from .chat_kit import HERMES, asked, make_tokenizer
@@ -432,6 +433,15 @@ def test_what_is_no_episode_is_refused(tmp_path, monkeypatch):
         with pytest.raises(PluginError, match=why):
             episode_of(config_of(section))
     assert isinstance(sampler_of(config_of({}), None, TOKENIZER), SingleTurn)
+
+
+def test_a_context_that_the_model_does_not_have_is_refused_before_the_start(tmp_path):
+    save_talker(tmp_path)
+    tools = {"tools": ["tests.producers.episodes.episode_kit:add"]}
+    model = {"path": str(tmp_path)}
+    assert look_at_episode(config_of(tools, model={**model, "context": 1024})).startswith("tools: ToolEpisode")
+    with pytest.raises(ConfigError, match=r"model\.context \(1025\) tokens, but .* has 1024 positions"):
+        look_at_episode(config_of(tools, model={**model, "context": 1025}))
 
 
 async def settled(ledger):
