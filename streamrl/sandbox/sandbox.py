@@ -1,4 +1,4 @@
-"""The worker's side of the sandbox: which isolation works here, and sessions with a keeper."""
+"""The side of the process that asks for programs: which isolation works here, and sessions with a keeper."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ class SandboxSettings:
 
     @property
     def longest(self) -> float:
-        """Seconds that a program may take, its waiting included."""
+        """Seconds that a program may take, without those in which others have the processor."""
         return self._limits(0).wall
 
     def sandbox(self, *, ours: int = 0) -> Sandbox:
-        """A sandbox for programs beside which `ours` processes of streamrl run. ConfigError as `Sandbox`."""
+        """A sandbox. `ours`: processes of streamrl in it, beside those of the program. ConfigError as `Sandbox`."""
         return Sandbox(self._limits(ours), network=self.network == "allow", isolation=self.isolation)
 
     def interpreter(self) -> Interpreter:

@@ -49,6 +49,7 @@ class EpisodeClock:
                 self._set_alarm()
                 yield
         except TimeoutError:
+            assert self._whole is not None
             self._check(self._whole, lambda at: f"it took {at - self._begun:.6g} s")
             raise
         finally:
@@ -110,14 +111,14 @@ class EpisodeClock:
             self._alarm.cancel()
 
     def _ring(self) -> None:
-        """End `whole` now, or where a part is open at the deadline."""
+        """Cancel `whole` now. If a part is open, or used its time up, cancel it at the deadline instead."""
         assert self._whole is not None
         self._whole.reschedule(self._end(scoring=bool(self._open) or self._reached >= self._end()))
 
-    def _check(self, limit: asyncio.Timeout | None, why: Callable[[float], str]) -> None:
+    def _check(self, limit: asyncio.Timeout, why: Callable[[float], str]) -> None:
         """EpisodeOver: this limit has cancelled its block."""
-        at = None if limit is None else limit.when()
-        if limit is None or at is None or not limit.expired():
+        at = limit.when()
+        if at is None or not limit.expired():
             return
         self._reached = max(self._reached, at)
         self.late = self.late or self._told(why(at))

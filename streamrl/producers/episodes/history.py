@@ -263,10 +263,6 @@ class History:
         return bool(self.turns) if parent < 0 else self.turns[parent].children > 0
 
 
-def call_key(call: ToolCall) -> bytes:
-    return _digest([call.id, call.name, call.arguments])
-
-
 def calls_key(calls: Sequence[ToolCall]) -> bytes:
     return _digest([[call.id, call.name, call.arguments] for call in calls])
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Protocol, TypeAlias
 
+import msgpack
 import msgspec
 
 from streamrl.engine import Completion, Finish
@@ -105,7 +106,7 @@ class RestorableEnvironment(Protocol):
     """An environment whose state can be carried to another process. Both may raise anything."""
 
     async def state(self) -> Any:
-        """The state: values that MessagePack can write."""
+        """The state: None, numbers, text, bytes, lists and dicts; tuples come back as lists."""
         ...
 
     async def restore(self, state: Any) -> None:
@@ -214,8 +215,8 @@ class EpisodeJournal:
     async def results(self, key: bytes) -> list[ToolResult] | None:
         """How the same calls of a reply were answered, once; None: run them. Only if `restores`.
 
-        With the last recorded answers the environment gets the state that it had after them, so that `reset` is all
-        that it went through before. BeginAgain: it cannot take that state.
+        With the last recorded answers the environment gets the state that it had after them, until then
+        only `reset` has run. BeginAgain: it cannot take that state.
         """
         entry = await self._take(AnswersEntry, key)
         if not isinstance(entry, AnswersEntry):
@@ -258,7 +259,8 @@ class EpisodeJournal:
         if self._full:
             return
         try:
-            state = _encode(await self._environment.state())
+            # Unlike msgspec, msgpack refuses sets, dates and the like, which would come back as something else.
+            state = msgpack.packb(await self._environment.state())
         except Exception as error:  # noqa: BLE001 (code of the user)
             self._fill(f"the state of its environment cannot be kept: {type(error).__name__}: {error}")
         else:
@@ -284,6 +286,7 @@ class EpisodeJournal:
             if left.turns and not readable:
                 self.restarts = 1 + _restarts(left.turns[0])
                 self._left.clear()
+                self._size = 0
                 await self._store.forget()
             if not readable:
                 await self._store.turn(_encode(BeginEntry(self.restarts)))
@@ -317,7 +320,9 @@ class EpisodeJournal:
             if self.restores:
                 raise BeginAgain(why)  # its environment is in the state of `reset`, and not in that of the last turn
             for entry in self._again:
-                await self._store.turn(_encode(entry))
+                payload = _encode(entry)
+                self._size += len(payload)
+                await self._store.turn(payload)
 
     async def _forget(self, why: str) -> None:
         """Empty the journal, and count that. CannotNow: it is another process that goes on with the sample."""
@@ -325,16 +330,19 @@ class EpisodeJournal:
         extra = {"why": why, "replayed": self.replayed, "forgotten": len(self._left)}
         logger.warning("an episode cannot go on from its record", extra=extra)
         self._left.clear()
+        self._size = 0
         self.restarts += 1
         if not await self._store.forget():
             raise CannotNow("another process has taken the sample over")
         await self._store.turn(_encode(BeginEntry(self.restarts)))
 
     async def _add(self, entry: _Entry, state: bytes | None = None) -> None:
-        if self._store is None or self._full or not self._keeps:
+        if self._store is None or not self._keeps:
             return
         payload = _encode(entry)
         async with self._writing:
+            if self._full:  # asked here, since an entry beside this one may have filled it
+                return
             if self._size + len(payload) + len(self._state if state is None else state) > _MOST_BYTES:
                 self._fill(f"its journal would have more than {_MOST_BYTES} bytes")
                 return
@@ -347,7 +355,7 @@ class EpisodeJournal:
     def _fill(self, why: str) -> None:
         """Add nothing more, because a gap would be worse than an early end."""
         self._full = True
-        logger.warning("later turns of an episode are made anew if its process dies", extra={"why": why})
+        logger.warning("an episode is no longer recorded: later turns are lost if its process dies", extra={"why": why})
 
     def _without(self, key: bytes) -> list[bytes]:
         self._waiting.discard(key)

@@ -23,7 +23,7 @@ def python_tool(settings: SandboxSettings | None = None) -> Tool:
     """The tool `run_python(code: str)`; `open` it before the first episode.
 
     How a program ends is its answer, so the outcome of such a call is `ok`. The outcome `error` means that the sandbox
-    failed, which is logged. As many programs run at the same time as this process has processors.
+    failed, which is logged. At most one program for each processor of this process runs at a time.
 
     Args:
         settings: limits and isolation; None: the defaults of the reward `code`.
@@ -44,7 +44,7 @@ def python_tool(settings: SandboxSettings | None = None) -> Tool:
                 return _told(await session.run(""), sandbox.limits)
         except (StreamrlError, OSError) as error:
             logger.warning("a sandbox failed", extra={"tool": "run_python", "why": str(error)})
-            raise SandboxError(f"the sandbox failed, and the program is not to blame: {error}") from error
+            raise SandboxError("the sandbox failed, and the program is not to blame") from error
 
     async def prepare() -> None:
         await sandbox.need(interpreter.path, interpreter.visible)

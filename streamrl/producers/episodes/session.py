@@ -20,7 +20,7 @@ from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.engine import Completion, Finish, Generator, Request
 from streamrl.errors import DataError, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
-from streamrl.producers.episodes.history import History, NextTurn, call_key, calls_key
+from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
@@ -221,7 +221,7 @@ class EpisodeSession:
     async def _answer(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
         if toolbox.keeps_state(call.name):
             return await self._run(call, toolbox)
-        key = call_key(call)
+        key = calls_key([call])
         async with self._faults():
             known = await self.journal.result(key)
         if known is not None:

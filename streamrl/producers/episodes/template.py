@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+import numpy as np
 import orjson
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ _SENTINEL: Final = "Zebras cross here."
 _TEXTS: Final = 1024
 """How many texts and ids are kept: the next turn of a chat begins with its text, and a group asks for the same."""
 _LONGEST_TEXT: Final = 8192
-"""Bytes, or characters, from which on a text is not kept: all that are kept take some tens of megabytes at most."""
+"""Bytes, or characters, from which on a text is not kept: all that are kept take about 50 MB at most."""
 
 
 class TemplateRenderer(ChatRenderer):
@@ -40,8 +41,9 @@ class TemplateRenderer(ChatRenderer):
         self._format = format_of(tool_format, source)
         added = tokenizer.backend.added_tokens_decoder
         self._special = {token.content: int(number) for number, token in added.items() if token.special}
+        self._dated = "strftime_now" in source
         self._kept_text = lru_cache(_TEXTS)(lambda key: self._write(*orjson.loads(key)))
-        self._kept_ids = lru_cache(_TEXTS)(tokenizer.plain_ids)
+        self._kept_ids = lru_cache(_TEXTS)(lambda text: np.asarray(tokenizer.plain_ids(text), dtype=np.int32))
         self._form = self._find_form()
         self._close = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[
             2
@@ -112,6 +114,8 @@ class TemplateRenderer(ChatRenderer):
         form: _ArgumentForm | None = None,
     ) -> str:
         form = form or self._form
+        if self._dated:  # what is kept would say yesterday's date after midnight
+            return self._write(messages, tools, opened, form)
         try:
             key = orjson.dumps((messages, tools, opened, form))
         except orjson.JSONEncodeError:  # a number of more than 64 bits
@@ -131,7 +135,10 @@ class TemplateRenderer(ChatRenderer):
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._kept_ids(text) if len(text) <= _LONGEST_TEXT else self._tokenizer.plain_ids(text))
+        if len(text) > _LONGEST_TEXT:
+            return self._tokenizer.plain_ids(text)
+        ids: list[int] = self._kept_ids(text).tolist()
+        return ids
 
     def _shape(self, message: Message, form: _ArgumentForm) -> Message:
         reasoning = message.get("reasoning_content")

@@ -181,7 +181,7 @@ class Toolbox:
         return not inspect.isfunction(function) or bool(function.__closure__)
 
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
-        """Run one call within `deadline` seconds from its slot on, with an answer of at most `longest` characters.
+        """Run one call within `deadline` seconds after it gets a slot, with an answer of at most `longest` characters.
 
         Never fails: what goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
         """
@@ -270,18 +270,17 @@ def _run_in_thread(work: Callable[[], None]) -> None:
     try:
         _idle.pop().put(work)
     except IndexError:
-        threading.Thread(target=_serve, args=(work,), name="tool", daemon=True).start()
+        inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        inbox.put(work)
+        threading.Thread(target=_serve, args=(inbox,), name="tool", daemon=True).start()
 
 
-def _serve(work: Callable[[], None]) -> None:
-    inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        work()
-        del work  # what it holds is free while the thread waits
+        inbox.get()()  # without a name here: what the work holds is free while the thread waits
         if len(_idle) >= _IDLE:
             return
         _idle.append(inbox)
-        work = inbox.get()
 
 
 def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:

@@ -1,4 +1,4 @@
-"""A process between a reward worker and the programs it tests: if either ends, it kills and removes what is left.
+"""A process between the one that asks for programs and the programs: if either ends, it kills and removes what is left.
 
 Its standard input is a lifeline: the first line is an order (what runs, where, within which limits), every further line
 `{"stdin": "..."}` asks for one run. When it ends, for whatever reason, the keeper kills the run and ends. It answers

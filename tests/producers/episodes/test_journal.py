@@ -15,11 +15,13 @@ from streamrl.config import RunConfig
 from streamrl.producers.episodes import journal as journal_module
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.episode import Episode
-from streamrl.producers.episodes.journal import BeginEntry, LedgerJournal
+from streamrl.producers.episodes.journal import BeginEntry, EpisodeJournal, LedgerJournal
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.sampler import EpisodeSampler
+from streamrl.producers.episodes.tools import ToolResult
 from streamrl.producers.sampler import CannotNow
 from streamrl.queues import open_ledgers
+from streamrl.wire import ToolUse
 from tests.queues.ledger_kit import admit, faults, lease, take, until
 
 from .chat_kit import HERMES, make_tokenizer
@@ -327,6 +329,9 @@ def bad_states():
     async def is_an_object():
         return {"lock": object()}
 
+    async def is_a_set():
+        return {"seen": {"a", "b"}}
+
     async def is_a_large_number():
         return 1 << 70
 
@@ -336,7 +341,7 @@ def bad_states():
     async def hangs():
         await asyncio.Event().wait()
 
-    return [fails, is_an_object, is_a_large_number, is_too_large, hangs]
+    return [fails, is_an_object, is_a_set, is_a_large_number, is_too_large, hangs]
 
 
 @pytest.mark.parametrize("bad", bad_states(), ids=lambda bad: bad.__name__)
@@ -355,7 +360,7 @@ async def test_a_state_that_cannot_be_kept_ends_the_record_before_it(ledger, mon
     ran = []
     lives = Lives(ledger, EnvironmentEpisode(lambda: Changing(ran)), deterministic=False, tool_deadline=0.5)
     await lives.die(call(put("a")), call(put("b")), call(put("c")))
-    assert "are made anew if its process dies" in caplog.text
+    assert "an episode is no longer recorded" in caplog.text
     assert len((await ledger.read_journal(lives.lease, 0)).turns) == 4, (
         "begin, a reply, its answers, and one reply more"
     )
@@ -479,6 +484,22 @@ async def test_a_journal_that_is_full_ends_early(ledger, monkeypatch):
     _, sample = await lives.live(*(call(SHIFT, text=str(turn)) for turn in range(4)), DONE)
     assert 0 < sample.replayed < 4
     assert sample.restarts == 0
+
+
+async def test_a_full_journal_takes_no_answer_that_came_at_the_same_time(ledger, monkeypatch):
+    """It would stand after a gap."""
+    monkeypatch.setattr(journal_module, "_MOST_BYTES", 700)
+    await admit(ledger, 0)
+    (held,) = await lease(ledger, "prompts")
+    kept = EpisodeJournal(LedgerJournal(held, 0, lambda _: None), deterministic=True)
+    results = {
+        key: ToolResult({"role": "tool", "content": text}, ToolUse(name="shift", outcome="ok", seconds=0.1))
+        for key, text in {b"a": "6", b"b": "7" * 700, b"c": "8"}.items()
+    }
+    assert [await kept.result(key) for key in results] == [None, None, None]
+    await asyncio.gather(*(kept.add_result(key, result) for key, result in results.items()))
+    left = [msgspec.msgpack.decode(entry) for entry in (await ledger.read_journal(held, 0)).turns]
+    assert [entry.get("key") for entry in left] == [None, b"a"]
 
 
 async def test_a_cancelled_write_leaves_no_gap(ledger):

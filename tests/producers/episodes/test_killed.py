@@ -83,9 +83,12 @@ async def test_tools_of_an_environment_with_a_state_do_not_run_again(run, tmp_pa
     assert sum(sample.replayed for sample in flat) > 0
     assert sum(sample.restarts for sample in flat) == 0
     ran = [line.split() for line in notes.read_text().splitlines()]
+    told = {part.split()[1] for sample in flat for part in sample.score.parts}
+    lasting = {name for name, _, said in ran if said in told}
     for name in {name for name, _, _ in ran}:
         numbers = [int(number) for each, number, _ in ran if each == name]
         assert numbers == sorted(numbers), "a turn ran again after a later one: it was recorded"
+        assert name in lasting or numbers == [1], "recorded turns ran again in a new object"
     tokenizer = Tokenizer.load(run.config.model)
     for sample in flat:
         heard = [tokenizer.decode(turn.observed_ids) for turn in sample.turns if turn.role == "tool"]

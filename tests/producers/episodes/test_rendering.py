@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
 
 from streamrl.errors import ConfigError, DataError, Refused
 from streamrl.producers.engine_check import check_chat
@@ -325,3 +328,18 @@ def test_a_call_that_is_malformed_is_sent_as_it_was_sampled():
     call = ToolCall("call_1", "", {}, "malformed", "<tool_call>{</tool_call>")
     message = Reply("", calls=(call,)).message
     assert message["tool_calls"][0]["function"]["arguments"] == "<tool_call>{</tool_call>"
+
+
+def test_a_template_that_writes_the_date_goes_on_after_midnight(monkeypatch: pytest.MonkeyPatch):
+    def on(day: int) -> None:
+        date = datetime(2026, 1, day, tzinfo=UTC)
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: date))
+
+    on(1)
+    made = renderer_of(make_tokenizer("{{ strftime_now('%d') }}" + kit.HERMES))
+    assert decoded(made.render([asked()])).startswith("01<|im_start|>")
+    on(2)
+    ids = made.render([asked()])
+    assert decoded(ids).startswith("02<|im_start|>")
+    reply = {"role": "assistant", "content": "grass"}
+    assert made.extend([asked(), reply], None, [*ids, *made.stops], [asked("x")], sampled=1) is not None

@@ -6,15 +6,19 @@ import asyncio
 import sys
 import threading
 import time
+import weakref
+from collections import deque
 from dataclasses import replace
 from typing import Literal
 
 import pytest
+from producer_kit import until
 
 from streamrl.errors import PluginError
+from streamrl.producers.episodes import tools
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.rendering import ToolCall
-from streamrl.producers.episodes.tools import Tool, Toolbox, cut
+from streamrl.producers.episodes.tools import Tool, Toolbox, cut, in_thread
 
 
 def search(words: list[str], deep: bool = False, place: Literal["web", "mail"] | None = None) -> str:
@@ -206,3 +210,36 @@ async def test_waiting_for_a_slot_is_not_time_of_the_call():
     released.set()
     assert [(await call).use.outcome for call in (first, second)] == ["ok", "ok"]
     assert (await second).use.seconds >= 0.4
+
+
+async def test_threads_of_tools_are_used_again_and_hold_nothing():
+    class Environment:
+        def move(self) -> str:
+            return threading.current_thread().name
+
+    environment = Environment()
+    held = weakref.ref(environment)
+    assert await in_thread(environment.move) == "tool"
+    del environment
+    await until(lambda: held() is None)
+    before = tool_threads()
+    for _ in range(20):
+        await in_thread(str)
+        await until(lambda: tools._idle)
+    assert tool_threads() <= before
+
+
+async def test_threads_above_the_limit_end_with_their_work(monkeypatch):
+    monkeypatch.setattr(tools, "_IDLE", 0)
+    monkeypatch.setattr(tools, "_idle", deque())
+    before, together = tool_threads(), threading.Barrier(9)
+    calls = [asyncio.create_task(in_thread(together.wait)) for _ in range(8)]
+    await until(lambda: together.n_waiting == 8)
+    assert tool_threads() == before + 8
+    together.wait()
+    await asyncio.gather(*calls)
+    await until(lambda: tool_threads() == before)
+
+
+def tool_threads():
+    return sum(thread.name == "tool" for thread in threading.enumerate())
