@@ -198,10 +198,11 @@ def plain_line(board: Board) -> str:
     parts.append(
         f"learner {number(progress.learner.tokens_per_second)} tok/s waits {percent(progress.learner.idle_fraction)}"
     )
+    states = {name: state.state for name, state in board.sorted_roles()}
     for name, side in sorted(progress.rollouts.items()):
-        parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
-    quiet = ("ready", "stopped")
-    parts += [f"{name} {state.state}" for name, state in board.sorted_roles() if state.state not in quiet]
+        if states.get(name) not in {"starting", "backoff"}:  # the figures are those of its last life
+            parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
+    parts += [f"{name} {state}" for name, state in states.items() if state not in {"ready", "stopped"}]
     if board.snapshot is not None:
         shown = board.snapshot.roles.items()
         parts += [f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked"]

@@ -231,6 +231,8 @@ def test_the_plain_line(tmp_path: Path):
     line = plain_line(board)
     for words in ("step 5/60 v6", "reward 0.5", "accuracy 0.500 (v4)", "stale 0.8", "prompts 6", "rollout.0 backoff"):
         assert words in line
+    assert board.progress.rollouts["rollout.0"].tokens_per_second
+    assert line.count("tok/s") == 1, "of a replica that is not there"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,24 @@ async def test_a_cached_prompt_is_computed_anew_by_new_weights(bench: Bench):
     assert bench.judge(tokens, done) == [(0, 16, number)]
 
 
+@pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
+async def test_a_later_turn_says_how_much_the_server_still_had_of_earlier_ones(bench: Bench):
+    first, tokens = bench.number, prompt(17, 600)
+
+    async def turn(cache_version: int | None) -> int:
+        done = await bench.generate(tokens, 40, cache_version=cache_version)
+        tokens.extend([*done.tokens.tolist(), *prompt(18, 30)])
+        return done.cached_tokens
+
+    assert await turn(first) == 0
+    # All of the last turn but its last token, in whole blocks: 128 tokens in vLLM on a CPU, one in SGLang.
+    block = 128 if bench.kind == "vllm" else 1
+    assert await turn(first) == 639 // block * block
+    await bench.apply()
+    assert await turn(first) == 709 // block * block, "new weights go on with it"
+    assert await turn(None) == 0, "and leave it when that is wanted"
+
+
 async def test_an_abort_returns_what_there_is(bench: Bench):
     tokens, others = prompt(10), prompt(11)
     begun = bench.begin(tokens)

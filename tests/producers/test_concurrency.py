@@ -7,8 +7,8 @@ from streamrl.engine import EngineLoad
 from streamrl.producers.group.concurrency import DECREASE, QUIET_SECONDS, Concurrency
 
 
-def look(machine, now, in_flight, peak, running, waiting, preemptions=0, cache_use=0.0):
-    load = EngineLoad(running, waiting, 0, 0.0, 0, cache_use=cache_use, preemptions=preemptions)
+def look(machine, now, in_flight, peak, running, waiting, preemptions=0, cache_use=0.0, reading=None):
+    load = EngineLoad(running, waiting, 0, 0.0, 0, cache_use=cache_use, preemptions=preemptions, reading=reading)
     return machine.see(now, load, in_flight=in_flight, peak=peak)
 
 
@@ -35,6 +35,16 @@ def test_one_look_at_a_queue_is_none_and_two_bring_the_limit_to_what_runs():
     assert quiet(machine, 0.2, 40) == 40
     assert look(machine, 0.4, 40, 40, 36, 4, 0) == 40
     assert look(machine, 0.6, 40, 40, 36, 4, 0) == 36
+
+
+def test_looks_between_two_readings_of_the_server_see_one_queue():
+    machine = Concurrency(64, first=40)
+    for now in (0.0, 0.25, 0.5, 0.75):
+        assert look(machine, now, 40, 40, 36, 4, reading=1) == 40
+    assert look(machine, 1.0, 40, 40, 36, 4, reading=2) == 36
+    for now in (1.25, 1.5, 1.75):
+        assert look(machine, now, 36, 36, 32, 4, reading=2) == 36
+    assert look(machine, 2.0, 36, 36, 36, 0, reading=3) == 36
 
 
 def test_a_queue_behind_a_server_that_runs_little_costs_no_more_than_a_preemption():

@@ -37,6 +37,7 @@ class Concurrency:
         self._slow_start = True
         self._draining = False
         self._queued = False
+        self._reading: int | None = None
         self._preemptions: int | None = None
         self._quiet_since: float | None = None
         self._used = False
@@ -49,9 +50,11 @@ class Concurrency:
         """
         preempted = self._preemptions is not None and load.preemptions > self._preemptions
         self._preemptions = load.preemptions
-        # New requests are queued for one step of the server; a real queue is still there at the next look.
-        queued = self._queued and load.waiting > 0
-        self._queued = load.waiting > 0
+        # New requests are queued for one step of the server; a real queue is still there at the next reading.
+        read = load.reading is None or load.reading != self._reading
+        queued = read and self._queued and load.waiting > 0
+        if read:
+            self._queued, self._reading = load.waiting > 0, load.reading
         self._draining = self._draining and in_flight > self.limit
         if preempted or queued:
             self._quiet_since = None

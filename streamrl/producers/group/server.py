@@ -129,6 +129,7 @@ class ServerEngine(StreamingEngine):
         self._suspicion = asyncio.Lock()
         self._tokens = 0
         self._figures = ServerMetrics()
+        self._queued = self._readings = 0
         self._client: HttpClient | None = None
         self._controls: Controls | None = None
         self._facts = Facts(config.model.context, None, fixed=False)
@@ -256,7 +257,7 @@ class ServerEngine(StreamingEngine):
     @override
     def load(self) -> EngineLoad:
         sent = sum(flight.sent for flight in self._flights.values())
-        waiting = min(sent, self._figures.waiting)
+        waiting = min(sent, self._queued)
         return EngineLoad(
             running=sent - waiting,
             waiting=len(self._flights) - sent + waiting,
@@ -267,6 +268,7 @@ class ServerEngine(StreamingEngine):
             cache_use=self._figures.cache_use,
             preemptions=self._figures.preemptions,
             servers=int(self._controls is not None and self._failure is None and not self._closed),
+            reading=self._readings,
         )
 
     @override
@@ -363,15 +365,19 @@ class ServerEngine(StreamingEngine):
 
     def _look(self) -> None:
         busy = any(flight.sent for flight in self.flights)
-        held = self._controls is None or self._controls.held
-        if why := self._liveness.look(self._loop.time(), busy=busy, held=held):
+        if why := self._liveness.look(self._loop.time(), busy=busy, held=self._held):
             self.die(Unreachable(f"the engine server hangs: {why}", "see its log"))
+
+    @property
+    def _held(self) -> bool:
+        return self._controls is None or self._controls.held
 
     async def _poll(self, client: HttpClient) -> None:
         """Read the server's metrics once a second; a change is a sign of life."""
         told = False
         while True:
             await asyncio.sleep(_POLL_SECONDS)
+            held = self._held
             try:
                 answer = await client.call(self._dialect.metrics(), _POLL_DEADLINE, retry=False)
                 self._liveness.answered()
@@ -388,6 +394,9 @@ class ServerEngine(StreamingEngine):
                 if figures != self._figures:
                     self._liveness.progress()
                 self._figures = figures
+                # What waits for a server that stands still says nothing about its room.
+                self._queued = 0 if held or self._held else figures.waiting
+                self._readings += 1
 
     async def _there(self) -> bool:
         async with self._suspicion:

@@ -337,6 +337,11 @@ async def test_figures_of_the_server_are_in_the_load(monkeypatch):
         await until(lambda: engine.load().cache_use)
         load = engine.load()
         assert (load.running, load.waiting, load.preemptions, load.servers) == (1, 1, 7, 1)
+        await engine.pause()
+        await until(lambda: engine.load().waiting == 0)  # what waits for it to go on is no queue
+        await engine.resume()
+        await until(lambda: engine.load().waiting == 1)
+        assert engine.load().reading > load.reading
         await engine.abort()
         await asyncio.gather(*tasks)
 
