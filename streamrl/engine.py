@@ -41,8 +41,8 @@ class Request:
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
         adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
-        affinity: requests with the same key share a prefix (samples of one group, turns of one conversation) and are
-            better off on one server; empty: none.
+        affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
+            better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
         cache_version: its keys and values may be those that weights of this version computed for an earlier request
             with the same one; None: only those of the weights in force.
     """

@@ -428,7 +428,7 @@ class EpisodeSession:
             tokens=ids,
             max_new_tokens=longest,
             temperature=0.0 if self._order.greedy else self._config.sampling.temperature,
-            affinity=self._order.id,
+            affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
         )
         stops = self._renderer.stops

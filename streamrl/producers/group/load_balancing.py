@@ -57,18 +57,21 @@ def choose(places: Sequence[Place], *, cost: int, shared: int, together: int, be
 
 
 class Affinities:
-    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten."""
+    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten.
+
+    `GROUP/SAMPLE` is the affinity of a sample with several turns. It begins where its group is, and stays there.
+    """
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
 
     def get(self, key: str) -> str | None:
-        return self._names.get(key)
+        return self._names.get(key) or self._names.get(key.partition("/")[0])
 
     def set(self, key: str, name: str) -> None:
-        if key:
-            self._names[key] = name
-            self._names.move_to_end(key)
+        for each in filter(None, {key, key.partition("/")[0]}):
+            self._names[each] = name
+            self._names.move_to_end(each)
             if len(self._names) > _AFFINITIES:
                 self._names.popitem(last=False)
 

@@ -63,7 +63,7 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     assert sample.score == wire.SampleScore(value=2.0, parts={"a": 1.0})
     seen = np.concatenate([order_of(TOKENIZER).prompt.token_ids, sample.token_ids[:count], heard.observed_ids])
     assert np.array_equal(engine.requests[1].tokens, seen)
-    assert [request.affinity for request in engine.requests] == ["rollout.0-1", "rollout.0-1"]
+    assert [request.affinity for request in engine.requests] == ["g0/rollout.0-1", "g0/rollout.0-1"]
     assert [request.cache_version for request in engine.requests] == [1, 1]
     assert len({request.id for request in engine.requests}) == 2
 

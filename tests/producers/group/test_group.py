@@ -8,6 +8,7 @@ from group_kit import STOP, Stage, answer, until, version
 
 from streamrl.engine import Request
 from streamrl.errors import DataError, Unreachable, WeightsError
+from streamrl.producers.group.load_balancing import Affinities
 
 
 async def test_a_response_goes_on_where_its_server_died_and_is_one_response():
@@ -212,10 +213,11 @@ async def test_the_versions_of_one_response_never_go_back():
     assert numbers == sorted(numbers)
 
 
-async def test_one_group_of_samples_stays_on_one_server_and_others_spread():
+@pytest.mark.parametrize("affinity", ["g{g}", "g{g}/{k}"], ids=["samples", "samples with turns"])
+async def test_one_group_of_samples_stays_on_one_server_and_others_spread(affinity):
     async with Stage("a", "b", sampling={"group_size": 4, "max_new_tokens": 8}) as stage:
         prompt = range(1, 33)
-        tasks = [stage.ask(f"{g}.{k}", prompt, affinity=f"g{g}") for g in range(4) for k in range(4)]
+        tasks = [stage.ask(f"{g}.{k}", prompt, affinity=affinity.format(g=g, k=k)) for g in range(4) for k in range(4)]
         await until(lambda: len(stage["a"].flying) + len(stage["b"].flying) == 16)
         for g in range(4):
             assert len({stage.where(f"{g}.{k}") for k in range(4)}) == 1
@@ -223,6 +225,20 @@ async def test_one_group_of_samples_stays_on_one_server_and_others_spread():
         for name in ("a", "b"):
             stage[name].give(8)
         await asyncio.gather(*tasks)
+
+
+def test_a_sample_with_turns_begins_where_its_group_is_and_stays_there():
+    last = Affinities()
+    last.set("g1/a", "one")
+    last.set("g1/b", "two")
+    assert [last.get(key) for key in ("g1/a", "g1/b", "g1/c", "g2/a", "/a", "")] == [
+        "one",
+        "two",
+        "two",
+        None,
+        None,
+        None,
+    ]
 
 
 async def test_affinity_gives_way_when_its_server_is_far_busier():
