@@ -99,7 +99,7 @@ def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_t
     archived = list(recorded(fire.run_dir))
     check_trained(fire.run_dir, archived, audit["trained"])
     check_turns(fire.run_dir, archived)
-    assert asyncio.run(journals(fire.run_dir)) == []
+    assert asyncio.run(journals_left(fire.run_dir)) == []
 
 
 def under(fire: Fire, blows: list[Callable[[], None]], ends: list[Callable[[], None]]) -> dict:
@@ -200,12 +200,17 @@ def check_turns(run_dir: Path, archived: list) -> None:
     assert sum(sample.restarts for sample in flat) == 0
 
 
-async def journals(run_dir: Path) -> list[int]:
-    """Groups that have a journal after the drain."""
+async def journals_left(run_dir: Path) -> list[tuple[int, int]]:
+    """(group, sample) whose journal outlived its sample.
+
+    A sample that waits for its next process keeps its journal: some do, if the drain comes before the leases expire
+    that Redis came back with.
+    """
     async with ledgers_to_look(find_run(run_dir)) as ledgers:
-        found = []
+        left = []
         for ledger in (ledgers.train, ledgers.evaluation):
-            for group_id in await ledger.connection.read("ZRANGE", ledger.keys.live, 0, -1):
-                if (await ledger.trace(int(group_id)))["journaled"]:
-                    found.append(int(group_id))
-    return found
+            for group_id in await ledger.live():
+                known = await ledger.trace(group_id)
+                ended = known["payloads"].keys() | known["causes"].keys()
+                left += [(group_id, sample) for sample in known["journaled"].keys() & ended]
+        return left

@@ -40,12 +40,6 @@ def test_a_run_of_episodes_with_a_tool_loses_nothing(tmp_path: Path):
     }
     data = audited(tmp_path, settings, "episodes")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
-    learner, rollout = (
-        lines_of(tmp_path / "runs/episodes/metrics" / f"{role}.0.jsonl") for role in ("learner", "rollout")
-    )
+    lines = (tmp_path / "runs/episodes/metrics/learner.0.jsonl").read_bytes().splitlines()
+    learner = [orjson.loads(line) for line in lines]
     assert any(line.get("reward_mean", 0) > 0 for line in learner), learner[-1]
-    assert max(line["episodes"] for line in rollout) > 0
-
-
-def lines_of(file: Path) -> list[dict[str, float]]:
-    return [orjson.loads(line) for line in file.read_bytes().splitlines()]
