@@ -30,7 +30,7 @@ SUMMARY_FILE: Final = "summary.json"
 CURVE_FILE: Final = "curve.png"
 _ACCURACY: Final = "#0b7a4b"
 _REWARD: Final = "#7aa6c2"
-_ROOM: Final = 0.1  # of the height, for a label
+_ENDS: Final = "#c8502d"
 _SAME_CLOCK: Final = 1.0
 """Seconds that wall clock and monotonic clock of one machine drift apart in a run, at most."""
 _MEASURING_SEED: Final = 0x5EED
@@ -150,25 +150,19 @@ def draw_curve(
             label="held-out accuracy, while training",
         )
     last = numbers[-1] if numbers else 0
-    # Labels go inwards from the two ends, and the limits leave room for them: neither lies on an axis or the title.
-    ends = [
-        (0, summary["accuracy_before"], "before", (-6, -20), "left"),
-        (last, summary["accuracy_after"], "after", (8, 12), "right"),
-    ]
-    for place, value, label, offset, side in ends:
-        if value is not None:
-            axes.plot([place], [value], marker="*", ms=14, color="#c8502d", ls="none", zorder=5)
-            axes.annotate(f"{label} {value:.3f}", (place, value), textcoords="offset points", xytext=offset, ha=side)
+    ends = [(0, summary["accuracy_before"], "before"), (last, summary["accuracy_after"], "after")]
+    measured = [end for end in ends if end[1] is not None]
+    if measured:
+        places, values, _ = zip(*measured, strict=True)
+        label = "held-out accuracy: " + ", ".join(f"{value:.3f} {when}" for _, value, when in measured)
+        axes.plot(places, values, marker="*", ms=14, color=_ENDS, ls="none", zorder=5, label=label)
     axes.set(xlabel="step of the learner", ylabel="share right / mean reward", title=_title(name, summary))
-    lowest, highest = min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1])
-    room = _ROOM * (highest - lowest)
-    known = [value for _, value, *_ in ends if value is not None]
-    axes.set_ylim(min([lowest, *(value - room for value in known)]), max([highest, *(value + room for value in known)]))
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1]))
     axes.margins(x=0.06)
     axes.locator_params(axis="x", integer=True)
     axes.grid(visible=True, alpha=0.25)
-    if numbers or rounds:
-        axes.legend(loc="lower right", frameon=False)
+    if numbers or rounds or measured:
+        axes.legend(frameon=False)  # where it covers least
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     with writing(path):
