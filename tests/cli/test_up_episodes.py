@@ -11,6 +11,13 @@ from .episodes_kit import audited, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ENVIRONMENT = '''
+import asyncio
+import re
+from pathlib import Path
+
+METRICS = Path(__file__).parent / "runs/episodes/metrics/rollout.0.jsonl"
+
+
 class Counter:
     """An environment as TRL takes it."""
 
@@ -24,6 +31,9 @@ class Counter:
         return self.total
 
     async def get_reward(self):
+        # the replica counts its episodes once a second: the first ones go on until it has
+        while not (METRICS.exists() and re.search(r'"episodes":[1-9]', METRICS.read_text())):
+            await asyncio.sleep(0.05)
         return float(self.total)
 '''
 
@@ -40,6 +50,12 @@ def test_a_run_of_episodes_with_a_tool_loses_nothing(tmp_path: Path):
     }
     data = audited(tmp_path, settings, "episodes")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
-    lines = (tmp_path / "runs/episodes/metrics/learner.0.jsonl").read_bytes().splitlines()
-    learner = [orjson.loads(line) for line in lines]
+    learner, rollout = (
+        lines_of(tmp_path / "runs/episodes/metrics" / f"{role}.0.jsonl") for role in ("learner", "rollout")
+    )
     assert any(line.get("reward_mean", 0) > 0 for line in learner), learner[-1]
+    assert max(line["episodes"] for line in rollout) > 0
+
+
+def lines_of(file: Path) -> list[dict[str, float]]:
+    return [orjson.loads(line) for line in file.read_bytes().splitlines()]
