@@ -1,4 +1,4 @@
-"""`streamrl weights`: what is known of each version of the weights, and keeping one."""
+"""`streamrl weights`: what is known of each version of the weights."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def ls(
 ) -> int:
     """List versions, newest first: step, size, share of changed values, where they are, which replicas have them.
 
-    The files of a version are removed when newer versions come; a pinned version stays until `weights unpin`. A size is
-    that of the files: a delta holds only the values that changed since the version before.
+    The files of a version are removed when newer versions come; `streamrl export` keeps a model. A size is that of the
+    files: a delta holds only the values that changed since the version before.
     """
     target = find_run(run)
     rows = _rows(target)
     if not everything:
-        rows = [row for row in rows if row["present"] or row["pinned"] or row["replicas"]]
+        rows = [row for row in rows if row["present"] or row["replicas"]]
     if json:
-        output.write_json("streamrl.weights/1", {"versions": rows, "rollback": None})
+        output.write_json("streamrl.weights/1", {"versions": rows})
         return 0
     if not rows:
         output.note("no version is here" + ("" if everything else "; --all also lists versions without files"))
@@ -86,44 +86,6 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
     yield from (f"tensor      {each['name']}  {each['dtype']}  {each['shape']}" for each in data["tensors"])
 
 
-@app.command("pin")
-def pin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
-    """Keep a version: copy it to RUN_DIR/pinned, whole and durable, on the host of the learner.
-
-    The copy is plain safetensors files, in the type that versions travel in (weights.dtype). A version can be pinned
-    only while its files are there: the newest two, and with deltas all since the last full one. A repeat does nothing.
-    """
-    from streamrl.weight_sync.chain import pin as copy
-    from streamrl.weight_sync.manifest import find
-
-    target = find_run(run)
-    number, root = _number(target, version), _root(target)
-    manifest, _ = find(number, root, target.path)
-    manifest = copy(root, target.path, manifest.pair)
-    folder = target.path / "pinned" / manifest.folder
-    data = {"version": number, "epoch": manifest.epoch, "directory": str(folder.resolve())}
-    said = f"version {number} is in {folder}, {size(manifest.total_bytes)}"
-    output.answer("streamrl.weights.pin/1", data, [said], json=json)
-    return 0
-
-
-@app.command("unpin")
-def unpin(version: VersionArgument, run: RunOption = None, json: JsonOption = False) -> int:
-    """Remove the pinned copy of a version. Exit code 2 if it is not pinned."""
-    from streamrl.weight_sync.chain import unpin as remove
-    from streamrl.weight_sync.manifest import PINNED, newest_with, versions
-
-    target = find_run(run)
-    number = _number(target, version)
-    manifest = newest_with(number, versions(target.path / PINNED))
-    if manifest is None:
-        raise UsageError(f"version {number} is not pinned", "`streamrl weights ls` shows which are")
-    removed = remove(target.path, manifest.pair)
-    said = f"version {number} is no longer pinned"
-    output.answer("streamrl.weights.unpin/1", {"version": number, "removed": removed}, [said], json=json)
-    return 0
-
-
 def _number(run: RunDirectory, version: str) -> int:
     """`newest` is the newest version with files here."""
     if version == "newest":
@@ -143,51 +105,46 @@ def _root(run: RunDirectory) -> Path:
 
 
 def _places(run: RunDirectory) -> dict[Pair, Manifest]:
-    """All readable manifests; the transport's wins over the pinned copy's, because it says more."""
-    from streamrl.weight_sync.manifest import PINNED, versions
+    from streamrl.weight_sync.manifest import versions
 
-    return versions(run.path / PINNED) | versions(_root(run))
+    return versions(_root(run))
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     from streamrl.learner.lineage import read_versions
-    from streamrl.weight_sync.manifest import PINNED, versions
+    from streamrl.weight_sync.manifest import versions
 
     root = _root(run)
-    present, pinned = versions(root), versions(run.path / PINNED)
+    present = versions(root)
     steps = {(note.epoch, note.version): note.step for note in read_versions(run.path / "checkpoints")}
-    steps |= {pair: manifest.step for pair, manifest in [*pinned.items(), *present.items()]}
+    steps |= {pair: manifest.step for pair, manifest in present.items()}
     records = _records(run)
     holders = _holders(run)
     rows = []
     for pair in sorted(steps, key=lambda pair: (pair[1], pair[0]), reverse=True):
-        manifest, record = present.get(pair) or pinned.get(pair), records.get(pair, {})
+        manifest, record = present.get(pair), records.get(pair, {})
         rows.append(
             {
                 "version": pair[1],
                 "epoch": pair[0],
                 "step": steps[pair],
-                "at": _time(pair, root, run, record),
+                "at": _time(pair, root, record),
                 "bytes": record.get("publish_bytes", None if manifest is None else manifest.total_bytes),
                 "kind": record.get("publish_kind", None if manifest is None else manifest.kind),
                 "density": record.get("publish_density"),
                 "present": pair in present,
-                "pinned": pair in pinned,
                 "replicas": holders.pop(pair[1], []),
             }
         )
     return rows
 
 
-def _time(pair: Pair, root: Path, run: RunDirectory, record: dict[str, Any]) -> float | None:
+def _time(pair: Pair, root: Path, record: dict[str, Any]) -> float | None:
     """When a version was published, in seconds since 1970; None if only its number is left."""
-    from streamrl.weight_sync.manifest import MANIFEST_FILE, PINNED, folder_name
+    from streamrl.weight_sync.manifest import MANIFEST_FILE, folder_name
 
-    for folder in (root, run.path / PINNED):
-        try:
-            return (folder / folder_name(*pair) / MANIFEST_FILE).stat().st_mtime
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        return (root / folder_name(*pair) / MANIFEST_FILE).stat().st_mtime
     at = record.get("at")
     return float(at) if isinstance(at, (int, float)) else None
 
@@ -227,7 +184,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for name in ("VERSION", "EPOCH", "STEP", "TIME", "SIZE", "KIND", "CHANGED", "WHERE", "REPLICAS"):
         table.add_column(name, justify="left" if name in {"TIME", "KIND", "WHERE", "REPLICAS"} else "right")
     for row in rows:
-        where = ", ".join(name for name in ("present", "pinned") if row[name])
+        where = "present" if row["present"] else ""
         numbers = (str(row[name]) for name in ("version", "epoch", "step"))
         table.add_row(
             *numbers, _at(row), _bytes(row), row["kind"] or "", _density(row), where, ", ".join(row["replicas"])

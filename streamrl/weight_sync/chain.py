@@ -8,15 +8,12 @@ delta    base is what is held  changed values are written into the mapped files;
 then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
 ```
 A base that was cancelled, torn or found wrong holds no version: the next one is rebuilt from the newest anchor.
-`pin` makes a durable copy in the same way, but one file after the other, in memory: the file system of a run directory
-may not support shared writable maps, and a write reports a full disk, where a map would end the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,42 +22,25 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
-from typing_extensions import override
 
-from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, VersionStore, check_room, file_checksum, short_hash
-from streamrl.weight_sync.manifest import (
-    MANIFEST_FILE,
-    PINNED,
-    Manifest,
-    Pair,
-    Shard,
-    encode,
-    folder_name,
-    read_manifest,
-)
-from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum, short_hash
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, Shard
+from streamrl.weight_sync.source import Traffic, WeightSource
 from streamrl.weight_sync.tensors import (
-    DTYPES,
     Readers,
     Version,
     assemble,
-    map_shard,
     map_shared,
     map_version,
     raw_bytes,
-    write_tensors,
 )
 
 logger = logging.getLogger(__name__)
 _LONGEST_CHAIN: Final = 1000
-_DRAFT: Final = ".draft-"
-_DISK_HINT: Final = "make room on the disk of the run directory, or unpin another version"
 
 
 @dataclass(frozen=True)
@@ -288,95 +268,3 @@ class Staging:
             if len(links) > 1 and links[0].manifest.base is None:
                 self._hopeless = links[0].manifest.pair
             raise
-
-
-# ---- versions that a person keeps: plain full files in RUN_DIR/pinned/v-EPOCH-VERSION
-
-
-class _FileInMemory(DeltaBase):
-    """One file of a version: full files are mapped privately, so what deltas change stays in memory until `write`."""
-
-    @override
-    def _replace(self, folder: Path, shard: Shard) -> None:
-        self._tables[shard.file] = map_shard(folder / shard.file, shard)
-
-    def write(self, path: Path) -> Shard:
-        return write_tensors(path, list(self._tables[path.name].items()), durable=True)
-
-
-def _only(manifest: Manifest, file: str) -> Manifest:
-    """The manifest as if its version had this file alone."""
-    index = next((index for index, shard in enumerate(manifest.shards) if shard.file == file), None)
-    if index is None:
-        return msgspec.structs.replace(manifest, shards=[], tensors=[])
-    tensors = [
-        msgspec.structs.replace(entry, parts=[0], hashes=entry.hashes and [entry.hashes[entry.parts.index(index)]])
-        for entry in manifest.tensors
-        if index in entry.parts
-    ]
-    return msgspec.structs.replace(manifest, shards=[manifest.shards[index]], tensors=tensors)
-
-
-def pin(root: Path, run_dir: Path, pair: Pair) -> Manifest:
-    """Copy a version that is on the transport into the run directory, whole and durable; return the copy's manifest.
-
-    Deltas are applied, so the copy needs nothing else. One file is held in memory at a time. A version that is pinned
-    already is left as it is; a failure (wrong files, no room, or a newer version replaced this one) leaves nothing
-    behind.
-    """
-    target = run_dir / PINNED / folder_name(*pair)
-    if (target / MANIFEST_FILE).exists():
-        return read_manifest(target)
-    draft = target.with_name(f"{_DRAFT}{target.name}-{os.getpid()}")
-    _remove_abandoned(target.parent)
-    try:
-        chain = [read_manifest(root / folder_name(*pair))]
-        while _needs_base(chain, None):
-            chain.append(checked_base(read_manifest(root / folder_name(*base_pair(chain[-1]))), chain[-1]))
-        draft.mkdir(parents=True)
-        sizes = (torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize for entry in chain[0].tensors)
-        check_room(VersionStore(draft.parent, True, _DISK_HINT), SLACK_BYTES + sum(sizes))  # the writes check again
-        shards: list[Shard] = []
-        for shard in chain[0].shards:
-            held = _FileInMemory(iter([draft]), moves=False, proven=False, hint=_DISK_HINT)
-            for manifest in reversed(chain):
-                held.apply(Link(_only(manifest, shard.file), root / manifest.folder))
-            shards.append(held.write(draft / shard.file))
-        copy = msgspec.structs.replace(chain[0], base=None, sources=[], shards=shards)
-        map_version(draft, copy)  # it has all tensors of the manifest, and no others
-        write_synced(draft / MANIFEST_FILE, encode(copy))
-        finish_durably(draft, target)
-    except FileNotFoundError as error:
-        raise WeightsError(
-            f"version {pair[1]} went away while it was copied: {error.filename}", "newer ones came; pin one of those"
-        ) from error
-    except CannotCreate:
-        raise
-    except OSError as error:
-        raise CannotCreate(f"version {pair[1]} cannot be pinned in {draft}: {error}", "make room there") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return copy
-
-
-def unpin(run_dir: Path, pair: Pair) -> bool:
-    """Remove a pinned version; False when there is none. What is half removed is not seen as a version."""
-    target = run_dir / PINNED / folder_name(*pair)
-    gone = target.with_name(f"{_DRAFT}gone-{target.name}-{os.getpid()}")
-    try:
-        target.rename(gone)
-    except FileNotFoundError:
-        return False
-    shutil.rmtree(gone)
-    return True
-
-
-def _remove_abandoned(folder: Path) -> None:
-    for entry in folder.glob(f"{_DRAFT}*"):
-        pid = entry.name.rpartition("-")[2]
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            shutil.rmtree(entry, ignore_errors=True)
-        except (OSError, ValueError, OverflowError):
-            continue

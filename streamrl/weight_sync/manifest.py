@@ -7,12 +7,11 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from streamrl.errors import UsageError, WeightsError
+from streamrl.errors import WeightsError
 
 SCHEMA: Final = 2
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MANIFEST_FILE: Final = "manifest.json"
-PINNED: Final = "pinned"
 """Folder in the run directory with the versions that a person wants to keep, whole and durable."""
 
 # A name of one file or folder: no path, so that a manifest cannot point outside of the folder of its transport.
@@ -155,19 +154,3 @@ def versions(root: Path) -> dict[Pair, Manifest]:
         except (OSError, WeightsError):
             continue
     return found
-
-
-def newest_with(number: int, among: dict[Pair, Manifest]) -> Manifest | None:
-    return next((among[pair] for pair in sorted(among, reverse=True) if pair[1] == number), None)
-
-
-def find(number: int, root: Path, run_dir: Path) -> tuple[Manifest, Path]:
-    """The version with this number and the folder that holds it: pinned, else on the transport."""
-    for folder in (run_dir / PINNED, root):
-        manifest = newest_with(number, versions(folder))
-        if manifest is not None:
-            return manifest, folder
-    raise UsageError(
-        f"version {number} is neither in {root} nor pinned",
-        "`streamrl weights ls` shows what is here; a version goes when newer ones come, unless it is pinned in time",
-    )

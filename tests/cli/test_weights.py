@@ -1,4 +1,4 @@
-"""`streamrl weights`: what is there, and keeping a version."""
+"""`streamrl weights`: what is there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 
 from streamrl.queues import embedded, open_ledgers
 from streamrl.runfile import read_saved
-from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.tensors import map_version
 
 from .run_kit import answered, cli, data_of, make_run
 
@@ -69,15 +67,13 @@ def test_ls_and_show_of_a_stopped_run(stopped: Path):
     data = data_of(cli("weights", "ls", *where, "--json").stdout, "streamrl.weights/1")
     assert [row["version"] for row in data["versions"]] == [4, 3, 2, 1]
     newest = data["versions"][0]
-    assert (newest["epoch"], newest["step"], newest["kind"], newest["present"], newest["pinned"]) == (
-        1, 3, "delta", True, False
-    )  # fmt: skip
+    assert (newest["epoch"], newest["step"], newest["kind"], newest["present"]) == (1, 3, "delta", True)
     assert newest["density"] == pytest.approx(1 / 4012)
     assert data["versions"][-1]["kind"] == "full"
     every = data_of(cli("weights", "ls", "--all", *where, "--json").stdout, "streamrl.weights/1")["versions"]
     assert every[-1] == {
         "version": 0, "epoch": 1, "step": 0, "at": None, "bytes": None, "kind": None, "density": None,
-        "present": False, "pinned": False, "replicas": [],
+        "present": False, "replicas": [],
     }  # fmt: skip
     table = cli("weights", "ls", *where).stdout
     assert table.splitlines()[0].split()[:3] == ["VERSION", "EPOCH", "STEP"]
@@ -97,35 +93,8 @@ def test_a_run_without_versions(tmp_path: Path):
     done = cli("weights", "ls", "--run", str(tmp_path / "run"))
     assert (done.returncode, done.stdout, "no version is here" in done.stderr) == (0, "", True)
     for word, said in (("newest", "no version is here"), ("latest", "latest is not a version")):
-        refused = cli("weights", "pin", word, "--run", str(tmp_path / "run"))
+        refused = cli("weights", "show", word, "--run", str(tmp_path / "run"))
         assert (refused.returncode, said in refused.stderr) == (2, True)
-
-
-def test_pin_makes_whole_files_of_a_delta_and_unpin_removes_them(stopped: Path):
-    where = ("--run", str(stopped))
-    data = data_of(cli("weights", "pin", "4", *where, "--json").stdout, "streamrl.weights.pin/1")
-    folder = Path(data["directory"])
-    manifest = read_manifest(folder)
-    assert manifest.base is None
-    found = map_version(folder, manifest).tensors
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(4).items())
-    assert cli("weights", "pin", "4", *where).returncode == 0  # a repeat
-    rows = data_of(cli("weights", "ls", *where, "--json").stdout, "streamrl.weights/1")["versions"]
-    assert [row["version"] for row in rows if row["pinned"]] == [4]
-    assert data_of(cli("weights", "unpin", "4", *where, "--json").stdout, "streamrl.weights.unpin/1")["removed"]
-    again = cli("weights", "unpin", "4", *where)
-    assert (again.returncode, "is not pinned" in again.stderr) == (2, True)
-    assert "version 4 is in" in cli("weights", "pin", "newest", *where).stdout
-    assert cli("weights", "show", "newest", *where).stdout.split()[:2] == ["version", "4"]
-    missing = cli("weights", "pin", "0", *where)
-    assert (missing.returncode, "version 0 is neither in" in missing.stderr) == (2, True)
-
-
-def test_a_disk_without_room_is_73_and_leaves_nothing(stopped: Path, monkeypatch):
-    monkeypatch.setattr("streamrl.weight_sync.chain.SLACK_BYTES", 1 << 60)
-    done = cli("weights", "pin", "4", "--run", str(stopped))
-    assert (done.returncode, "no room for the weights in" in done.stderr) == (73, True)
-    assert list((stopped / "pinned").iterdir()) == []
 
 
 async def test_ls_says_which_replicas_hold_a_version(live):
@@ -145,7 +114,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "pin", "unpin"])
+@pytest.mark.parametrize("command", ["ls", "show"])
 def test_help_teaches(command: str):
     done = cli("weights", command, "--help")
     assert done.returncode == 0

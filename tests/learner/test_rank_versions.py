@@ -17,12 +17,12 @@ from streamrl.learner.checkpoint_files import open_shards
 from streamrl.learner.rank_group import PartWriter
 from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.queues.ledgers import open_ledgers
-from streamrl.weight_sync.chain import pin
 from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import versions
 from streamrl.weight_sync.rank_writer import draft_name, take_report
 from streamrl.weight_sync.tensors import map_version
+from tests.weight_sync.sync_kit import rebuilt
 
 
 def start(run, meeting, faults=(None, None)):
@@ -53,8 +53,7 @@ async def test_the_newest_version_is_what_the_checkpoint_holds(run, tmp_path, de
     assert max(found) == (1, 5)
     kinds = {pair[1]: manifest.base for pair, manifest in found.items()}
     assert kinds == ({4: None, 5: (1, 4)} if delta else {4: None, 5: None})
-    pinned = pin(root, run.run_dir, (1, 5))
-    tensors = map_version(run.run_dir / "pinned" / pinned.folder, pinned).tensors
+    tensors = rebuilt(root, tmp_path / "copy", (1, 5))
     expected = trained(run)
     assert set(tensors) == set(expected)
     assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in expected.items())

@@ -6,7 +6,9 @@ import orjson
 import pytest
 import torch
 
+from streamrl.weight_sync.chain import DeltaBase, Link
 from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.manifest import folder_name, read_manifest
 
 both_folders = pytest.mark.parametrize("config", ["shm", "directory"], indirect=True)
 
@@ -83,3 +85,16 @@ async def until(check):
     async with asyncio.timeout(30):
         while not check():  # noqa: ASYNC110  (polls what a follower in another task counts)
             await asyncio.sleep(0.005)
+
+
+def rebuilt(root, folder, pair):
+    """The tensors of a version that is on a transport, from its anchor on."""
+    links = []
+    while pair is not None:
+        manifest = read_manifest(root / folder_name(*pair))
+        links.insert(0, Link(manifest, root / manifest.folder))
+        pair = manifest.base
+    held = DeltaBase(iter([folder]), moves=False, proven=False, hint="")
+    for link in links:
+        held.apply(link)
+    return held.version().tensors

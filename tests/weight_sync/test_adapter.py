@@ -1,4 +1,4 @@
-"""Versions that are an adapter: the sum by hand, what the manifest says, every transport, pins, files."""
+"""Versions that are an adapter: the sum by hand, what the manifest says, every transport, files."""
 
 import msgspec
 import numpy as np
@@ -12,7 +12,6 @@ from sync_kit import publish, same
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.adapter import adapted, merge, names_of, write_adapter
-from streamrl.weight_sync.chain import pin
 from streamrl.weight_sync.manifest import Adapter, decode, encode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import map_version
@@ -65,7 +64,6 @@ def test_the_manifest_says_what_it_is(tmp_path):
     version = map_version(publisher.root / manifest.folder, manifest)
     assert version.adapter == ABOUT
     assert list(adapted(ABOUT, version.tensors)) == [MODULE]
-    assert pin(publisher.root, tmp_path, (1, 1)).adapter == ABOUT
     with pytest.raises(WeightsError, match="not a manifest"):  # an adapter is never a delta
         decode(encode(manifest).replace(b'"base":null', b'"base":[1,0]'))
 

@@ -1,24 +1,18 @@
 """Anchors and deltas: every version is bit for bit the weights, late joiners too, and what is kept is bounded."""
 
 import asyncio
-import errno
-import os
 import shutil
-import subprocess
 
 import pytest
 import sync_kit
 import torch
-from safetensors.torch import load_file
-from sync_kit import Replica, Stream, folders, same
+from sync_kit import Replica, Stream, folders, rebuilt
 
 from streamrl.config import DeltaConfig, WeightsConfig
-from streamrl.errors import CannotCreate, UsageError, WeightsError
-from streamrl.weight_sync.chain import pin, unpin
-from streamrl.weight_sync.manifest import decode, find, newest_with, read_manifest, versions
+from streamrl.errors import CannotCreate
+from streamrl.weight_sync.manifest import decode, versions
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.rank_writer import RankWriter
-from streamrl.weight_sync.tensors import map_version
 
 
 class Training:
@@ -60,7 +54,7 @@ def publish(publisher, version, weights):
 
 
 async def test_steps_of_adamw_arrive_bit_for_bit(tmp_path):
-    """By three roads: a replica that follows, a copy made of every version, and a replica that joins at the end."""
+    """By three ways: a replica that follows, one that begins anew each time, and one that joins at the end."""
     config = configure(every=6)
     publisher, stream, training = Publisher(config, "r", tmp_path), Stream(), Training()
     replica = Replica(stream, config, tmp_path)
@@ -76,10 +70,7 @@ async def test_steps_of_adamw_arrive_bit_for_bit(tmp_path):
         kinds.append(publisher.figures.kind)
         sizes.append(publisher.figures.bytes)
         densities.append(publisher.figures.density)
-        pinned = pin(publisher.root, tmp_path, manifest.pair)
-        assert pinned.base is None
-        copy = map_version(tmp_path / "pinned" / manifest.folder, pinned)
-        assert bits(dict(copy.tensors)) == expected[version]
+        assert bits(dict(rebuilt(publisher.root, tmp_path / f"copy-{version}", manifest.pair))) == expected[version]
         training.step()
     assert {pair[1]: bits(tensors) for pair, tensors in replica.applied} == expected
     assert replica.follower.refused == 0
@@ -168,7 +159,7 @@ def test_too_many_changes_go_whole_and_count_as_an_anchor(tmp_path):
     assert publisher.figures.density > 0.5
     assert publish(publisher, 3, training.weights()).base == (1, 2)  # and nothing has changed since
     assert publisher.figures.density == 0
-    assert bits(dict(_rebuilt(publisher, tmp_path, 3))) == bits(training.weights())
+    assert bits(dict(rebuilt(publisher.root, tmp_path / "copy", (1, 3)))) == bits(training.weights())
 
 
 def test_one_version_may_have_another_model(tmp_path):
@@ -179,120 +170,10 @@ def test_one_version_may_have_another_model(tmp_path):
     assert publish(publisher, 3, {"b": torch.zeros(9)}).base is None
 
 
-def _rebuilt(publisher, run_dir, version):
-    manifest = pin(publisher.root, run_dir, (1, version))
-    return map_version(run_dir / "pinned" / manifest.folder, manifest).tensors
-
-
-# ---- keeping a version
-
-
-def test_a_pinned_version_is_plain_files_that_outlive_all_others(tmp_path):
-    publisher, training = Publisher(configure(every=3), "r", tmp_path), Training()
-    weights = {}
-    for version in range(1, 4):
-        weights[version] = training.weights()
-        publish(publisher, version, weights[version])
-        training.step()
-    manifest = pin(publisher.root, tmp_path, (1, 3))
-    assert pin(publisher.root, tmp_path, (1, 3)) == manifest  # a repeat
-    publisher.close(unlink=True)
-    folder = tmp_path / "pinned" / "v-1-3"
-    loaded = {}
-    for shard in manifest.shards:
-        loaded.update(load_file(folder / shard.file))
-    assert bits(loaded) == {name: bits(weights[3])[name] for name in loaded}
-    assert same(dict(map_version(folder, read_manifest(folder)).tensors), weights[3])
-    assert find(3, publisher.root, tmp_path)[1] == tmp_path / "pinned"
-    with pytest.raises(UsageError, match="neither"):
-        find(2, publisher.root, tmp_path)
-    assert unpin(tmp_path, (1, 3))
-    assert not unpin(tmp_path, (1, 3))
-    assert list((tmp_path / "pinned").iterdir()) == []
-
-
-def test_a_version_that_is_torn_or_going_is_not_pinned(tmp_path):
-    publisher, training = Publisher(configure(), "r", tmp_path), Training()
-    for version in (1, 2):
-        publish(publisher, version, training.weights())
-        training.step()
-    anchor = min((publisher.root / "v-1-1").glob("r000-*"))
-    data = anchor.read_bytes()
-    anchor.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(WeightsError, match="checksum"):
-        pin(publisher.root, tmp_path, (1, 2))
-    anchor.unlink()
-    with pytest.raises(WeightsError, match="went away"):
-        pin(publisher.root, tmp_path, (1, 2))
-    shutil.rmtree(publisher.root / "v-1-1")
-    with pytest.raises(WeightsError, match="went away"):
-        pin(publisher.root, tmp_path, (1, 2))
-    assert list((tmp_path / "pinned").iterdir()) == []
-
-
-def test_what_a_killed_pin_left_is_removed_by_the_next_one(tmp_path):
-    publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
-    publish(publisher, 1, {"a": torch.ones(4)})
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    for name in (
-        f".draft-v-1-7-{ended.pid}",
-        f".draft-gone-v-1-6-{ended.pid}",
-        f".draft-v-1-8-{os.getpid()}",
-        ".draft-x",
-    ):
-        (tmp_path / "pinned" / name).mkdir(parents=True)
-    pin(publisher.root, tmp_path, (1, 1))
-    left = sorted(entry.name for entry in (tmp_path / "pinned").iterdir())
-    assert left == [f".draft-v-1-8-{os.getpid()}", ".draft-x", "v-1-1"]
-
-
-def test_a_full_disk_leaves_nothing_pinned(tmp_path, monkeypatch):
-    publisher, training = Publisher(configure(), "r", tmp_path), Training()
-    publish(publisher, 1, training.weights())
-
-    class Full:
-        f_bavail, f_frsize = 0, 4096
-
-    monkeypatch.setattr("streamrl.weight_sync.files.os.statvfs", lambda _: Full)
-    with pytest.raises(CannotCreate, match="no room for the weights"):
-        pin(publisher.root, tmp_path, (1, 1))
-    monkeypatch.undo()
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("streamrl.weight_sync.tensors.os.write", full)
-    with pytest.raises(CannotCreate, match="No space left"):
-        pin(publisher.root, tmp_path, (1, 1))
-    assert list((tmp_path / "pinned").iterdir()) == []
-    monkeypatch.undo()
-    pin(publisher.root, tmp_path, (1, 1))
-
-
-def test_a_version_is_pinned_where_no_shared_map_is_possible(tmp_path, monkeypatch):
-    """The files of the run directory are written, not mapped, and those of the transport stay as they are."""
-    publisher, training = Publisher(configure(), "r", tmp_path), Training()
-    for version in (1, 2, 3):
-        weights = training.weights()
-        publish(publisher, version, weights)
-        training.step()
-    before = {path: path.read_bytes() for path in publisher.root.rglob("*") if path.is_file()}
-
-    def no_map(_):
-        raise OSError(errno.ENODEV, "No such device")
-
-    monkeypatch.setattr("streamrl.weight_sync.chain.map_shared", no_map)
-    assert bits(dict(_rebuilt(publisher, tmp_path, 3))) == bits(weights)
-    kept = {path: path.read_bytes() for path in publisher.root.rglob("*") if path.is_file()}
-    assert kept == before
-
-
 def test_the_catalogue_shows_what_can_be_read(tmp_path):
     publisher, training = Publisher(configure(), "r", tmp_path), Training()
     publish(publisher, 1, training.weights())
     (publisher.root / "v-9-1").mkdir()
     (publisher.root / "v-9-1" / "manifest.json").write_bytes(b"no manifest")
     assert list(versions(publisher.root)) == [(1, 1)]
-    assert newest_with(1, versions(publisher.root)).pair == (1, 1)
     assert versions(tmp_path / "nowhere") == {}
