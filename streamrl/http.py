@@ -16,10 +16,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
+from streamrl.config.base import is_loopback
 from streamrl.errors import UNKNOWN_NAME, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
@@ -92,6 +94,7 @@ class HttpClient:
 
     `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
     `key_option` is the configuration key that names its file. `hint` says how to mend a server that does not answer.
+    Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts; `direct`: not for this server.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class HttpClient:
         *,
         key_option: str = "engine.api_key_file",
         max_body: int = MAX_BODY,
+        direct: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._max_body = max_body
@@ -113,6 +117,7 @@ class HttpClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self.headers,
             auto_decompress=True,
+            trust_env=not direct and behind_proxy(url),
         )
 
     async def close(self) -> None:
@@ -253,6 +258,11 @@ class HttpClient:
 
     def _name(self, call: Call) -> str:
         return f"{call.method} {self.url}{call.path}"
+
+
+def behind_proxy(url: str) -> bool:
+    """Whether the proxies of the environment hold for a server: it is on another host."""
+    return not is_loopback(urlsplit(url).hostname or "")
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

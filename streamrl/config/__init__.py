@@ -28,7 +28,7 @@ from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
-from streamrl.config.rewards import RewardModelName, check_gateway, check_retrying, check_scoring
+from streamrl.config.rewards import RewardModelName, check_retrying, check_scoring
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
@@ -430,7 +430,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> RunConfig:
-        check_gateway(self.rewards, self.reward_worker)
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
         return self
