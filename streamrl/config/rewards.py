@@ -13,7 +13,6 @@ from streamrl.config.base import Duration, Positive, Section, ServerKind, Server
 Bounds = tuple[float, float]
 REWARD_MODEL_ROLE: Final = "reward_model"
 """Kind of the roles that are servers of reward models."""
-_NO_GATEWAY: Final = "the gateway is gone: `use: http` with args: {url: ...} posts samples to a server of yours"
 RewardModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 """Part of the names of roles, logs and keys in Redis."""
 
@@ -54,8 +53,6 @@ class RewardSpec(Section):
     def _check(self) -> RewardSpec:
         if self.clip is not None and not self.clip[0] <= self.clip[1]:  # also false for NaN
             raise ValueError("clip is [lowest, highest]")
-        if self.use == "gateway":
-            raise ValueError(_NO_GATEWAY)
         return self
 
 
@@ -100,7 +97,9 @@ class RewardWorkerConfig(Section):
     @classmethod
     def _refuse_gateway(cls, keys: Any) -> Any:
         if isinstance(keys, dict) and any(str(key).startswith("gateway_") for key in keys):
-            raise ValueError(_NO_GATEWAY)
+            raise ValueError(
+                "the gateway is gone: `use: http` with args: {url: ...} posts samples to a server of yours"
+            )
         return keys
 
 

@@ -164,6 +164,8 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
         return import_plugin(use, paths)
     if use in BUILT_IN:
         return import_plugin(BUILT_IN[use], paths)
+    if use == "gateway":
+        raise PluginError("the gateway is gone", "`use: http` with args: {url: ...} posts samples to a server of yours")
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if use not in points:
         known = [*BUILT_IN, *points]

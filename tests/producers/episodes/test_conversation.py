@@ -31,7 +31,9 @@ async def test_a_reward_sees_roles_calls_and_results_of_all_turns():
     assert sample.messages == [*CHAT, *said]
     assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant", "user", "assistant"]
     text = transcript(sample)
-    assert text.index('"name": "add"') < text.index("<tool_response>\n3\n</tool_response>") < text.index("so it is three")
+    assert (
+        text.index('"name": "add"') < text.index("<tool_response>\n3\n</tool_response>") < text.index("so it is three")
+    )
     assert text.endswith("thanks\nwelcome")
 
 
@@ -69,7 +71,9 @@ async def test_of_several_branches_the_one_of_the_last_turn_is_the_conversation(
 async def test_thinking_that_a_client_drops_is_seen():
     tokenizer = make_tokenizer(KEEPS_THINKING)
     engine = Script(tokenizer, ["<think>\nhm\n</think>\n\nthree", "yes"])
-    session = EpisodeSession(config_of({"tools": ["m:f"]}), engine, renderer_of(tokenizer), tokenizer, order_of(tokenizer))
+    session = EpisodeSession(
+        config_of({"tools": ["m:f"]}), engine, renderer_of(tokenizer), tokenizer, order_of(tokenizer)
+    )
     first = await replied(session, CHAT)
     dropped = {key: value for key, value in first.message.items() if key != "reasoning_content"}
     assert dropped != first.message
