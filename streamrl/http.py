@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import random
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ import aiohttp
 import orjson
 
 from streamrl.config.base import is_loopback
-from streamrl.errors import UNKNOWN_NAME, ConfigError, DataError, Unreachable, WireError
+from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -322,6 +323,26 @@ def read_key(name: str, path: Path | None) -> str | None:
     if len(words) > 1 or not words[0].isprintable():
         raise ConfigError(f"{name} {path} is not a key: it has more than one word", "the file must hold the key alone")
     return words[0]
+
+
+def own_key(name: str, given: Path | None, path: Path) -> str:
+    """The key of a server of ours: in the file that `name` names, else in `path`, made for its owner alone if missing.
+
+    Errors as of `read_key`; `CannotCreate`: the file cannot be made.
+    """
+    if given is None and not path.exists():
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(f"{secrets.token_urlsafe(32)}\n")
+            with contextlib.suppress(FileExistsError):  # another process of the run was first
+                path.hardlink_to(draft)
+            draft.unlink()
+        except OSError as error:
+            raise CannotCreate(f"the key of {name} cannot be written to {path}: {error.strerror}") from error
+    key = read_key(name, given or path)
+    assert key is not None
+    return key
 
 
 def without(text: str, secret: str | None) -> str:

@@ -73,7 +73,9 @@ def test_no_minute_of_one_worker_sees_more_requests_than_its_quota(quota, gaps):
 
 
 @unhurried
-@given(st.lists(st.tuples(st.floats(0, 3), st.sampled_from([10, 500, 1000, 3000, 6000, 10_000])), min_size=1, max_size=20))
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.sampled_from([10, 500, 1000, 3000, 6000, 10_000])), min_size=1, max_size=20)
+)
 def test_turns_come_in_the_order_of_asking_and_as_soon_as_they_may(requests):
     """Next to a plain level that is filled by time, for the bucket of tokens."""
     clock = Clock()
