@@ -184,9 +184,7 @@ def serve(
             help="File with the key that requests must carry; left out: engine.key here, made if missing.",
         ),
     ] = None,
-    no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", hidden=True, help="For servers that streamrl starts on this host.")
-    ] = False,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve everybody on this host.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. engine.slots=64.")
     ] = None,
