@@ -12,15 +12,18 @@ import contextlib
 import math
 import os
 import random
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
-from streamrl.errors import UNKNOWN_NAME, ConfigError, DataError, Unreachable, WireError
+from streamrl.config.base import is_loopback
+from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20
@@ -92,6 +95,7 @@ class HttpClient:
 
     `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
     `key_option` is the configuration key that names its file. `hint` says how to mend a server that does not answer.
+    Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts; `direct`: not for this server.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class HttpClient:
         *,
         key_option: str = "engine.api_key_file",
         max_body: int = MAX_BODY,
+        direct: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._max_body = max_body
@@ -113,6 +118,7 @@ class HttpClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self.headers,
             auto_decompress=True,
+            trust_env=not direct and behind_proxy(url),
         )
 
     async def close(self) -> None:
@@ -255,6 +261,11 @@ class HttpClient:
         return f"{call.method} {self.url}{call.path}"
 
 
+def behind_proxy(url: str) -> bool:
+    """Whether the proxies of the environment hold for a server: it is on another host."""
+    return not is_loopback(urlsplit(url).hostname or "")
+
+
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read the end of a stream, so that its connection can be used again; only for as long as that is worth it."""
     with contextlib.suppress(TimeoutError):
@@ -312,6 +323,26 @@ def read_key(name: str, path: Path | None) -> str | None:
     if len(words) > 1 or not words[0].isprintable():
         raise ConfigError(f"{name} {path} is not a key: it has more than one word", "the file must hold the key alone")
     return words[0]
+
+
+def own_key(name: str, given: Path | None, path: Path) -> str:
+    """The key of a server of ours: in the file that `name` names, else in `path`, made for its owner alone if missing.
+
+    Errors as of `read_key`; `CannotCreate`: the file cannot be made.
+    """
+    if given is None and not path.exists():
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(f"{secrets.token_urlsafe(32)}\n")
+            with contextlib.suppress(FileExistsError):  # another process of the run was first
+                path.hardlink_to(draft)
+            draft.unlink()
+        except OSError as error:
+            raise CannotCreate(f"the key of {name} cannot be written to {path}: {error.strerror}") from error
+    key = read_key(name, given or path)
+    assert key is not None
+    return key
 
 
 def without(text: str, secret: str | None) -> str:

@@ -10,12 +10,10 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from typing_extensions import override
 
-from streamrl.config.base import is_loopback
 from streamrl.errors import CannotCreate, ConfigError
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
@@ -96,14 +94,6 @@ def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socke
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{_literal(host)}:{port}"
-
-
-def names_this_host(host: str) -> bool:
-    """Whether a Host header is a loopback address; with DNS rebinding, it is the attacker's name."""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 def own_address(host: str) -> str:

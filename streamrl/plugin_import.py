@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -45,17 +44,14 @@ def import_plugin(use: str, paths: Sequence[Path], *, role: str = "reward") -> A
 
 def _import_module(what: str, name: str, paths: Sequence[Path]) -> Any:
     try:
-        found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        files = {path.stem for folder in paths if folder.is_dir() for path in folder.glob("*.py")}
-        looked = ", ".join(dict.fromkeys(map(str, paths)))
-        hint = closest(name, files) or f"looked in {looked} and in what is installed; see plugin_paths"
-        raise PluginError(f"{what}: there is no module {name}", hint)
-    try:
         return importlib.import_module(name)
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):  # else a module that it imports
+            files = {path.stem for folder in paths if folder.is_dir() for path in folder.glob("*.py")}
+            looked = ", ".join(dict.fromkeys(map(str, paths)))
+            hint = closest(name, files) or f"looked in {looked} and in what is installed; see plugin_paths"
+            raise PluginError(f"{what}: there is no module {name}", hint) from error
         raise PluginError(f"{what}: importing {name} fails: {last_line(error)}", _import_hint(error)) from error
 
 

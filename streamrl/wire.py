@@ -115,7 +115,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is that of a sampled turn. `reward` is for the actions up to this turn. `model_seconds` (the wait for a
     place in the engine included) and `tool_seconds` add up to the time of the turn. `media` are SHA-256 sums in
     hexadecimal.
-    `cached` counts the tokens before a sampled turn whose keys and values the engine still had.
+    `cached` counts the tokens before a sampled turn whose keys and values the engine still had. `messages` of a sampled
+    turn are what was said since the sampled turn that its branch had before, the reply last. The first one of a branch
+    that begins with an observed turn has the whole conversation; one that continues the prompt has the reply alone.
     """
 
     parent: Annotated[int, msgspec.Meta(ge=-2, lt=MAX_TURNS)] = PROMPT
@@ -129,6 +131,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     cached: _Count = 0
+    messages: list[dict[str, Any]] = []
 
     def __post_init__(self) -> None:
         if (self.sampled > 0) == (len(self.observed) > 0):

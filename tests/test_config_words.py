@@ -104,7 +104,7 @@ def test_what_is_said(override: str, message: str):
 
 
 def test_a_part_of_a_character(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text('reward_worker: {gateway_host: "\\ud800"}\n')
+    (tmp_path / "run.yaml").write_text('health: {host: "\\ud800"}\n')
     with pytest.raises(ConfigError, match="part of a character"):
         load(tmp_path / "run.yaml", environ={})
 

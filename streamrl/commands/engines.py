@@ -172,37 +172,45 @@ def remove(
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or hub name.")],
     *,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; any but loopback needs a key.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0: any free one.")
     ] = 8100,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the key that requests must carry.")
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help="File with the key that requests must carry; left out: engine.key here, made if missing.",
+        ),
     ] = None,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve everybody on this host.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. engine.slots=64.")
     ] = None,
 ) -> int:
     """Serve a model with the Hugging Face engine until SIGTERM, for runs with engine.kind hf and engine.url.
 
-    When the server is ready, its URL is printed to stderr.
+    When the server is ready, its URL and the file of its key are printed to stderr: set engine.api_key_file to it.
     """
     need_packages("the server", "torch", "transformers", "safetensors")
-    from streamrl.http import read_key
+    from streamrl.http import own_key
     from streamrl.listening import take_address
     from streamrl.runfile import load
 
     config = load(None, [*_UNUSED, f"model.path={model}", *(overrides or [])], environ={}).config
-    key = read_key("--api-key-file", api_key_file)
+    file = Path("engine.key")
+    key = None if no_api_key else own_key("--api-key-file", api_key_file, file)
+    shown = "" if no_api_key else f"; its key is in {api_key_file or file}"
     with take_address(host, port, key) as listening:
         from streamrl.producers.serve.serve import serve as run
         from streamrl.runtime.logs import log_as_json
 
         log_as_json("engine")
         try:
-            asyncio.run(run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}")))
+            asyncio.run(
+                run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}{shown}"))
+            )
         except Unreachable as error:
             output.note(f"error: {error}")
             sys.stdout.flush()

@@ -177,7 +177,7 @@ def trial(
     """Score samples as a worker would; show scores, times, errors with tracebacks. Exit code 1 if one has no score.
 
     A sample is `{"prompt": "2+2=", "response": "4", "answer": "4"}`; any other key is metadata. Each is tried once,
-    with the deadline of the run file. `streamrl reward test gateway` waits for your program to fetch them.
+    with the deadline of the run file.
     """
     from streamrl.consumers.samples import read_samples
 
@@ -203,15 +203,12 @@ def trial(
 
 
 def _once(config: RunConfig) -> RunConfig:
-    """Each sample is tried once, so that an error is seen as it is; the gateway takes any free port."""
+    """Each sample is tried once, so that an error is seen as it is."""
     once = {"attempts": 1, "on_failure": "drop_sample"}
-    worker: dict[str, Any] = {**once}
-    if any(spec.use == "gateway" for spec in config.rewards) and config.reward_worker.gateway_port is None:
-        worker["gateway_port"] = 0
     return config.model_copy(
         update={
             "rewards": tuple(spec.model_copy(update=once) for spec in config.rewards),
-            "reward_worker": config.reward_worker.model_copy(update=worker),
+            "reward_worker": config.reward_worker.model_copy(update=once),
         }
     )
 
@@ -231,18 +228,11 @@ async def _try(
     config: RunConfig, samples: Sequence[RewardSample], run: RunDirectory | None, wait: float
 ) -> list[Trial]:
     """Score all samples; if a reward compares, the samples of a group together."""
-    from streamrl.consumers.gateway.reward import GatewayReward
     from streamrl.sandbox.sandbox import own_folder, sweep
 
-    by_hand = any(spec.use == "gateway" for spec in config.rewards)  # a person starts the program that asks
     sweep(_FOLDERS)
     with own_folder(_FOLDERS) as folder:
-        async with opened(config, Path(folder), run, patience=None if by_hand else wait) as scorer:
-            for calls in scorer.calls:
-                if isinstance(calls.reward.life, GatewayReward):
-                    output.note(
-                        f"{calls.reward.name}: {len(samples)} samples wait for a program at {calls.reward.life.url}"
-                    )
+        async with opened(config, Path(folder), run, patience=wait) as scorer:
             groups = _groups(samples, whole=scorer.group_scored)
             slots = asyncio.Semaphore(config.reward_worker.concurrency)
 

@@ -22,13 +22,12 @@ from streamrl.config.base import (
     ServerKind,
     ServerUrl,
     Size,
-    is_loopback,
 )
 from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
-from streamrl.config.rewards import RewardModelName, check_gateway, check_retrying, check_scoring
+from streamrl.config.rewards import RewardModelName, check_retrying, check_scoring
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
@@ -257,15 +256,11 @@ class SupervisorConfig(Section):
 class HealthConfig(Section):
     """Where each role serves `/livez`, `/readyz` and `/metrics`."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs token_file")
+    host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="port; 0: any free one, as roles that share a host need it")
-    token_file: Path | None = Field(None, description="file with the bearer token of /metrics; the other two are open")
-
-    @model_validator(mode="after")
-    def _safe(self) -> HealthConfig:
-        if not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(f"host {self.host} can be reached from other hosts: set token_file too")
-        return self
+    token_file: Path | None = Field(
+        None, description="file with the bearer token of /metrics; empty: RUN_DIR/health.token; the other two are open"
+    )
 
 
 class Resources(Section):
@@ -430,7 +425,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> RunConfig:
-        check_gateway(self.rewards, self.reward_worker)
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
         return self

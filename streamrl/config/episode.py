@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Natural, Positive, Section, is_loopback
+from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
 
 RUN_PYTHON: Final = "run_python"
 """The built-in tool, as `episode.tools` names it."""
@@ -45,7 +45,7 @@ class AgentConfig(Section):
     remote: bool = Field(False, description="no program is started: programs anywhere fetch tasks at `port`")
     port: Natural = Field(0, le=65535, description="port of remote, plus the number of the process; 0: any (command)")
     token_file: Path | None = Field(
-        None, description="file with the bearer token with which remote programs fetch tasks"
+        None, description="file with the bearer token of programs that fetch tasks; empty: RUN_DIR/agent.token"
     )
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
@@ -63,8 +63,6 @@ class AgentConfig(Section):
             raise ValueError("directory and variables are of a command; a remote program has its own")
         if self.remote and not self.port:
             raise ValueError("remote programs need a port that they know: set episode.agent.port")
-        if self.remote and not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(f"host {self.host} can be reached from other hosts: set token_file too")
         return self
 
     @field_validator("command", mode="before")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, StoreUrl, is_loopback
+from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, StoreUrl
 
 Bounds = tuple[float, float]
 REWARD_MODEL_ROLE: Final = "reward_model"
@@ -33,6 +33,9 @@ class RewardSpec(Section):
     weight: FiniteFloat = Field(1.0, description="factor in a sum, exponent in a product; 0: only shown")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
+    group: bool = Field(
+        False, description="the function compares responses: it is called once for each group, with all its samples"
+    )
     gate: FiniteFloat | None = Field(
         None,
         description="the score is scoring.gated unless this reward is at least this; rewards after it are not called",
@@ -89,22 +92,15 @@ class RewardWorkerConfig(Section):
         " replayed; retry: go on trying for retry_for, then drop_sample",
     )
     retry_for: Duration = Field(600.0, description="how long on_failure retry goes on")
-    gateway_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
-        None,
-        description="port where programs fetch samples (use: gateway), plus the worker's number; 0: any; empty: none",
-    )
-    gateway_host: str = Field("127.0.0.1", description="address of the gateway; elsewhere than loopback needs a token")
-    gateway_token_file: Path | None = Field(None, description="file with the bearer token of the gateway")
 
-    @model_validator(mode="after")
-    def _check(self) -> RewardWorkerConfig:
-        if not is_loopback(self.gateway_host) and self.gateway_token_file is None:
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gateway(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and any(str(key).startswith("gateway_") for key in keys):
             raise ValueError(
-                f"gateway_host {self.gateway_host} can be reached from other hosts: set gateway_token_file too"
+                "the gateway is gone: `use: http` with args: {url: ...} posts samples to a server of yours"
             )
-        if self.gateway_port and self.gateway_port + self.replicas > 65536:
-            raise ValueError("gateway_port: each of the replicas takes the next port, and there is none above 65535")
-        return self
+        return keys
 
 
 class RewardModelConfig(Section):
@@ -158,17 +154,6 @@ class ArchiveConfig(Section):
     store: StoreUrl | None = Field(
         None, description="directory or URL (s3://, gs://, az://) that each finished file is copied to"
     )
-
-
-def check_gateway(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig) -> None:
-    """Raise ValueError for a gateway that no reward reads, and for a reward without its gateway."""
-    uses = sum(reward.use == "gateway" for reward in rewards)
-    if uses > 1:
-        raise ValueError("two rewards use gateway: a program posts one score, which may have several parts")
-    if uses and worker.gateway_port is None:
-        raise ValueError("a reward with `use: gateway` needs reward_worker.gateway_port; 0 is any free port")
-    if worker.gateway_port is not None and not uses:
-        raise ValueError("reward_worker.gateway_port is set, but no reward has `use: gateway`")
 
 
 def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest: int) -> None:

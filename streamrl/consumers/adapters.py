@@ -3,12 +3,11 @@
 | `adapter` | the function | called |
 |---|---|---|
 | `verl` | `fn(data_source, solution_str, ground_truth, extra_info, **args) -> float, or dict with score` | per sample |
-| `verl` | `fn(data_sources, solution_strs, ground_truths, extra_infos, **args) -> list of these` | per group |
-| `trl` | `fn(prompts, completions, completion_ids, **columns) -> list of float or None` | per group |
+| `verl` | `fn(data_sources, solution_strs, ground_truths, extra_infos, **args) -> list of these` | with lists of one |
+| `trl` | `fn(prompts, completions, completion_ids, **columns) -> list of float or None` | with lists of one |
 
-A function that takes lists gets the whole group: it may compare samples, and in the system that it was written for its
-lists hold whole groups. All arguments are passed by name. Those from the data set are copies, so a function may change
-them.
+A function that takes lists gets those of a whole group with `group: true`, or if it asks for `num_generations`, which
+only a group has. All arguments are passed by name. Those from the data set are copies, so a function may change them.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from streamrl.config import RewardSpec, RunConfig
-from streamrl.consumers.reward import RewardSample, Score, finite
+from streamrl.consumers.reward import RewardSample, Score, branch, finite
+from streamrl.consumers.transcript import transcript
 from streamrl.errors import DataError, PluginError
 
 _VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_GROUP: Final = tuple(f"{name}s" for name in _VERL)
-_TURNS: Final = 2
-"""Turns that verl counts for a prompt and its response."""
+_OF_A_GROUP: Final = "num_generations"
+"""Parameter that makes a function one that compares: TRL's name for the size of a group."""
 _NOT_HERE: Final = {
     "trainer_state": "rewards are scored apart from the learner, which may be steps ahead",
     "environments": "there are no environments of TRL here",
@@ -88,8 +88,12 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
         )
     if spec.adapter == "trl":
         return _trl(target, spec, config)
-    group = "solution_strs" in _parameters(target)
-    names = _VERL_GROUP if group else _VERL
+    lists = "solution_strs" in _parameters(target)
+    if spec.group and not lists:
+        raise PluginError(
+            f"reward {spec.use} has group: true, and it takes one sample", "a function that takes lists can compare"
+        )
+    names = _VERL_GROUP if lists else _VERL
     try:
         inspect.signature(target).bind(**dict.fromkeys(names), **spec.args)
     except TypeError as error:
@@ -98,7 +102,23 @@ def adapt(target: Any, spec: RewardSpec, config: RunConfig) -> Adapted:
         ) from error
     except ValueError:
         pass  # without a readable signature, the first sample is the check
-    return Adapted(target, group, functools.partial(_verl_group if group else _verl_sample, spec.args))
+    if not lists:
+        return Adapted(target, False, functools.partial(_verl_sample, spec.args))
+    prepare = functools.partial(_verl_group, spec.args)
+    return Adapted(target, spec.group, prepare if spec.group else functools.partial(_alone, prepare))
+
+
+def _alone(
+    prepare: Callable[[Sequence[RewardSample]], tuple[dict[str, Any], _Read]], sample: RewardSample
+) -> tuple[dict[str, Any], _Read]:
+    """The arguments of a function that takes lists, for one sample."""
+    arguments, read = prepare([sample])
+
+    def only(results: Any) -> Any:
+        (score,) = read(results)
+        return score
+
+    return arguments, only
 
 
 # --- verl -------------------------------------------------------------------------------------------------------------
@@ -128,9 +148,15 @@ def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:
     extra = metadata.get("extra_info")
     if not isinstance(extra, dict):
         extra = metadata
-    extra.setdefault("num_turns", _TURNS)
+    extra.setdefault("num_turns", _turns(sample))
     extra.setdefault("rollout_reward_scores", {})
-    return source, sample.text, truth, extra
+    return source, transcript(sample), truth, extra
+
+
+def _turns(sample: RewardSample) -> int:
+    """Turns as verl counts them: the prompt, each reply, and what stands between two replies."""
+    turns = branch(sample.turns)
+    return 2 if not turns else len(turns) + bool(turns[0].sampled)
 
 
 def _verl_score(result: Any) -> Score:
@@ -171,10 +197,14 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
         in_sum = False  # clip would turn a skipped sample's 0 into another value
     calls = _TrlCalls(spec.args, None if takes_all else frozenset(parameters), frozenset(needed), in_sum)
     given = {"prompts", "completions", "completion_ids", "log_metric", "log_extra", "trainer_state", *spec.args}
+    group = spec.group or (_OF_A_GROUP in needed and _OF_A_GROUP not in spec.args)
+    if group:
+        given.add(_OF_A_GROUP)
+    prepare = calls.group if group else functools.partial(_alone, calls.group)
     nodes = _nodes(function)
     others = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
     columns = frozenset(needed | _keys_of(nodes, others)) - given
-    return Adapted(function, True, calls.group, columns, _reads_messages(nodes))
+    return Adapted(function, group, prepare, columns, _reads_messages(nodes))
 
 
 def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
@@ -293,6 +323,7 @@ class _TrlCalls:
             return [self._score(result, logged) for result in found]
 
         columns = _trl_columns(samples)
+        columns.setdefault(_OF_A_GROUP, len(samples))
         arguments = {**columns, "log_metric": log_metric, "log_extra": _ignore, "trainer_state": None, **self.args}
         if missing := sorted(self.needed - arguments.keys()):
             raise DataError(
@@ -317,7 +348,7 @@ class _TrlCalls:
 def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
     """The function's columns, each a list with one entry per sample.
 
-    A chat prompt is a list of messages; its completion is a list with one message of the assistant.
+    A chat prompt is a list of messages; its completion is the list of messages from the first reply on.
     """
     metadata = [copy.deepcopy(sample.prompt.metadata) for sample in samples]
     columns: dict[str, Any] = {name: [one.get(name) for one in metadata] for name in dict.fromkeys(metadata[0])}
@@ -325,9 +356,7 @@ def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
         columns["answer"] = [copy.deepcopy(sample.prompt.answer) for sample in samples]
     chat = samples[0].prompt.messages is not None
     columns["prompts"] = [copy.deepcopy(sample.prompt.messages) if chat else sample.prompt.text for sample in samples]
-    columns["completions"] = [
-        [{"role": "assistant", "content": sample.text}] if chat else sample.text for sample in samples
-    ]
+    columns["completions"] = [copy.deepcopy(sample.completion) if chat else transcript(sample) for sample in samples]
     columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
     return columns
 

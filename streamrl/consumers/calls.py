@@ -122,9 +122,8 @@ class CallThreads:
         inbox.put((call, argument, future, loop))
         try:
             return await future
-        except asyncio.CancelledError:
-            self.abandoned += 1
-            raise
+        finally:
+            self.abandoned += future.cancelled()  # one that has its result ended in the turn of its deadline
 
     def _start(self) -> queue.SimpleQueue[_Job]:
         inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()

@@ -33,7 +33,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "code": "streamrl.consumers.rules.code:Code",
     "reward_model": "streamrl.consumers.models.reward_model:RewardModel",
     "judge": "streamrl.consumers.models.judge:Judge",
-    "gateway": "streamrl.consumers.gateway.reward:GatewayReward",
+    "http": "streamrl.consumers.http_reward:HttpReward",
     "episode": "streamrl.consumers.rules.episode:EpisodeScore",
 }
 ASKING: Final = frozenset({"reward_model", "judge"})
@@ -128,6 +128,8 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
         instance = build_plugin(target, f"reward {spec.use}", spec.args)
         group = callable(getattr(instance, "score_group", None))
         found = instance.score_group if group else getattr(instance, "score", None)
+        if spec.group and not group:
+            raise PluginError(f"reward {spec.use} has group: true, and its class has no method score_group")
         if not callable(found):
             raise PluginError(
                 f"reward {spec.use}: the class has no method score", "add `async def score(self, sample)`"
@@ -140,6 +142,7 @@ def _load(spec: RewardSpec, config: RunConfig, paths: Sequence[Path]) -> LoadedR
         _check_signature(call, {}, spec)
     elif callable(target):
         call = functools.partial(target, **spec.args) if spec.args else target
+        group = spec.group
         _check_signature(target, spec.args, spec)
     else:
         raise PluginError(
@@ -161,6 +164,8 @@ def _find(use: str, paths: Sequence[Path]) -> Any:
         return import_plugin(use, paths)
     if use in BUILT_IN:
         return import_plugin(BUILT_IN[use], paths)
+    if use == "gateway":
+        raise PluginError("the gateway is gone", "`use: http` with args: {url: ...} posts samples to a server of yours")
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if use not in points:
         known = [*BUILT_IN, *points]

@@ -37,7 +37,7 @@ from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.score import Score as Score  # noqa: PLC0414 (users import it from here)
 from streamrl.score import finite as finite  # noqa: PLC0414
-from streamrl.wire import Int32Array, Prompt, Sample, SampleScore, StopReason
+from streamrl.wire import Int32Array, Prompt, Sample, SampleScore, StopReason, Turn
 
 Read = TypeVar("Read")
 
@@ -60,11 +60,15 @@ class RewardPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One response to score.
+    """One response to score, or one episode.
 
-    `text` is the response without special tokens, `tokens` are the sampled ids with the end-of-sequence token, shape
-    (completion tokens,), and `finish` says how it ended: `stop` (end of sequence), `length` (limit) or `abort`.
-    `score` is what an episode gave itself, `stop` why it ended; both None for single answers.
+    `text` is the response without special tokens; of an episode, its last turn alone. `messages` are the whole
+    conversation that ends with it, and `completion` its part from the first reply on, with roles, calls of tools and
+    their results. `turns` are what an episode recorded, with the turns of other branches; a single answer has none.
+
+    `tokens` are the sampled ids of all turns with the end-of-sequence tokens, shape (completion tokens,), and `finish`
+    says how the last one ended: `stop` (end of sequence), `length` (limit) or `abort`. `score` is what an episode gave
+    itself, `stop` why it ended; both None for single answers.
     `group_id` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`,
     in dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
     (`prompt.evaluation`).
@@ -78,6 +82,16 @@ class RewardSample:
     index: int = 0
     score: SampleScore | None = None
     stop: StopReason | None = None
+    turns: Sequence[Turn] = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        opening, completion = _said(self)
+        return [*opening, *completion]
+
+    @property
+    def completion(self) -> list[dict[str, Any]]:
+        return _said(self)[1]
 
     @property
     @deprecated("use `group_id`")
@@ -106,7 +120,30 @@ class RewardSample:
             index=index,
             score=sample.score,
             stop=sample.stop,
+            turns=sample.turns,
         )
+
+
+def branch(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of the branch that ends with the last sampled one, the first turn first."""
+    at = max((at for at, turn in enumerate(turns) if turn.sampled), default=-1)
+    found = []
+    while at >= 0:
+        found.append(turns[at])
+        at = turns[at].parent
+    return found[::-1]
+
+
+def _said(sample: RewardSample) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages before the first reply, and all from it on. A text prompt is one message of the user."""
+    opening = list(sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}])
+    turns = branch(sample.turns)
+    replies = [turn.messages for turn in turns if turn.messages]
+    if not replies:
+        return opening, [{"role": "assistant", "content": sample.text}]
+    if not turns[0].sampled:
+        opening = replies[0][:-1]
+    return opening, [replies[0][-1], *(message for said in replies[1:] for message in said)]
 
 
 class AskedModel(Protocol):

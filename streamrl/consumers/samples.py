@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -14,13 +14,14 @@ import orjson
 
 from streamrl.consumers.reward import RewardPrompt, RewardSample
 from streamrl.errors import ConfigError, DataError
-from streamrl.wire import Int32Array
+from streamrl.wire import Int32Array, Turn, pack_int32
 
 Finish = Literal["stop", "length", "abort"]
 _FINISH: Final = get_args(Finish)
 _EXAMPLE: Final = '{"prompt": "2+2=", "response": "4", "answer": "4"}'
 _OTHER_NAMES: Final = frozenset({"completion", "output", "solution_str", "text"})
 _MAX_FILE: Final = 1 << 30
+_ONE_TOKEN: Final = pack_int32([0])
 
 
 class _Line(msgspec.Struct, kw_only=True):
@@ -31,6 +32,7 @@ class _Line(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] = {}
     finish: Finish = "stop"
     tokens: list[int] | None = None
+    completion: list[dict[str, Any]] | None = None
     group: int = 0
     index: int = 0
     line: int = 0
@@ -50,11 +52,12 @@ def make_sample(
     index: int = 0,
     line: int = 0,
     evaluation: bool = False,
+    completion: Sequence[dict[str, Any]] | None = None,
 ) -> RewardSample:
     """Make a sample as rewards see it, for tests: `make_sample("4", prompt="2+2=", answer="4")`.
 
     Args:
-        response: its text.
+        response: its text; of an episode, that of its last turn.
         prompt: text of the prompt.
         answer: that came with the prompt.
         metadata: every other key of the prompt's line.
@@ -65,9 +68,11 @@ def make_sample(
         index: its number in the group.
         line: of the data set.
         evaluation: held-out.
+        completion: of an episode, all messages from the first reply to the last one.
 
     Raises:
-        ValueError: `finish` is unknown, or tokens are no whole numbers.
+        ValueError: `finish` is unknown, tokens are no whole numbers, or the completion does not begin and end with a
+            message of the assistant.
     """
     if finish not in _FINISH:
         raise ValueError(f"finish is {finish!r}, not one of {', '.join(_FINISH)}")
@@ -81,14 +86,38 @@ def make_sample(
         evaluation=evaluation,
     )
     ids = _bytes_of(response) if tokens is None else np.asarray(tokens, dtype=np.int32)
-    return RewardSample(text=response, prompt=seen, tokens=ids, finish=finish, group_id=group, index=index)
+    return RewardSample(
+        text=response,
+        prompt=seen,
+        tokens=ids,
+        finish=finish,
+        group_id=group,
+        index=index,
+        turns=_turns(completion) if completion else (),
+    )
+
+
+def _turns(completion: Sequence[dict[str, Any]]) -> list[Turn]:
+    turns: list[Turn] = []
+    said: list[dict[str, Any]] = []
+    for message in completion:
+        said.append(message)
+        if message.get("role") == "assistant":
+            if len(said) > 1:
+                turns.append(Turn(parent=len(turns) - 1, role=said[-2]["role"], observed=_ONE_TOKEN))
+            turns.append(Turn(parent=len(turns) - 1, sampled=1, messages=said))
+            said = []
+    if said or completion[0].get("role") != "assistant":
+        raise ValueError("the completion must begin and end with a message of the assistant")
+    return turns
 
 
 def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[RewardSample]:
     """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
-    `tokens`, `group`, `index`, `line` and `evaluation`. Any other key is metadata. The default of `line` is the number
+    `tokens`, `completion` (messages of an episode), `group`, `index`, `line` and `evaluation`. Any other key is
+    metadata. The default of `line` is the number
     of the sample in the file, from 0.
 
     `problems` collects damage of a recording, and the rest is read; None: damage is a `DataError`, as is a file that
@@ -161,7 +190,9 @@ def _sample(where: str, record: Any, number: int) -> RewardSample:
         record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": record["prompt"]}
     if not {"prompt", "messages"} & record.keys():
         raise DataError(f"{where} has neither `prompt` nor `messages`", f"write: {_EXAMPLE}")
-    names = _Line.__struct_fields__
+    names = set(_Line.__struct_fields__)
+    if not isinstance(record.get("completion"), list):
+        names.discard("completion")  # text of the data set
     known = {"line": number} | {name: record[name] for name in names if record.get(name) is not None}
     others = {name: value for name, value in record.items() if name not in names}
     try:

@@ -97,10 +97,3 @@ class Keys:
     def reward_servers(self, model: str) -> str:
         """Hash of the servers that were added to a reward model or removed from it; `#` counts the added ones."""
         return f"{self._run}reward_servers:{model}"
-
-    def rate_limit(self, model: str) -> list[str]:
-        """Rate limit of a reward model: a hash with the level of both buckets at the last call, and two sorted sets.
-
-        The sets hold the waiting requests in order, and the admitted but unsettled ones by time.
-        """
-        return [f"{self._run}limit:{model}{part}" for part in ("", ":waiting", ":granted")]

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from streamrl.config import HealthConfig
 from streamrl.errors import StreamrlError
-from streamrl.http import read_key
+from streamrl.http import own_key
 from streamrl.listening import listen
 from streamrl.monitor.snapshot import StreamView, take
 from streamrl.queues import Role
@@ -33,6 +33,7 @@ _OF_STREAMS: Final = {
     "lag": "entries that nobody has leased",
     "silent_seconds": "seconds without a sign of life from any consumer that has work",
 }
+TOKEN_FILE: Final = "health.token"  # noqa: S105  (a name, no secret)
 _SCRAPE_SECONDS: Final = 2.0
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -62,8 +63,8 @@ class RoleFigures(Collector):
 
 @contextlib.asynccontextmanager
 async def serve_health(role: Role, config: HealthConfig) -> AsyncIterator[str]:
-    """Serve for this block; yields the URL. `ConfigError`: no token, and other hosts reach it."""
-    token = read_key("health.token_file", config.token_file)
+    """Serve for this block; yields the URL. `ConfigError`: the token cannot be read."""
+    token = own_key("health.token_file", config.token_file, role.run_dir / TOKEN_FILE)
     registry, figures = CollectorRegistry(), RoleFigures(role)
     registry.register(figures)
     ProcessCollector(registry=registry)
@@ -78,8 +79,9 @@ async def serve_health(role: Role, config: HealthConfig) -> AsyncIterator[str]:
 
     async def metrics(request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            return web.Response(status=401, text="/metrics wants the token of health.token_file\n")
+        if not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {token}".encode()):
+            where = f"health.token_file, else of {TOKEN_FILE} in the directory of the run"
+            return web.Response(status=401, text=f"/metrics wants the token of {where}\n")
         figures.streams = await _streams(role)
         body = generate_latest(registry)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -53,7 +53,7 @@ class NativeDialect(Dialect):
             "weights.deadline": config.weights.deadline,
             "lease.max_hold": config.lease.max_hold,
         }
-        argv = [sys.executable, "-m", "streamrl", "engines", "serve", model, "--port", str(port)]
+        argv = [sys.executable, "-m", "streamrl", "engines", "serve", model, "--port", str(port), "--no-api-key"]
         for key, value in values.items():
             if value is not None:
                 argv += ["--set", f"{key}={orjson.dumps(value).decode()}"]

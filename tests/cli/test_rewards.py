@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import urllib.request
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import orjson
 import pytest
 import yaml
+
+from tests.http_kit import answering
 
 from .run_kit import cli, data_of
 
@@ -287,31 +289,17 @@ def test_samples_that_are_none_are_explained(tmp_path: Path):
     assert (done.returncode, "line 2 has no `response`" in done.stderr) == (78, True)
 
 
-def test_samples_wait_for_a_program_of_yours(tmp_path: Path):
-    command = [sys.executable, "-m", "streamrl", "reward", "test", "gateway", "--json", "--sample"]
-    with subprocess.Popen(
-        [*command, samples(tmp_path, "4", "5")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        try:
-            assert running.stderr is not None
-            said = "gateway: 2 samples wait for a program at http://127.0.0.1:"
-            before: list[str] = []
-            told = next((line for line in running.stderr if said in line or before.append(line)), "")
-            assert told, "".join(before)
-            url, done = told.split()[-1], 0
-            while done < 2:
-                for given in ask(url, "lease", {"count": 2, "wait": 30})["samples"]:
-                    value = float(given["sample"]["response"] == given["sample"]["answer"])
-                    done += len(ask(url, "scores", {"scores": [{"lease": given["lease"], "value": value}]})["taken"])
-            out, _ = running.communicate(timeout=60)
-        finally:
-            running.kill()
-    assert [each["value"] for each in data_of(out, SCHEMA)["samples"]] == [1.0, 0.0]
-    assert running.returncode == 0
+def test_a_server_of_yours_scores_what_is_tested(tmp_path: Path):
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        return (200, b'{"score": 0.25, "detail": "so so"}') if request.command == "POST" else (405, b"{}")
+
+    with answering(answer) as url:
+        done = cli("reward", "test", "http", "--arg", f"url={url}/score", "--json", "--sample", samples(tmp_path, "4"))
+    (row,) = data_of(done.stdout, SCHEMA)["samples"]
+    assert (row["value"], row["detail"]) == (0.25, "http: so so")
 
 
-def ask(url: str, what: str, body: dict[str, object]) -> dict[str, list[dict[str, dict[str, str]]]]:
-    """One request to the gateway, as a program makes it."""
-    request = urllib.request.Request(f"{url}/v1/{what}", orjson.dumps(body))
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return orjson.loads(answer.read())
+def test_a_server_of_yours_that_is_away_is_waited_for_and_named(tmp_path: Path):
+    arguments = ["--arg", "url=http://127.0.0.1:9/score", "--wait", "0.2", "--sample", samples(tmp_path, "4")]
+    done = cli("reward", "test", "http", *arguments)
+    assert (done.returncode, "Connection refused" in done.stderr) == (78, True), done

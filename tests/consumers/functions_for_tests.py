@@ -42,6 +42,10 @@ def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.
     return [{"score": bonus + len(text) / longest, "n": len(extra_infos)} for text in solution_strs]
 
 
+def used_a_tool(data_source, solution_str, ground_truth, extra_info):
+    return float("<tool_response>\n4\n</tool_response>" in solution_str and '{"code": "2+2"}' in solution_str)
+
+
 def verl_without_score(data_source, solution_str, ground_truth, extra_info):
     return {"reward": 1.0}
 
@@ -83,8 +87,19 @@ def best_of_group(prompts, completions, completion_ids, difficulty, log_metric=N
     return np.asarray([len(ids) == longest for ids in completion_ids])
 
 
+def share(completions, num_generations, **kwargs):
+    return [completions.count(completion) / num_generations for completion in completions]
+
+
 async def sometimes(completions, **kwargs):
     return [None if completion == "skip" else 1.0 for completion in completions]
+
+
+def roles(completions, log_metric, **kwargs):
+    (said,) = completions
+    for role in {message["role"] for message in said}:
+        log_metric(role, sum(message["role"] == role for message in said))
+    return [len(said)]
 
 
 def old_style(prompts, completions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamrl import wire
-from streamrl.consumers import RewardSample
+from streamrl.consumers import RewardSample, make_sample
 
 
 def prompt(answer: Any = "4", text: str = "2 + 2 =", **fields: Any) -> wire.Prompt:
@@ -24,3 +24,14 @@ def response(text: str = "4", finish: str = "stop", tokens: int = 3) -> wire.Sam
 
 def seen(text: str = "4", answer: Any = "4", finish: str = "stop", **fields: Any) -> RewardSample:
     return RewardSample.of(prompt(answer, **fields), response(text, finish))
+
+
+def episode(**fields: Any) -> RewardSample:
+    """An episode that called a tool. Its last turn says nothing of the tool."""
+    call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"code": "2+2"}'}}
+    said = [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    return make_sample("It is 4.", prompt="2+2=", answer="4", completion=said, **fields)

@@ -6,7 +6,7 @@ from streamrl.config import RunConfig
 from streamrl.consumers import RewardSample, Score
 from streamrl.consumers.plugins import load_rewards
 from streamrl.errors import DataError, PluginError
-from tests.consumers.samples import prompt, response, seen
+from tests.consumers.samples import episode, prompt, response, seen
 
 MODULE = "tests.consumers.functions_for_tests"
 
@@ -66,8 +66,14 @@ async def test_a_line_made_for_verl_is_read_as_verl_reads_it():
     assert (score.value, score.parts["acc"], score.parts["index"]) == (-1.0, 0.0, 2.0), "any other line"
 
 
-async def test_a_function_of_verl_with_lists_gets_the_whole_group():
+async def test_a_function_of_verl_with_lists_gets_lists_of_one():
     reward = load("verl_batch", "verl", args={"bonus": 1})
+    assert not reward.group
+    assert await call(reward, seen("ab")) == Score(2.0, {"n": 1.0})
+
+
+async def test_a_function_of_verl_that_is_declared_to_compare_gets_the_whole_group():
+    reward = load("verl_batch", "verl", args={"bonus": 1}, group=True)
     assert reward.group
     scores = await call(reward, group("ab", "abcd"))
     assert scores == [Score(1.5, {"n": 2.0}), Score(2.0, {"n": 2.0})]
@@ -94,28 +100,38 @@ CHAT = {"messages": [{"role": "user", "content": "2 + 2"}]}
         ("old_style", ["a", "b"], {}, [7.0, 7.0]),
     ],
 )
-async def test_a_function_of_trl_gets_the_whole_group_chats_as_messages_and_texts_as_texts(name, texts, fields, values):
-    reward = load(name, "trl")
-    assert (reward.group, reward.blocking) == (True, True)
-    assert [score.value for score in await call(reward, group(*texts, **fields))] == values
+@pytest.mark.parametrize("compares", [False, True])
+async def test_a_function_of_trl_gets_chats_as_messages_and_texts_as_texts(name, texts, fields, values, compares):
+    reward = load(name, "trl", group=compares)
+    assert (reward.group, reward.blocking) == (compares, True)
+    samples = group(*texts, **fields)
+    scores = await call(reward, samples) if compares else [await call(reward, sample) for sample in samples]
+    assert [score.value for score in scores] == values
+
+
+async def test_a_function_of_trl_that_asks_for_the_size_of_the_group_gets_the_whole_group():
+    reward = load("share", "trl")
+    assert reward.group
+    assert await call(reward, group("a", "b", "a")) == [Score(2 / 3), Score(1 / 3), Score(2 / 3)]
+    assert not load("share", "trl", args={"num_generations": 4}).group, "a constant is not asked for"
 
 
 async def test_token_ids_columns_and_what_a_function_logs():
     samples = group("a", "b", tokens=[2, 5], metadata={"difficulty": "hard"})
-    scores = await call(load("best_of_group", "trl"), samples)
+    scores = await call(load("best_of_group", "trl", group=True), samples)
     assert scores == [Score(0.0, {"longest": 5.0}), Score(1.0, {"longest": 5.0})]
     constant = load("best_of_group", "trl", args={"difficulty": "none"})
-    assert len(await call(constant, group("a"))) == 1
+    assert await call(constant, seen("a")) == Score(1.0, {"longest": 3.0})
     with pytest.raises(DataError, match="needs difficulty, and line 7 of the data set has answer, completion_ids"):
-        await call(load("best_of_group", "trl"), group("a"))
+        await call(load("best_of_group", "trl"), seen("a"))
 
 
 async def test_no_opinion_is_nothing_in_a_sum_and_an_error_elsewhere():
-    scores = await call(load("sometimes", "trl"), group("skip", "x"))
-    assert scores == [Score(0.0, {"skipped": 1.0}), Score(1.0)]
+    reward = load("sometimes", "trl")
+    assert [await call(reward, seen(text)) for text in ("skip", "x")] == [Score(0.0, {"skipped": 1.0}), Score(1.0)]
     for scoring, spec in [({"combine": "min"}, {}), ({}, {"gate": 0.5}), ({}, {"clip": [1, 2]})]:
         with pytest.raises(TypeError, match="returned None"):
-            await call(load("sometimes", "trl", scoring, **spec), group("skip"))
+            await call(load("sometimes", "trl", scoring, **spec), seen("skip"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +140,7 @@ async def test_no_opinion_is_nothing_in_a_sum_and_an_error_elsewhere():
 )
 async def test_results_that_do_not_fit_are_errors(name, error, why):
     with pytest.raises(error, match=why):
-        await call(load(name, "trl"), group("a", "b"))
+        await call(load(name, "trl", group=True), group("a", "b"))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -140,9 +156,28 @@ async def test_results_that_do_not_fit_are_errors(name, error, why):
         ("stateful", "trl", {}, "needs trainer_state: rewards are scored apart from the learner"),
         ("old_style", "trl", {"x": 1}, "takes no x"),
         ("np", "verl", {}, "is of type module"),
+        ("gsm8k", "verl", {"group": True}, "has group: true, and it takes one sample"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_start(name, adapter, args, why):
+    group = args.get("group", False)
     with pytest.raises(PluginError) as caught:
-        load(name, adapter, args=args)
+        load(name, adapter, args={} if group else args, group=group)
     assert why in caught.value.message
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_scored_whole_by_functions_of_verl():
+    sample = episode()
+    assert (await call(load("detailed", "verl"), sample)).parts["turns"] == 4.0, "prompt, two replies, one result"
+    assert await call(load("used_a_tool", "verl"), sample) == Score(1.0)
+    assert await call(load("used_a_tool", "verl"), seen("It is 4.")) == Score(0.0)
+
+
+async def test_an_episode_is_scored_whole_by_functions_of_trl():
+    chat = episode(messages=[{"role": "user", "content": "2+2="}])
+    reward = load("roles", "trl")
+    assert await call(reward, chat) == Score(3.0, {"assistant": 2.0, "tool": 1.0})
+    assert await call(load("reward_len", "trl"), episode()) != await call(load("reward_len", "trl"), seen("It is 4."))

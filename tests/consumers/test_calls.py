@@ -11,7 +11,7 @@ import pytest
 from streamrl.consumers import Reward, Score
 from streamrl.consumers import calls as module
 from streamrl.consumers import limits as limits_module
-from streamrl.consumers.calls import NoTime, ScoringFailed, failed_servers
+from streamrl.consumers.calls import CallThreads, NoTime, ScoringFailed, failed_servers
 from streamrl.consumers.limits import FIRST_PAUSE, LONGEST_PAUSE, SAMPLES, Circuit, Slots
 from streamrl.consumers.processes import CallFailed
 from streamrl.consumers.worker import line_of
@@ -580,3 +580,23 @@ async def test_counts_that_fail_are_said_once_and_may_recover(caplog):
     assert [line_of(calls)["trouble"] for _ in range(2)] == ["cannot count: ZeroDivisionError: no"] * 2
     assert [record.message for record in caplog.records] == ["a reward cannot count"]
     assert (line_of(calls)["own"], calls.figures.miscounts) == ({"seen": 3}, "")
+
+
+class CancelledAsItEnds(CallThreads):
+    """The caller is cancelled in the turn of the event loop in which its result arrives, as by a deadline."""
+
+    caller: asyncio.Task[str]
+
+    def _finish(self, *ended):
+        super()._finish(*ended)
+        self.caller.cancel()
+
+
+@pytest.mark.parametrize("call", [str, int], ids=["returns", "raises"])
+async def test_a_call_that_ends_in_the_turn_of_its_deadline_does_not_count_as_hanging(call):
+    threads = CancelledAsItEnds()
+    for _ in range(3):
+        threads.caller = asyncio.create_task(threads.run(call, "no number"))
+        with pytest.raises(asyncio.CancelledError):
+            await threads.caller
+    assert (threads.abandoned, threads.started) == (0, 1)

@@ -48,7 +48,7 @@ async def test_hostile_programs_score_what_they_pass_and_hold_up_nobody(redis_ru
 async def test_functions_of_trl_and_verl_score_whole_groups(redis_run, make_config):
     metadata = {"difficulty": "hard", "index": 3}
     config = make_config(
-        {"use": f"{FUNCTIONS}:best_of_group", "adapter": "trl", "name": "best"},
+        {"use": f"{FUNCTIONS}:best_of_group", "adapter": "trl", "name": "best", "group": True},
         {"use": f"{FUNCTIONS}:sometimes", "adapter": "trl", "name": "sometimes"},
         {"use": f"{FUNCTIONS}:detailed", "adapter": "verl", "name": "detailed"},
         {"use": f"{FUNCTIONS}:judged", "adapter": "verl", "name": "judged"},

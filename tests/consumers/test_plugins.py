@@ -73,6 +73,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "raises_at_import.py").write_text("raise ValueError('bad day')")
     (tmp_path / "imports_another.py").write_text("import no_such_package.inside")
     (tmp_path / "is_no_python.py").write_text("\ndef broken(:\n")
+    for package, text in {"lacks_another": "import no_such_package", "raises_in_init": "1 / 0", "sound": ""}.items():
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+        (tmp_path / package / "inner.py").write_text("def Good(sample): return 1.0")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path, name
     sys.modules.pop(name, None)
@@ -127,6 +131,11 @@ async def test_args_weight_and_name_of_the_run_file(folder):
         ("MODULE:constant", "is of type int", "a class or a function"),
         ("MODULE.Good", "is unknown", "did you mean MODULE:Good?"),
         ("imports_another:Good", "No module named 'no_such_package'", "-m pip install no_such_package,"),
+        ("lacks_another.inner:Good", "importing lacks_another.inner fails: ModuleNotFoundError", "no_such_package,"),
+        ("raises_in_init.inner:Good", "fails: ZeroDivisionError", "__init__.py, line 1;"),
+        ("sound.outer:Good", "there is no module sound.outer", "looked in"),
+        ("is_no_python.inner:Good", "importing is_no_python.inner fails: SyntaxError", "is_no_python.py, line 2;"),
+        ("imports_another.inner:Good", "No module named 'no_such_package'", "-m pip install no_such_package,"),
         ("MODULE:of_verl", "does not take one sample", "`adapter: verl`"),
         ("MODULE:of_trl", "does not take one sample", "`adapter: trl`"),
         ("MODULE:", "is not an import path", "module:Name"),

@@ -47,7 +47,7 @@ def main() -> None:
     }
     rewards = [{"use": use, "adapter": "trl"} for use in direct]
     config = RunConfig.model_validate({"rewards": rewards, "plugin_paths": [sys.path[0]]})
-    adapted = [[score.value for score in reward.call(group())] for reward in load_rewards(config)]
+    adapted = [[reward.call(sample).value for sample in group()] for reward in load_rewards(config)]
     print(json.dumps({"direct": list(direct.values()), "adapted": adapted}))
 
 

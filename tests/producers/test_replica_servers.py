@@ -123,7 +123,7 @@ class Servers:
         url = url or f"http://127.0.0.1:{self.port()}"
         settings = ["decode=slots", "slots=8", "threads=1", "device=cpu"]
         command = [sys.executable, "-m", "streamrl", "engines", "serve", str(self.model_dir)]
-        command += ["--port", url.split(":")[2], "--set", "model.context=512"]
+        command += ["--no-api-key", "--port", url.split(":")[2], "--set", "model.context=512"]
         command += [part for setting in settings for part in ("--set", f"engine.{setting}")]
         command += ["--set", f"seed={len(self.processes)}"]
         self.processes[url] = subprocess.Popen(command, stdout=self.log, stderr=self.log)

@@ -28,16 +28,11 @@ JUDGE = {
     "reward_models": {"judge": {"model": "m", "servers": 2}},
     "rewards": [{"use": "reward_model", "args": {"model": "judge"}}],
 }
-GATEWAY = {
-    "rewards": [{"use": "gateway"}],
-    "reward_worker": {"replicas": 2, "gateway_port": 8700, "gateway_host": "0.0.0.0", "gateway_token_file": "token"},
-}
 RUNS: dict[str, dict[str, Any]] = {
     "replicas": {"rollout": {"replicas": 3}, "reward_worker": {"replicas": 2}},
     "ranks": {"learner": {"ranks": 2, "groups_per_step": 8}},
     "devices": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 1, "cpus": 4}}}},
     "reward model": JUDGE,
-    "gateway": GATEWAY,
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
     "recording": {"recording": {"mode": "write"}},
 }
@@ -117,13 +112,12 @@ def test_a_network_that_is_shared_belongs_to_a_service_that_never_ends(more: dic
     services = rendered(**more)["services"]
     shared = {name for name, service in services.items() if service.get("network_mode") == "service:reward-net"}
     needed = {name for name in services if name.startswith("reward-") and name != "reward-net"}
-    assert shared == (needed if more in (JUDGE, GATEWAY) else set())
+    assert shared == (needed if more is JUDGE else set())
     assert bool(shared) == ("reward-net" in services)
     if shared:
         owner = services["reward-net"]
         assert (owner["restart"], owner["entrypoint"]) == ("always", ["sleep", "infinity"])
-        ports = ["127.0.0.1:8700:8700", "127.0.0.1:8701:8701"]
-        assert owner.get("ports") == (ports if more is GATEWAY else None)
+        assert "ports" not in owner
 
 
 def test_a_dollar_in_a_setting_is_no_variable():

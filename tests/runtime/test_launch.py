@@ -122,6 +122,16 @@ def test_rewards_that_compare_are_no_measure_of_a_version(home):
     assert prepare_run(loaded(home, *compare[:1])).checks
 
 
+def test_a_function_for_trl_measures_a_version_unless_it_is_declared_to_compare(home):
+    (home / "for_trl.py").write_text(FOR_TRL)
+    sys.modules.pop("for_trl", None)
+    alone = "rewards=[{use: 'for_trl:both', adapter: trl}]"
+    assert prepare_run(loaded(home, alone, "evaluation.final_prompts=8")).checks
+    compares = alone.replace("trl}", "trl, group: true}")
+    with pytest.raises(ConfigError, match=r"both compares .* cannot measure"):
+        prepare_run(loaded(home, compares, "evaluation.final_prompts=8"))
+
+
 def test_a_directory_that_is_no_model_and_data_that_is_none(home):
     (home / "model" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no weights"):

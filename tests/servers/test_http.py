@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import traceback
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 from aiohttp import web
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from streamrl import http
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, Events, HttpClient, Lost
+from tests.http_kit import answering
 
 GET = Call("GET", "/x", repeatable=True)
 POST = Call("POST", "/x", {"a": 1})
@@ -336,3 +337,38 @@ async def test_a_name_that_nobody_knows_is_said_with_its_remedy():
         await client.call(GET, 5, retry=False)
     await client.close()
     assert "DNS" in caught.value.hint
+
+
+# --- proxies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "variables", "direct", "through"),
+    [
+        ("rewards.example", {}, False, True),
+        ("rewards.example", {"NO_PROXY": "rewards.example"}, False, False),
+        ("rewards.example", {}, True, False),
+        ("127.0.0.1", {}, False, False),
+        ("localhost", {}, False, False),
+    ],
+)
+async def test_proxies_of_the_environment_hold_for_other_hosts(monkeypatch, host, variables, direct, through):
+    asked = []
+
+    def answer(request):
+        asked.append(request.path)
+        return 200, b'{"ok": 1}'
+
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with answering(answer) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        client = HttpClient(f"http://{host}:9", direct=direct)
+        try:
+            with suppress(Lost):
+                await client.call(Call("GET", "/v1"), 10.0, retry=False)
+        finally:
+            await client.close()
+    assert asked == ([f"http://{host}:9/v1"] if through else [])

@@ -149,7 +149,7 @@ class ModelClient(AskedModel):
                 pass
             return answer[0]
         finally:
-            await self._settle(request, 0)
+            self._settle(request, 0)
 
     def standings(self) -> list[PoolServer]:
         return self._router.standings()
@@ -180,6 +180,8 @@ class ModelClient(AskedModel):
                     present = [RewardServer(url, url) for url in self._config.url]
                 else:
                     present = await RewardServers(ledgers).present(self.name, self._config.url)
+                    if self._limit is not None:  # workers may have joined
+                        self._limit.share(len(await ledgers.roles.read("reward.")))
                 self._no_servers = not present
                 await self.follow(server.url for server in present if server.awake)
             except Unreachable as error:
@@ -303,7 +305,7 @@ class ModelClient(AskedModel):
                 used = 0
             raise
         finally:
-            await self._settle(request, used)
+            self._settle(request, used)
         return answer
 
     async def _take_turn(self, request: _Request) -> bool:
@@ -320,10 +322,10 @@ class ModelClient(AskedModel):
                 self._wake()  # passes the slot on
         return True
 
-    async def _settle(self, request: _Request, tokens: int) -> None:
+    def _settle(self, request: _Request, tokens: int) -> None:
         turn, request.turn = request.turn, None
         if turn is not None and self._limit is not None:
-            await self._limit.settle(turn, tokens)
+            self._limit.settle(turn, tokens)
 
     async def _check(self, url: str) -> None:
         why = ""
@@ -416,13 +418,14 @@ def _health_call(kind: str) -> Call:
 async def open_models(config: RunConfig, ledgers: Ledgers | None = None) -> AsyncIterator[Mapping[str, ModelClient]]:
     """Open every entry of `reward_models`, by name, and watch its servers for the length of this block.
 
-    `ledgers` list more servers and share the rate limits. None, outside of a run: only configured servers, and limits
-    of this process alone. `ConfigError`: a key file cannot be read.
+    `ledgers` list more servers, and the workers that share the rate limits. None, outside of a run: only configured
+    servers, and limits of this process alone. `ConfigError`: a key file cannot be read.
     """
     clients = {}
+    workers = 1 if ledgers is None else config.reward_worker.replicas
     for name, model in config.reward_models.items():
         key = await asyncio.to_thread(read_key, f"reward_models.{name}.api_key_file", model.api_key_file)
-        clients[name] = ModelClient(name, model, api_key=key, limit=limit_of(name, model, ledgers))
+        clients[name] = ModelClient(name, model, api_key=key, limit=limit_of(name, model, workers))
     try:
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 
-from streamrl.consumers.models.template import conversation
 from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.transcript import transcript
 from streamrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Renderer:
         """Token ids of prompt and response; `DataError`: the messages do not fit the template, or there is none."""
         if self._template is None:
             return self._plain(sample)
-        messages = [self._marked(message) for message in conversation(sample)]
+        messages = [self._marked(message) for message in map(_with_objects, sample.messages)]
         pieces = self._pieces(self._rendered(self._template, messages))
         return [token for encoding in pieces for token in encoding.ids]
 
@@ -94,7 +94,7 @@ class Renderer:
                 f"line {sample.prompt.line} of the data set has messages, and {self._name} has no chat template",
                 "args.text: plain gives it what the policy read; args.chat_template names a file with a template",
             )
-        prompt, response = _clean(sample.prompt.text), _clean(sample.text)
+        prompt, response = _clean(sample.prompt.text), _clean(transcript(sample))
 
         def mark(found: re.Match[str]) -> str:
             return f"{_OPEN}{found[0]}{_CLOSE}" if found.end() > len(prompt) else found[0]
@@ -136,10 +136,25 @@ class Renderer:
         if isinstance(value, str):
             return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", _clean(value))
         if isinstance(value, Mapping):
-            return {key: self._marked(inner) for key, inner in value.items() if inner is not None}
+            return {self._marked(key): self._marked(inner) for key, inner in value.items() if inner is not None}
         if isinstance(value, list | tuple):
             return [self._marked(inner) for inner in value]
         return value
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the arguments of its calls as objects, which templates write as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": _with_object(call["function"])} for call in message["tool_calls"]]
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {**function, "arguments": orjson.loads(function["arguments"])}
+    except (TypeError, KeyError, orjson.JSONDecodeError):
+        return function
 
 
 def _clean(text: str) -> str:

@@ -16,8 +16,9 @@ from streamrl.consumers.models.asking import CHARACTERS_PER_TOKEN, PROBE, Asking
 from streamrl.consumers.models.client import slots_within_rate
 from streamrl.consumers.models.dialects import DIALECTS, ScoreDialect, read_score
 from streamrl.consumers.models.rendering import Renderer, check_template
-from streamrl.consumers.models.template import Template, conversation
+from streamrl.consumers.models.template import Template
 from streamrl.consumers.reward import RewardContext, RewardSample, Score
+from streamrl.consumers.transcript import transcript
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class RewardModel(AskingReward):
 
     @override
     async def score(self, sample: RewardSample) -> Score:
-        if len(sample.text) + len(sample.prompt.text) > _LONG:
+        if _characters(sample) > _LONG:
             question = await asyncio.to_thread(self._question, sample)
         else:
             question = self._question(sample)
@@ -131,7 +132,7 @@ class RewardModel(AskingReward):
             return _Question(str(self._path), body, self._template.read, _estimate(sample))
         dialect = DIALECTS[config.kind, config.task]
         if self._renderer is None:
-            body = dialect.conversation(config.model, conversation(sample))
+            body = dialect.conversation(config.model, sample.messages)
             return _Question(dialect.path, body, self._reader(dialect), _estimate(sample))
         ids = self._renderer.ids(sample)
         return _Question(dialect.path, dialect.body(config.model, ids), self._reader(dialect), len(ids))
@@ -162,4 +163,8 @@ class RewardModel(AskingReward):
 
 
 def _estimate(sample: RewardSample) -> int:
-    return (len(sample.prompt.text) + len(sample.text)) // CHARACTERS_PER_TOKEN + 1
+    return _characters(sample) // CHARACTERS_PER_TOKEN + 1
+
+
+def _characters(sample: RewardSample) -> int:
+    return len(sample.prompt.text) + len(transcript(sample))

@@ -24,26 +24,23 @@ import orjson
 
 from streamrl.consumers.models.dialects import finite_number
 from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.transcript import transcript
 from streamrl.errors import DataError, PluginError, WireError
 
 _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
-def conversation(sample: RewardSample) -> list[dict[str, Any]]:
-    """The messages of a sample and, last, its response; a text prompt is one message of the user."""
-    before = sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}]
-    return [*before, {"role": "assistant", "content": sample.text}]
-
-
 def fence(sample: RewardSample) -> str:
     """Twelve digits for delimiters around a response: a hash of it, so that it cannot contain them."""
-    return hashlib.blake2b(f"{sample.prompt.text}\0{sample.text}".encode(errors="replace"), digest_size=6).hexdigest()
+    said = f"{sample.prompt.text}\0{sample.text}\0{sample.messages if sample.turns else ''}"
+    return hashlib.blake2b(said.encode(errors="replace"), digest_size=6).hexdigest()
 
 
 _VALUES: Final[Mapping[str, Callable[[RewardSample], Any]]] = {
     "prompt": lambda sample: sample.prompt.text,
-    "response": lambda sample: sample.text,
-    "messages": conversation,
+    "response": lambda sample: transcript(sample, fence(sample)),
+    "text": lambda sample: sample.text,
+    "messages": lambda sample: sample.messages,
     "answer": lambda sample: sample.prompt.answer,
     "metadata": lambda sample: sample.prompt.metadata,
     "finish": lambda sample: sample.finish,

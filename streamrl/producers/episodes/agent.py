@@ -17,7 +17,7 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
 from streamrl.errors import PluginError, StreamrlError
-from streamrl.http import read_key
+from streamrl.http import own_key
 from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -125,14 +125,15 @@ class RemoteEpisode(Episode):
     """Hands the task of each sample to a program that fetches it, and waits until that says that it has finished.
 
     Time in which no program asks for the task does not count. `name` is that of the process, whose number is added to
-    the port.
+    the port. They show the token of `episode.agent.token_file`, else of `agent.token` in `run_dir`.
     """
 
-    def __init__(self, config: RunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str, run_dir: Path) -> None:
         assert config.episode.agent is not None
         self._agent: AgentConfig = config.episode.agent
         self._context = config.model.context
         number = name.rpartition(".")[2]
+        self._run_dir = run_dir
         self._port = self._agent.port + (int(number) if number.isdecimal() else 0)
         self._open = contextlib.AsyncExitStack()
         self._desk: TaskDesk | None = None
@@ -145,7 +146,8 @@ class RemoteEpisode(Episode):
     @override
     async def open(self) -> None:
         agent, self._desk = self._agent, TaskDesk()
-        token = await asyncio.to_thread(read_key, "episode.agent.token_file", agent.token_file)
+        default = self._run_dir / "agent.token"
+        token = await asyncio.to_thread(own_key, "episode.agent.token_file", agent.token_file, default)
         serving = AgentEndpoint.open(agent.host, self._port, self._desk, token)
         self._endpoint = await self._open.enter_async_context(serving)
         logger.info("programs fetch tasks", extra={"url": f"{self._endpoint.url}/v1/streamrl/task"})

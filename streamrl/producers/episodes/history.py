@@ -22,14 +22,14 @@ import orjson
 from streamrl.engine import Completion, Finish, Runs
 from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
-from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32
+from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
 
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn of the sample; `finish` is empty for one that was observed."""
+    """A turn of the sample; `finish` is empty for one that was observed, `conversation` ends with a sampled one."""
 
     parent: int
     ids: Int32Array
@@ -44,12 +44,13 @@ class RecordedTurn:
     cached: int = 0
     ended_at: float = 0.0
     children: int = 0
+    conversation: Sequence[Message] = ()
 
     @property
     def sampled(self) -> bool:
         return self.finish is not None
 
-    def wire(self) -> Turn:
+    def wire(self, messages: list[Message]) -> Turn:
         return Turn(
             parent=self.parent,
             role=self.role,
@@ -61,6 +62,7 @@ class RecordedTurn:
             model_seconds=round(self.model_seconds, 4),
             tool_seconds=round(self.tool_seconds, 4),
             cached=self.cached,
+            messages=messages,
         )
 
 
@@ -174,6 +176,7 @@ class History:
                 completion.finish,
                 model_seconds=completion.seconds,
                 cached=completion.cached_tokens,
+                conversation=(*place.messages, reply.message),
             )
         )
         said = _Node(reply.message, ended=number)
@@ -206,6 +209,18 @@ class History:
         self.turns = [self.turns[number] for number in kept]
         for turn in self.turns:
             turn.parent = numbers.get(turn.parent, turn.parent)
+
+    def wire(self) -> list[Turn]:
+        return [turn.wire(_portable(self._said(turn)) if turn.sampled else []) for turn in self.turns]
+
+    def _said(self, turn: RecordedTurn) -> Sequence[Message]:
+        """The messages of a sampled turn, as `wire.Turn` describes them."""
+        if turn.parent == PROMPT:
+            return turn.conversation[-1:]
+        parent = turn.parent
+        while parent >= 0 and not self.turns[parent].sampled:
+            parent = self.turns[parent].parent
+        return turn.conversation[len(self.turns[parent].conversation) if parent >= 0 else 0 :]
 
     def _add(self, turn: RecordedTurn) -> int:
         if turn.parent >= 0:
@@ -300,6 +315,16 @@ def _arguments(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
+
+
+def _portable(messages: Sequence[Message]) -> list[Message]:
+    """Copies that MessagePack can hold: numbers of at most 64 bits, whole characters."""
+    try:
+        copies: list[Message] = orjson.loads(orjson.dumps(messages))
+    except orjson.JSONEncodeError:
+        text = utf8(json.dumps(messages, ensure_ascii=False))
+        copies = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+    return copies
 
 
 def _digest(value: Any) -> bytes:

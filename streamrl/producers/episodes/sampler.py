@@ -53,6 +53,8 @@ def sampler_of(
     tokenizer: Tokenizer,
     name: str = "",
     blocked: Callable[[str], None] | None = None,
+    *,
+    run_dir: Path = Path(),
 ) -> Sampler:
     """What makes the samples of a run; PluginError: the episode cannot be loaded.
 
@@ -61,10 +63,10 @@ def sampler_of(
     """
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name, blocked=blocked)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name, run_dir), name, blocked=blocked)
 
 
-def episode_of(config: RunConfig, name: str = "") -> Episode:
+def episode_of(config: RunConfig, name: str = "", run_dir: Path = Path()) -> Episode:
     """The episode that the run file names, imported and built; `name` is that of the process.
 
     `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
@@ -82,7 +84,7 @@ def episode_of(config: RunConfig, name: str = "") -> Episode:
     if episode.agent is not None:
         from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
 
-        return RemoteEpisode(config, name) if episode.agent.remote else AgentEpisode(config)
+        return RemoteEpisode(config, name, run_dir) if episode.agent.remote else AgentEpisode(config)
     return ToolEpisode([_tool(use, episode, paths) for use in episode.tools])
 
 

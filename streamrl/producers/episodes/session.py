@@ -312,7 +312,7 @@ class EpisodeSession:
             engine=engine,
             seconds=sum(turn.model_seconds for turn in replies),
             greedy=self._order.greedy,
-            turns=[] if plain else [turn.wire() for turn in turns],
+            turns=[] if plain else self._history.wire(),
             stop=None if plain else stop,
             replayed=self.journal.replayed,
             restarts=self.journal.restarts,

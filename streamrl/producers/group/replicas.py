@@ -65,7 +65,7 @@ class CalledReplica:
         self.answers = False
         self.tokens = 0
         self._dialect = dialect
-        self._client = HttpClient(url, key, "see its log", key_option=f"RUN_DIR/{TOKEN_FILE}")
+        self._client = HttpClient(url, key, "see its log", key_option=f"RUN_DIR/{TOKEN_FILE}", direct=True)
         self._gone = asyncio.Event()
         self._told = False
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.config import RunConfig
-from streamrl.config.base import is_loopback
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.runtime.placement.rendered import as_yaml, drain_seconds, expect_portable, redis_script, server_image
 from streamrl.runtime.plan import processes, threads
@@ -144,7 +143,7 @@ done
 
 
 def _shares_network(config: RunConfig) -> bool:
-    return bool(config.reward_servers) or config.reward_worker.gateway_port is not None
+    return bool(config.reward_servers)
 
 
 def _network_of_rewards(config: RunConfig) -> Service:
@@ -152,17 +151,12 @@ def _network_of_rewards(config: RunConfig) -> Service:
 
     A service that ends and comes back would take its network with it, so this one does nothing, for ever.
     """
-    service: Service = {
+    return {
         "image": server_image(config),
         "entrypoint": ["sleep", "infinity"],
         "init": True,
         "restart": "always",
     }
-    worker = config.reward_worker
-    if worker.gateway_port and not is_loopback(worker.gateway_host):
-        ports = range(worker.gateway_port, worker.gateway_port + worker.replicas)
-        service["ports"] = [f"127.0.0.1:{port}:{port}" for port in ports]
-    return service
 
 
 def _redis(config: RunConfig) -> Service:

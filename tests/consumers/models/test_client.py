@@ -182,7 +182,7 @@ class Turns:
             await self.open.wait()
         return number
 
-    async def settle(self, turn: int, tokens: int) -> None:
+    def settle(self, turn: int, tokens: int) -> None:
         self.settled.append((turn, tokens))
 
 

@@ -12,11 +12,12 @@ import pytest
 import tokenizers
 import transformers
 
+from streamrl.consumers import make_sample
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.reward import RewardSample
 from streamrl.errors import ConfigError, DataError
 from tests.consumers import samples
-from tests.consumers.samples import seen
+from tests.consumers.samples import episode, seen
 
 CHATML = (
     "{%- for message in messages %}"
@@ -86,6 +87,38 @@ def test_ids_are_those_of_transformers(tmp_path, template, messages):
     for response in ["Four.", "", " spaces \n\n", "<think>2 + 2\n= 4</think> It is 4 🙂"]:
         wanted = tokenizer.apply_chat_template(chat(messages, response), return_dict=False)
         assert renderer.ids(seen(response, messages=messages)) == wanted
+
+
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_model_reads_all_turns_of_an_episode_with_the_arguments_of_calls_as_json(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, TOOLS)
+    sample = episode(messages=[{"role": "user", "content": "2+2="}])
+    text = tokenizer.decode(Renderer(str(tmp_path)).ids(sample))
+    assert 'assistant\nLet me see.run{"code": "2+2"}<|im_end|><|im_start|>tool\n4<|im_end|>' in text
+    plain = tokenizer.decode(Renderer(str(tmp_path), mode="plain").ids(sample))
+    assert "<tool_response>\n4\n</tool_response>\nIt is 4." in plain
+
+
+@pytest.mark.parametrize("part", ["name", "key", "value"])
+def test_a_call_cannot_end_its_turn(tmp_path, part):
+    tokenizer = make_tokenizer(tmp_path, TOOLS)
+    special = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<|im_start|>", "<|im_end|>"]))
+    words = {"name": "run", "key": "code", "value": "2"} | {part: "<|im_end|>"}
+    arguments = orjson.dumps({words["key"]: words["value"]}).decode()
+    asks = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": words["name"], "arguments": arguments}}],
+    }
+    ids = Renderer(str(tmp_path)).ids(
+        make_sample("", prompt="2", completion=[asks, {"role": "assistant", "content": "4"}])
+    )
+    assert sum(token in special for token in ids) == 6, "a beginning and an end of each of three messages"
 
 
 def test_plain_text_is_encoded_with_the_tokens_that_models_expect_at_its_start(tmp_path):

@@ -30,7 +30,7 @@ from streamrl.errors import (
 )
 from streamrl.http import BadRequest
 from tests.consumers.models.faulty_server import FaultyServer, gone, score_of, servers, serving
-from tests.consumers.samples import seen
+from tests.consumers.samples import episode, seen
 from tests.queues.ledger_kit import until
 
 
@@ -329,6 +329,13 @@ def test_a_template_puts_values_and_text_into_their_places():
         "braces": "{prompt} }{",
         "id": "0/0/stop",
     }
+
+
+def test_a_template_has_all_turns_of_an_episode_and_the_last_one_by_its_name():
+    filled = Template({"all": "{response}", "last": "{text}", "chat": "{messages}"}, "x").filled(episode())
+    assert filled["last"] == "It is 4."
+    assert [message["role"] for message in filled["chat"]] == ["user", "assistant", "tool", "assistant"]
+    assert filled["all"].index("Let me see.") < filled["all"].index(">\n4\n</tool-") < filled["all"].index("It is 4.")
 
 
 def test_what_a_response_says_fills_no_place():

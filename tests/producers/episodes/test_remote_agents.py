@@ -76,6 +76,22 @@ async def test_a_program_fetches_a_task_plays_it_and_says_that_it_has_finished(t
         assert (await program.post("/streamrl/done", key=key))[0] == 410
 
 
+async def test_without_a_token_file_the_run_makes_a_token_for_its_owner_alone(tmp_path):
+    port = free_port()
+    config = config_of({"agent": {"remote": True, "port": port}})
+    statuses = []
+    async with EpisodeSampler(
+        config, Script(TOKENIZER, ()), TOKENIZER, episode_of(config, "agent.0", tmp_path), "agent.0"
+    ):
+        token = tmp_path / "agent.token"
+        assert token.stat().st_mode & 0o777 == 0o600
+        async with aiohttp.ClientSession() as session:
+            program = Program(session, f"http://127.0.0.1:{port}/v1")
+            for key in ("", token.read_text().strip()):
+                statuses.append((await program.post("/streamrl/task", {"wait": 1}, key))[0])
+    assert statuses == [401, 200]
+
+
 async def test_a_program_that_fails_or_vanishes_fails_the_attempt(tmp_path):
     async with remote(tmp_path, deadline=2.0, shares={"start": 0.1}) as (sampler, program):
         making = asyncio.create_task(sampler.sample(order_of(TOKENIZER)))
@@ -110,7 +126,6 @@ def test_what_is_measured_after_the_run_finds_no_programs(tmp_path):
         ({}, "set one of them"),
         ({"command": "x", "remote": True}, "set one of them"),
         ({"remote": True}, "need a port"),
-        ({"remote": True, "port": 1, "host": "0.0.0.0"}, "set token_file"),
         ({"command": "x", "port": 1}, "set remote"),
     ],
 )

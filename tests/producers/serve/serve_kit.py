@@ -44,8 +44,7 @@ class Served:
         self.log = log
         argv = [sys.executable, "-m", "streamrl", "engines", "serve", str(model), "--port", str(self.port)]
         argv += ["--set", "engine.threads=1", "--set", "engine.device=cpu", "--set", "model.context=512", *arguments]
-        if key is not None:
-            argv += ["--api-key-file", str(key)]
+        argv += ["--no-api-key"] if key is None else ["--api-key-file", str(key)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 argv,

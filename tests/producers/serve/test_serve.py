@@ -266,10 +266,34 @@ async def test_an_engine_that_dies_takes_the_server_with_it(tmp_path):
         server.kill()
 
 
+async def test_a_server_makes_a_key_for_its_owner_alone_unless_it_is_given_one(tmp_path, monkeypatch):
+    tiny.make_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    argv = [sys.executable, "-m", "streamrl", "engines", "serve", "model", "--port", "0", "--set", "engine.threads=1"]
+    server = await asyncio.create_subprocess_exec(*argv, "--set", "model.context=512", stderr=subprocess.PIPE)
+    try:
+        assert server.stderr is not None
+        async with asyncio.timeout(100):
+            while not (line := (await server.stderr.readline()).decode()).startswith("serving"):
+                pass
+        assert line.endswith("; its key is in engine.key\n")
+        assert (tmp_path / "engine.key").stat().st_mode & 0o777 == 0o600
+        url = line.split()[3].rstrip(";")
+        statuses = []
+        async with aiohttp.ClientSession() as session:
+            for key in ("wrong", (tmp_path / "engine.key").read_text().strip()):
+                async with session.get(url + "/about", headers={"Authorization": f"Bearer {key}"}) as answer:
+                    statuses.append(answer.status)
+        assert statuses == [401, 200]
+    finally:
+        server.kill()
+        await server.wait()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--host", "0.0.0.0", "--port", "0"], "--api-key-file"),
+        (["--no-api-key", "--host", "0.0.0.0", "--port", "0"], "--api-key-file"),
         (["--host", "no.such.host.invalid"], "not an address"),
         (["--port", "TAKEN"], "already in use"),
         (["--api-key-file", "/nowhere/key"], "cannot be read"),

@@ -17,7 +17,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.errors import ConfigError, StreamrlError, Unreachable
-from streamrl.http import MAX_MESSAGE, Call, HttpClient, read_key
+from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
     ActionPattern,
     EnvironmentStep,
@@ -104,7 +104,9 @@ class OpenEnvEpisode(SteppedEpisode):
                 what = f"the {role} of the environment at {self.url} has no {', '.join(missing)}"
                 raise ConfigError(what, f"there are: {', '.join(known) or 'none'}")
         self._http = aiohttp.ClientSession(
-            headers=client.headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+            headers=client.headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            trust_env=behind_proxy(self.url),
         )
 
     @override

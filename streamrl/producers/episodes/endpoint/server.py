@@ -33,7 +33,7 @@ import orjson
 from aiohttp import web
 
 from streamrl.errors import DataError
-from streamrl.listening import listen, names_this_host
+from streamrl.listening import listen
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.anthropic import AnthropicMessages
 from streamrl.producers.episodes.endpoint.calls import MODEL, AgentApi, CallRefused, decoded
@@ -68,7 +68,7 @@ class _Done(msgspec.Struct, forbid_unknown_fields=True):
 class AgentEndpoint:
     """Made in `open`, which serves for as long as its block; `url` has no path."""
 
-    def __init__(self, desk: TaskDesk | None, token: str | None) -> None:
+    def __init__(self, desk: TaskDesk | None, token: str) -> None:
         self.url = ""
         self._desk = desk
         self._token = token
@@ -78,11 +78,11 @@ class AgentEndpoint:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, host: str, port: int = 0, desk: TaskDesk | None = None, token: str | None = None
+        cls, host: str, port: int = 0, desk: TaskDesk | None = None, token: str = ""
     ) -> AsyncIterator[AgentEndpoint]:
         """Serve on a port of `host`, 0: any free one. CannotCreate: it cannot listen there.
 
-        With a `desk`, remote programs fetch tasks; without a `token` only those of this host.
+        With a `desk`, remote programs fetch tasks, with the `token`.
         """
         endpoint = cls(desk, token)
         async with listen(
@@ -168,14 +168,10 @@ class AgentEndpoint:
         return _answer({"object": "reward"})
 
     async def _task(self, desk: TaskDesk, request: web.Request) -> web.StreamResponse:
-        if self._token is None:
-            if "Origin" in request.headers or not names_this_host(request.host):
-                raise CallRefused(
-                    403, "without a token only programs of this host are served: set episode.agent.token_file"
-                )
-        elif not hmac.compare_digest(_known(_bearer(request)), _known(self._token)):
+        if not self._token or not hmac.compare_digest(_known(_bearer(request)), _known(self._token)):
             logger.warning("a task asked for without the token", extra={"peer": request.remote})
-            raise CallRefused(401, "the token of episode.agent.token_file is missing or wrong", "invalid_api_key")
+            why = "the token of episode.agent.token_file (else of RUN_DIR/agent.token) is missing or wrong"
+            raise CallRefused(401, why, "invalid_api_key")
         asked = decoded(await _body(request, MAX_REWARD_BYTES) or b"{}", _TaskRequest)
         task = await desk.fetch(asked.wait, _gone(request))
         return _answer({"object": "task", "task": None} if task is None else {"object": "task", **task})

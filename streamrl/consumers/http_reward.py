@@ -1,0 +1,197 @@
+"""The reward `http`: a JSON server of yours scores samples, in any language (docs/guides/http-reward.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from typing_extensions import override
+
+from streamrl.consumers.reward import RewardContext, RewardLife, RewardSample, Score
+from streamrl.errors import ConfigError, PluginError, RewardBusy, RewardUnavailable, WireError
+from streamrl.http import BadAnswer, Call, HttpClient, Lost, read_key
+
+_BUSY: Final = frozenset({429, 503})
+_WRONG_KEY: Final = frozenset({401, 403})
+_OPEN_SECONDS: Final = 10.0
+_SHARE: Final = 0.95
+"""Part of the deadline after which a request gives up by itself, with an error that names the server."""
+
+
+class _Found(msgspec.Struct):
+    score: float | None = None
+    parts: dict[str, float] = {}
+    tokens: int = 0
+    detail: str = ""
+    error: str = ""
+
+
+class _Several(msgspec.Struct):
+    scores: list[float | _Found]
+
+
+class HttpReward(RewardLife):
+    """Posts samples as JSON to a server and reads scores from its answers.
+
+    Args:
+        url: where to post, for example `http://127.0.0.1:8900/score`.
+        send: `sample`: a request has one sample. `batch`: it has the samples that wait, as a list. `group`: it has all
+            samples of a group, as a list, so the server may compare them.
+        batch: most samples of a request with `send: batch`. One worker sends one such request at a time.
+        api_key_file: file with a key, which is sent as a bearer token.
+
+    Raises:
+        PluginError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        send: Literal["sample", "batch", "group"] = "sample",
+        batch: int = 64,
+        api_key_file: str | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+            raise PluginError(f"url {url!r} is no address", "write http://HOST:PORT/PATH; a key is in api_key_file")
+        if send not in {"sample", "batch", "group"}:
+            raise PluginError(f"send is {send!r}", "it is one of sample, batch, group")
+        if type(batch) is not int or batch < 1:
+            raise PluginError(f"batch is {batch!r}", "it is a whole number from 1 on")
+        self._server = f"{parts.scheme}://{parts.netloc}"
+        self._path = url.removeprefix(self._server) or "/"
+        self._send, self._batch, self._key_file = send, batch, api_key_file
+        self._waiting: list[tuple[RewardSample, asyncio.Future[Score]]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._client: HttpClient | None = None
+        self.score_group = self._scores if send == "group" else None
+
+    @override
+    def slots(self) -> int | None:
+        return 2 * self._batch if self._send == "batch" else None  # one batch is scored, and one waits
+
+    @override
+    async def open(self, context: RewardContext) -> None:
+        self._limit = _SHARE * context.deadline
+        file = None if self._key_file is None else Path(self._key_file)
+        key = await asyncio.to_thread(read_key, "args.api_key_file", file)
+        hint = "start the server of args.url; docs/guides/http-reward.md has one"
+        self._client = HttpClient(self._server, key, hint, key_option="args.api_key_file")
+        try:  # a route for posts alone answers 404 or 405: the server is there
+            await self._client.call(Call("GET", self._path, optional=True), _OPEN_SECONDS, retry=False)
+        except BadAnswer as error:
+            raise ConfigError(error.message, error.hint) from error
+        except WireError:
+            pass
+
+    @override
+    async def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.wait([self._sending])
+        if self._client is not None:
+            await self._client.close()
+
+    async def score(self, sample: RewardSample) -> Score:
+        if self._send == "sample":
+            (score,) = await self._scores([sample])
+            return score
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sample, future))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_batches(), name="http reward")
+        return await future
+
+    async def _send_batches(self) -> None:
+        """Send what waits, one request after the other, until nothing waits."""
+        while self._waiting:
+            batch = [(sample, future) for sample, future in self._waiting[: self._batch] if not future.done()]
+            del self._waiting[: self._batch]
+            found: Sequence[Score | Exception] = []
+            try:
+                found = await self._post([sample for sample, _ in batch]) if batch else []
+            except Exception as error:  # noqa: BLE001 (handed to those who wait)
+                found = [error] * len(batch)
+            for (_, future), one in zip(batch, found, strict=True):
+                if future.done():
+                    continue
+                if isinstance(one, Score):
+                    future.set_result(one)
+                else:
+                    future.set_exception(one)
+
+    async def _scores(self, samples: Sequence[RewardSample]) -> list[Score]:
+        scores = []
+        for one in await self._post(samples):
+            if not isinstance(one, Score):
+                raise one
+            scores.append(one)
+        return scores
+
+    async def _post(self, samples: Sequence[RewardSample]) -> list[Score | Exception]:
+        """A score or an error for each sample. Raises what failed the request as a whole."""
+        bodies = [_body(sample) for sample in samples]
+        single = self._send == "sample"
+        answer = await self._answer(bodies[0] if single else {"samples": bodies})
+        try:
+            if single:
+                found = [msgspec.convert(answer, float | _Found)]
+            else:
+                found = msgspec.convert(answer if isinstance(answer, dict) else {"scores": answer}, _Several).scores
+        except msgspec.ValidationError as error:
+            wanted = '{"score": 1.0}' if single else '{"scores": [1.0, ...]}'
+            raise WireError(f"{self._server}{self._path} answered {str(answer)[:100]!r}: {error}", wanted) from error
+        if len(found) != len(samples):
+            raise WireError(f"{self._server}{self._path} answered {len(found)} scores for {len(samples)} samples")
+        return [_score(one) for one in found]
+
+    async def _answer(self, body: dict[str, Any], *, pooled: bool = True) -> Any:
+        """What the server answers. Asked again if a pooled connection broke, since the server may have closed it."""
+        assert self._client is not None, "scores come after open"
+        try:
+            return await self._client.call(Call("POST", self._path, body, pooled=pooled), self._limit, retry=False)
+        except Lost as error:
+            if not error.sent:
+                raise RewardUnavailable(error.message, error.hint) from error
+            if error.late or not pooled:
+                raise
+        except BadAnswer as error:
+            if error.status in _BUSY:
+                raise RewardBusy(error.message, error.hint) from error
+            raise
+        return await self._answer(body, pooled=False)
+
+
+def _score(found: float | _Found) -> Score | Exception:
+    if isinstance(found, float):
+        found = _Found(found)
+    if found.error or found.score is None:
+        return RuntimeError(found.error or "the server answered neither `score` nor `error`")
+    try:
+        return Score(found.score, found.parts, found.tokens, found.detail)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def _body(sample: RewardSample) -> dict[str, Any]:
+    """The sample as `streamrl reward test --sample` reads it."""
+    prompt = sample.prompt
+    return {
+        "group": sample.group_id,
+        "index": sample.index,
+        "line": prompt.line,
+        "evaluation": prompt.evaluation,
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+        "response": sample.text,
+        "completion": sample.completion,
+        "finish": sample.finish,
+        "tokens": sample.tokens.tolist(),
+    }
