@@ -146,6 +146,8 @@ class Answering:
 
     def _figures(self) -> dict[str, int | float]:
         self._role.status["trouble"] = self._sampler.trouble()
+        if Sandbox.weakness:
+            self._role.status["sandbox"] = Sandbox.weakness
         return {**self._more(), **self._sampler.figures()}
 
     def _is_stale(self) -> bool:

@@ -14,7 +14,7 @@ WRONG = "def add(a, b): return a - b"
 
 
 async def score(program, test, **metadata):
-    rule = Code(isolation="namespaces", wall=60, seconds=20)
+    rule = Code(wall=60, seconds=20)
     sample = seen(f"```python\n{program}\n```\n", metadata={"tests": [test], **metadata})
     return (await rule.score(sample)).value
 
