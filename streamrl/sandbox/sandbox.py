@@ -147,7 +147,7 @@ class Interpreter:
 def interpreter(python: str = "") -> Interpreter:
     """`python`, or the Python that runs streamrl, without the packages of its environment.
 
-    Programs see what it needs: itself, its libraries, and `pyvenv.cfg` of an environment. `ValueError`: it does not run.
+    Programs see what it needs: itself, its libraries, and `pyvenv.cfg` of an environment. `ConfigError`: it does not run.
     """
     path, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
     if python:
@@ -156,7 +156,7 @@ def interpreter(python: str = "") -> Interpreter:
                 [python, "-I", "-c", _WHERE], capture_output=True, text=True, timeout=_KEEPER_SECONDS, check=True
             ).stdout
         except (OSError, subprocess.SubprocessError) as error:
-            raise ValueError(f"python: {python} does not run: {error}") from error
+            raise ConfigError(f"python: {python} does not run: {error}", "name an interpreter of this host") from error
         path, *prefixes = said.splitlines()
     needed = [path, *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64", "pyvenv.cfg"))]
     own = (one for one in needed if os.path.lexists(one) and not _of_the_system(one))

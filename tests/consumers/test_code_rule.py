@@ -16,7 +16,7 @@ CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
 
 @pytest.fixture
 def code():
-    need("namespaces")
+    need("auto")
     return lambda **args: Code(wall=60, seconds=20, **args)
 
 
