@@ -26,6 +26,7 @@ from streamrl.producers.sampler import CannotNow, SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
+from streamrl.sandbox import Sandbox
 from streamrl.waits import first_of
 from streamrl.wire import Prompt, decode, encode
 

@@ -134,6 +134,7 @@ ENVIRON: Final[Mapping[str, str]] = {
 }
 """The environment of a program. Threads count as processes, so libraries start none by themselves."""
 
+
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     path: str
@@ -147,7 +148,7 @@ class Interpreter:
 def interpreter(python: str = "") -> Interpreter:
     """`python`, or the Python that runs streamrl, without the packages of its environment.
 
-    Programs see what it needs: itself, its libraries, and `pyvenv.cfg` of an environment. `ConfigError`: it does not run.
+    Programs see what it needs: itself, its libraries, `pyvenv.cfg` of an environment. `ConfigError`: it does not run.
     """
     path, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
     if python:
@@ -176,15 +177,14 @@ _MOST_LINKS: Final = 40
 
 def _shown(path: str) -> Iterator[tuple[str, str]]:
     """What a program must see to find `path`, as the host's path and its own: links as links, then what they name."""
-    source = path
+    source, target = Path(path), path
     for _ in range(_MOST_LINKS):
-        source = str(Path(os.path.realpath(Path(source).parent), Path(source).name))
-        yield source, path
-        if not os.path.islink(source):
+        source = Path(os.path.realpath(source.parent), source.name)
+        yield str(source), target
+        if not source.is_symlink():
             return
-        link = os.readlink(source)
-        source = str(Path(source).parent / link)
-        path = os.path.normpath(Path(path).parent / link)
+        link = source.readlink()
+        source, target = source.parent / link, os.path.normpath(Path(target).parent / link)
 
 
 Isolation = Literal["auto", "strict", "none"]
@@ -269,7 +269,8 @@ class Sandbox:
             if execution.stdout == "42 -1\n":
                 return
             if execution.stdout == "42 0\n":
-                return self._do_without_filter()
+                self._do_without_filter()
+                return
             said = (execution.stderr.strip() or execution.outcome).splitlines()[-1]
             why = f"a small program does not run in the sandbox: {said}"
         raise ConfigError(f"programs cannot be isolated here: {why}", _HINT)

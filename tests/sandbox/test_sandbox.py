@@ -291,7 +291,7 @@ async def test_an_interpreter_in_a_home_directory_shows_nothing_else_of_it(place
 
 
 def test_a_python_that_does_not_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="python: .*nowhere does not run"):
+    with pytest.raises(ConfigError, match=r"python: .*nowhere does not run"):
         interpreter(str(tmp_path / "nowhere"))
 
 
