@@ -60,17 +60,14 @@ def _lease(
     return Lease(ledger, entry, group, attempt, sample, deliveries, is_group=whole, consumer=consumer)
 
 
-async def take(ledger: Ledger, stage: str, old: Lease, consumer: str) -> Lease | None:
-    """Take a lease away from whoever holds it, as after its expiry."""
+async def take(ledger: Ledger, stage: str, old: Lease, consumer: str, deaths: int | None = None) -> Lease | None:
+    """Take a lease away from whoever holds it, as after its expiry; `deaths`: what is known of it, else what is true."""
     stream = getattr(ledger.keys, stage)
-    fields = await ledger.connection.call(
-        "claim", [stream], [consumer, old.entry, 0, old.deliveries, old.deliveries + 1]
-    )
-    return (
-        None
-        if fields is None
-        else _lease(ledger, stage, consumer, old.entry, replies.pairs(fields), old.deliveries + 1)
-    )
+    if deaths is None:
+        rows = await ledger.connection.read("XPENDING", stream, GROUP, old.entry, old.entry, 1)
+        deaths = rows[0][3] if rows else old.deliveries
+    fields = await ledger.connection.call("claim", [stream], [consumer, old.entry, 0, deaths, deaths + 1])
+    return None if fields is None else _lease(ledger, stage, consumer, old.entry, replies.pairs(fields), deaths + 1)
 
 
 async def close_group(ledger: Ledger, cursor: int, samples: int = 2, **changed: Any) -> None:

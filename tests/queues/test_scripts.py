@@ -348,8 +348,8 @@ async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledger
     (first,) = await lease(train, "prompts", "a")
     second = await take(train, "prompts", first, "b")
     assert second.deliveries == 2
-    assert await take(train, "prompts", first, "c") is None  # its count has moved on
-    assert (await take(train, "prompts", first, "b")).entry == first.entry  # a repeat of b's own
+    assert await take(train, "prompts", first, "c", 1) is None  # its count has moved on
+    assert (await take(train, "prompts", first, "b", 1)).entry == first.entry  # a repeat of b's own
     stream = train.keys.prompts
     assert await call("renew", [stream], ["a", first.entry]) == [[first.entry.encode()], [], []]
     assert await call("renew", [stream], ["b"]) == [[], [], [[first.entry.encode(), 2]]]
