@@ -351,4 +351,3 @@ class EvaluationLog:
         tally = self.rounds.setdefault(group.round, Tally())
         tally.scored += len(group.scores)
         tally.right += group.right
-

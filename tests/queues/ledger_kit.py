@@ -61,7 +61,7 @@ def _lease(
 
 
 async def take(ledger: Ledger, stage: str, old: Lease, consumer: str, deaths: int | None = None) -> Lease | None:
-    """Take a lease away from whoever holds it, as after its expiry; `deaths`: what is known of it, else what is true."""
+    """Take a lease away from whoever holds it, as after its expiry; `deaths`: those that the taker knows of."""
     stream = getattr(ledger.keys, stage)
     if deaths is None:
         rows = await ledger.connection.read("XPENDING", stream, GROUP, old.entry, old.entry, 1)

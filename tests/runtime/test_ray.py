@@ -166,10 +166,15 @@ def start_head(port: int, folder: str) -> subprocess.Popen[bytes]:
     ray_start = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=4"]
     options = [f"--object-store-memory={100 << 20}", "--include-dashboard=false", f"--temp-dir={folder}"]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    head = subprocess.Popen([*ray_start, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+    env["RAY_raylet_start_wait_time_s"] = "120"
+    head = subprocess.Popen([*ray_start, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     assert head.stdout is not None
-    assert any(b"Ray runtime started" in line for line in head.stdout)
-    return head
+    said = []
+    for line in head.stdout:
+        said.append(line.decode())
+        if "Ray runtime started" in said[-1]:
+            return head
+    raise AssertionError("".join(said))
 
 
 def kill_head(head: subprocess.Popen[bytes]) -> None:
