@@ -35,7 +35,7 @@ class SandboxSettings:
 
     def __post_init__(self) -> None:
         one_of("network", self.network, ("deny", "allow"))
-        if str(self.isolation) in {"bubblewrap", "namespaces"}:
+        if str(self.isolation) in {"bubblewrap", "namespaces", "nsjail"}:
             raise PluginError(f"isolation: {self.isolation} is gone", "leave isolation out, or say strict")
         one_of("isolation", self.isolation, ("auto", "strict", "none"))
         self._limits(0)
