@@ -39,7 +39,9 @@ class RoleRegistry:
 
     async def first_life(self, name: str, nonce: str) -> bool:
         """Whether this process, known by its nonce, is the first of the role in the run, on whatever host."""
-        return bool(await self._connection.call("first_life", [self._keys.lives], [name, nonce]))
+        await self._connection.read("HSETNX", self._keys.lives, name, nonce)
+        first: bytes = await self._connection.read("HGET", self._keys.lives, name)
+        return first == nonce.encode()
 
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Fields of living roles whose names begin with `prefix`."""
