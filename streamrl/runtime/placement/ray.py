@@ -32,6 +32,7 @@ from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placeme
 from streamrl.runtime.placement.ray_node import KnownDirectory, News, NodeFacts, RoleKeeper, look_at_node, mark_of
 from streamrl.runtime.plan import UnitSpec
 from streamrl.runtime.role_log import RoleLog
+from streamrl.runtime.roles import stop_signals
 from streamrl.weight_sync.files import TOKEN_FILE
 
 logger = logging.getLogger(__name__)
@@ -350,6 +351,8 @@ class RayPlacement(Placement):
                 await asyncio.to_thread(_join, self._config)
             except (ConnectionError, RuntimeError) as error:
                 raise OSError(f"Ray: no cluster answers: {_START_HEAD}: {error}") from error
+            for number in stop_signals():  # Ray has put handlers of its own before those of Python
+                signal.signal(number, signal.getsignal(number))
 
     async def _begin(self, keeper: Any, unit: UnitSpec, position: int) -> int:
         """Start the process at a keeper; returns its pid."""
