@@ -178,7 +178,7 @@ class LeaseConfig(Section):
     seconds: Duration = Field(15.0, description="a holder that is silent for this long has lost its work")
     max_hold: Duration = Field(900.0, description="longest time one piece of work may be held and renewed")
     max_deliveries: Annotated[int, Field(ge=3)] = Field(
-        4, description="holders that may die of one piece of work before it is dead; from the third on it runs alone"
+        4, description="deaths that work may be to blame for before it is dead; from the third holder on it runs alone"
     )
 
 

@@ -25,6 +25,7 @@ from streamrl.queues.leases import Lease, Leases, NotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
 from streamrl.queues.role import Role
+from streamrl.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +202,8 @@ class RewardWorker:
                 counts["mean"] = round((self._total - total) / new, 4)
             news = self._news()
             self._role.status.update(counts)
+            if Sandbox.weakness:
+                self._role.status["sandbox"] = Sandbox.weakness
             shown = {name: {k: v for k, v in line.items() if k != "values"} for name, line in self._lines.items()}
             self._role.status[REWARD_FIGURES] = orjson.dumps(shown).decode()
             self._role.record({**counts, "rewards": news} if news else counts)

@@ -1,7 +1,8 @@
 """A process between streamrl and a server: when streamrl ends, for whatever reason, the server ends too.
 
 Runs as a script with the standard library only. Its standard input is a lifeline: the first line says what to start
-(`Order`), a line `stop` asks for an orderly end, and its end kills the server with all its processes. It prints one
+(`Order`), a line `stop` asks for an orderly end, and its end kills the server with all its processes; without `stop`
+before, the directory `own` of the order goes too, because nobody else is left to remove it. It prints one
 line, `{"pid": ...}` or `{"error": ...}`, writes the server's output to the log without the secrets in it, and ends with
 the server's exit code (128 + signal).
 """
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +75,7 @@ class Keeper:
         assert self._server.stdout is not None
         self._output = self._server.stdout.fileno()
         self._deadline = float("inf")
+        self.abandoned = False
         os.set_blocking(self._output, False)
         os.set_blocking(0, False)
 
@@ -102,6 +105,7 @@ class Keeper:
         while self._server.poll() is None and time.monotonic() < self._deadline:
             ready, _, _ = select.select(watched, [], [], _TICK)
             if 0 in ready and not self._listen():
+                self.abandoned = self._deadline == float("inf")
                 break
             if self._output in ready and not self._carry():
                 watched.remove(self._output)
@@ -182,15 +186,19 @@ def main() -> int:
             return 0
         line += byte
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    order = json.loads(line)
     try:
-        keeper = Keeper(json.loads(line))
+        keeper = Keeper(order)
     except OSError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return 127
     signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
     sys.stdout.write(json.dumps({"pid": keeper.pid}) + "\n")
     sys.stdout.flush()
-    return keeper.keep()
+    code = keeper.keep()
+    if keeper.abandoned and "own" in order:
+        shutil.rmtree(order["own"], ignore_errors=True)
+    return code
 
 
 if __name__ == "__main__":

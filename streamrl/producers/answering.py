@@ -26,6 +26,7 @@ from streamrl.producers.sampler import CannotNow, SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
+from streamrl.sandbox import Sandbox
 from streamrl.waits import first_of
 from streamrl.wire import Prompt, decode, encode
 
@@ -146,6 +147,8 @@ class Answering:
 
     def _figures(self) -> dict[str, int | float]:
         self._role.status["trouble"] = self._sampler.trouble()
+        if Sandbox.weakness:
+            self._role.status["sandbox"] = Sandbox.weakness
         return {**self._more(), **self._sampler.figures()}
 
     def _is_stale(self) -> bool:

@@ -270,6 +270,7 @@ class EvaluationLog:
         self._round_path = run_dir / ROUND_NAME
         self.group_ids: set[int] = set()
         self.rounds: dict[int, Tally] = {}
+        self._complaint: tuple[Path, int | None] | None = None
         self._read()
 
     @property
@@ -293,10 +294,11 @@ class EvaluationLog:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            _complain(self._path, error)
+            self._complain(self._path, error)
             if self._path.exists():
                 os.truncate(self._path, size)
             return False
+        self._complaint = None
         for group in new:
             self._count(group)
         return True
@@ -315,9 +317,18 @@ class EvaluationLog:
         try:
             write_durably(self._round_path, msgspec.json.encode(current))
         except OSError as error:
-            _complain(self._round_path, error)
+            self._complain(self._round_path, error)
             return False
+        self._complaint = None
         return True
+
+    def _complain(self, path: Path, error: OSError) -> None:
+        """Once until a write succeeds or fails in another way: it is tried again all the time."""
+        if self._complaint != (path, error.errno):
+            self._complaint = (path, error.errno)
+            hint = "make room, or move the run directory back; it is tried again"
+            extra = {"file": str(path), "error": str(error), "hint": hint}
+            logger.warning("evaluation cannot be written", extra=extra)
 
     def _read(self) -> None:
         try:
@@ -340,8 +351,3 @@ class EvaluationLog:
         tally = self.rounds.setdefault(group.round, Tally())
         tally.scored += len(group.scores)
         tally.right += group.right
-
-
-def _complain(path: Path, error: OSError) -> None:
-    extra = {"file": str(path), "error": str(error), "hint": "make room: it is tried again"}
-    logger.warning("evaluation cannot be written", extra=extra)

@@ -85,6 +85,7 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
     if not keys.evaluation:
         types |= {
             keys.weights: "stream",
+            keys.hosts: "hash",
             keys.lives: "hash",
             keys.engines: "hash",
             keys.device_lock: "hash",

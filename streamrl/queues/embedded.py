@@ -157,6 +157,16 @@ def _make_directories(run_dir: Path) -> None:
         raise CannotCreate(f"{folder} is not a private directory of this user", "remove it, or use a shorter run path")
 
 
+async def remove_socket(run_dir: Path) -> None:
+    """Remove the directory of the socket under the temporary directory, unless a server of the run is there."""
+    folder = socket_path(run_dir).parent
+    if folder != run_dir.resolve() and folder.exists():
+        lock = await _lock(run_dir, "server.lock", fcntl.LOCK_EX, 0)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
 async def check_append_only_file(server: ServerProgram, folder: Path, deadline: float = CHECK_SECONDS) -> int:
     """Cut a torn tail off the append-only file before a start; return the number of bytes cut.
 
@@ -354,6 +364,7 @@ async def running(config: RedisConfig, run_dir: Path, deadline: float = 30.0) ->
             if process is not None:
                 await _flock(users, fcntl.LOCK_EX, deadline)  # the others finish first
                 await _stop(process)
+                await remove_socket(run_dir)
         finally:
             os.close(users)
 

@@ -34,6 +34,7 @@ class Keys:
         device_lock: hash: which learner asks for or has the devices that it shares with the engines, and until when.
         device_engines: sorted set of the engines that use the shared devices, by the end of their lease.
         roles: set of the names of all roles that ever wrote a heartbeat.
+        hosts: hash of the processes that ever lived, each with its host, its first heartbeat and its last.
         lives: hash of the replicas that ever started, each with the nonce of its first life.
         engines: hash of the engine servers that were added to the run or removed from it; `#` counts the added ones.
         servers: set of the names of all replicas that ever spoke of engine servers.
@@ -60,6 +61,7 @@ class Keys:
         self.device_lock = f"{self._run}turn"
         self.device_engines = f"{self._run}turn:engines"
         self.roles = f"{self._run}roles"
+        self.hosts = f"{self._run}hosts"
         self.lives = f"{self._run}lives"
         self.engines = f"{self._run}engines"
         self.servers = f"{self._run}servers"
@@ -77,6 +79,10 @@ class Keys:
 
     def role(self, name: str) -> str:
         return f"{self._run}role:{name}"
+
+    def death(self, consumer: str) -> str:
+        """How many pieces of work may be to blame for the death of a process."""
+        return f"{self._run}death:{consumer}"
 
     def member(self, kind: str, index: int) -> str:
         """Who has this number among the members of a role (`--index auto`)."""

@@ -8,6 +8,10 @@ deaths first:
 * after a second death alone in the process (probation), so that work that kills its process kills no other work;
 * after `max_deliveries` deaths never again: it becomes a dead letter.
 
+Only a death that the work may be to blame for counts. Of a host that died no work is suspected. A process that held
+more than a few pieces makes each a suspect only once; after its next death they run few at a time, so that the one that
+kills is soon held with few others, and those count. Work of which a part has become durable is suspected of nothing.
+
 A clean hand-back is no death. After a connection error no process takes over for one lease: everything looks expired
 then, and the owners renew first. Work that is leased for `max_hold` becomes a dead letter, however well it is renewed;
 `progressed` begins that time anew.
@@ -50,6 +54,8 @@ _PAGE: Final = 32
 """Expired entries in one reply."""
 _TOGETHER: Final = 2
 """Deliveries up to which work runs next to other work."""
+_FEW: Final = 4
+"""Pieces of work of which each is a suspect when their process dies."""
 _LEAVE_SECONDS: Final = 5.0
 _STREAM_GONE: Final = frozenset({"NOGROUP", "UNBLOCKED"})
 _NEVER_IDLE: Final = 1 << 40
@@ -58,18 +64,26 @@ _Place: TypeAlias = tuple[str, str]
 """Stream and entry."""
 
 
+def deliveries_after(deaths: int, held: int) -> int:
+    """Deliveries of work after one more death of its holder, which held `held` pieces; 0: its host died."""
+    if held == 0:
+        return max(1, deaths)
+    return deaths + 1 if held <= _FEW else max(deaths, min(deaths + 1, _TOGETHER))
+
+
 class NotNow(Exception):
     """Raised by a handler for work that cannot be done now: it is handed back and does not count as a delivery."""
 
 
 @dataclass(eq=False)
 class _Work:
-    """One lease in this process; without a task it is reserved for probation and has not begun."""
+    """One lease in this process; without a task it is reserved and has not begun. `few`: may run with few others."""
 
     lease: Lease
     place: _Place
     since: float
     task: asyncio.Task[None] | None = None
+    few: bool = False
     suspect: bool = False
     lost: bool = False
     gone_before: bool = False
@@ -103,6 +117,7 @@ class Leases:
     ) -> None:
         self.stage = stage
         self.consumer = f"{consumer}-{secrets.token_hex(4)}"
+        self._keys = ledgers[0].keys
         self._streams = {getattr(ledger.keys, stage): ledger for ledger in ledgers}
         self._first = [] if first is None else [getattr(first.keys, stage)]
         self._connection = ledgers[0].connection
@@ -166,13 +181,16 @@ class Leases:
             try:
                 if await self._begin_undelivered() or await self._take_over():
                     continue
-                room = self._width() - len(self._leased)
-                if room > 0:
+                if (room := self._room()) > 0:
                     await self._read(room)
                 else:
                     await self._wait_freed()
             except ReplyError as error:
                 await self._remake(error)
+
+    def _room(self) -> int:
+        few = any(work.few for work in self._leased.values())
+        return (min(_FEW, self._width()) if few else self._width()) - len(self._leased)
 
     async def _read(self, room: int) -> None:
         """Take new entries. It blocks for a short time only, because cancelling a read loses its reply."""
@@ -216,7 +234,9 @@ class Leases:
         except (KeyError, ValueError):
             return None
         return Lease(
-            self._streams[stream], entry, group_id, attempt, sample, deliveries, is_group=number == ALL_SAMPLES
+            *(self._streams[stream], entry, group_id, attempt, sample, deliveries),
+            is_group=number == ALL_SAMPLES,
+            consumer=self.consumer,
         )
 
     def _start(self, work: _Work) -> None:
@@ -240,9 +260,8 @@ class Leases:
 
     async def _give_back(self, work: _Work, why: str) -> None:
         stream, entry = work.place
-        before = max(0, work.lease.deliveries - 1)
         try:
-            await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, entry, before])
+            await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, entry, 1])
         except ReplyError as error:
             await self._remake(error)
         logger.info("given back", extra={"group": work.lease.group_id, "sample": work.lease.sample, "why": why})
@@ -282,62 +301,71 @@ class Leases:
         while True:
             rows = await self._connection.read("XPENDING", stream, GROUP, "IDLE", self._idle_ms, start, "+", _PAGE)
             # Fewest deaths first: otherwise other work waits until an entry that kills its process is a dead letter.
-            for entry, owner, _, deaths in sorted(rows, key=lambda row: row[3]):
-                place = (stream, entry.decode())
-                if self._stop.is_set() or place in self._leased or (patient and owner.decode() != UNOWNED):
+            for entry, who, silent_ms, deaths in sorted(rows, key=lambda row: row[3]):
+                place, owner = (stream, entry.decode()), who.decode()
+                if self._stop.is_set() or place in self._leased or (patient and owner != UNOWNED):
                     continue
-                if not await self._accept(place, deaths, deaths + 1):
+                held = 1 if owner == UNOWNED else await self._suspects(owner, silent_ms)
+                few = held > _FEW and deaths == _TOGETHER
+                if not await self._accept(place, deaths, deliveries_after(deaths, held), few=few):
                     break
-                owners.add(owner.decode())
+                owners.add(owner)
             # Entries that are not taken (its own, renewed late) must not hide those behind them.
-            if len(rows) < _PAGE or self._stop.is_set() or len(self._leased) >= self._width():
+            if len(rows) < _PAGE or self._stop.is_set() or self._room() <= 0:
                 break
             start = f"({rows[-1][0].decode()}"
         for owner in owners - {UNOWNED, self.consumer}:
             await self._connection.call("reap", [stream], [owner, 0])
         return bool(owners)
 
+    async def _suspects(self, owner: str, silent_ms: int) -> int:
+        keys = [self._keys.death(owner), self._keys.hosts, *self._streams]
+        role = owner.rpartition("-")[0]
+        return int(await self._connection.call("suspects", keys, [owner, role, silent_ms, self._idle_ms]))
+
     async def _begin_undelivered(self) -> bool:
-        if not self._undelivered or len(self._leased) >= self._width():
+        if not self._undelivered or self._room() <= 0:
             return False
         place, before, count = self._undelivered.pop()
         if place not in self._leased:
             await self._accept(place, before, count)
         return True
 
-    async def _accept(self, place: _Place, before: int, count: int) -> bool:
+    async def _accept(self, place: _Place, before: int, count: int, *, few: bool = False) -> bool:
         """Claim one entry that had `before` deliveries and begin it with `count`; False: there was no room for it."""
         if count > self._config.max_deliveries:
             work = await self._take(place, before, before)
             if work is not None:
                 await self._dead_letter(work, f"{before} holders died of it")
             return True
-        if count <= _TOGETHER:
-            if len(self._leased) >= self._width():
+        if count <= _TOGETHER and not few:
+            if self._room() <= 0:
                 return False
             work = await self._take(place, before, count)
             if work is not None:
                 self._start(work)
             return True
-        await self._run_alone(place, before, count)
+        await self._run_apart(place, before, count, few=few)
         return True
 
-    async def _run_alone(self, place: _Place, before: int, count: int) -> None:
-        """Probation: reserve the entry (uncounted, renewed), wait until nothing else is leased, run it alone."""
+    async def _run_apart(self, place: _Place, before: int, count: int, *, few: bool) -> None:
+        """Reserve the entry (uncounted, renewed), wait until little or nothing else is leased, and run it so."""
         work = await self._take(place, before, count, counted=False)
         if work is None:
             return
-        while len(self._leased) > 1 and not self._stop.is_set() and not work.lost:
+        work.few = few
+        while len(self._leased) > (_FEW if few else 1) and not self._stop.is_set() and not work.lost:
             await self._wait_freed()
         if self._stop.is_set() or work.lost:
             return  # reserved and not begun: it is handed back uncounted
         if await self._claim(place, before, count, idle_ms=_NEVER_IDLE) is None:
             self._let_go(work)
             return
-        logger.warning("running alone what killed before", extra={"group": work.lease.group_id, "deliveries": count})
+        extra = {"group": work.lease.group_id, "deliveries": count, "with": _FEW - 1 if few else 0}
+        logger.warning("running apart what was held by a process that died", extra=extra)
         work.since = asyncio.get_running_loop().time()
         self._start(work)
-        while self._leased.get(place) is work and not self._stop.is_set():
+        while not few and self._leased.get(place) is work and not self._stop.is_set():
             await self._wait_freed()
 
     async def _take(self, place: _Place, before: int, count: int, *, counted: bool = True) -> _Work | None:
@@ -461,10 +489,9 @@ class Leases:
         suspect = [work.lease.entry for work in self._leased.values() if work.suspect and work.place[0] == stream]
         _, _, pending = await self._connection.call("renew", [stream], [self.consumer, *suspect])
         arguments: list[Any] = []
-        for entry, deliveries in pending:
+        for entry, _ in pending:
             work = self._leased.get((stream, entry.decode()))
-            before = deliveries if work is None else work.lease.deliveries
-            arguments += [entry, max(0, before - 1)]
+            arguments += [entry, int(work is None or work.task is not None)]
         if arguments:
             await self._connection.call("release", [stream], [self.consumer, UNOWNED, self._idle_ms, *arguments])
             logger.info("handed back", extra={"stream": stream, "entries": len(pending)})

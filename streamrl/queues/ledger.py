@@ -74,7 +74,8 @@ _ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
 class Lease:
     """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score as one.
 
-    `deliveries` counts how often the work was given out, this time included; clean hand-backs do not count.
+    `deliveries` counts how often the work was given out, this time included; clean hand-backs and deaths of which it is
+    not suspected do not count.
     """
 
     ledger: Ledger
@@ -84,6 +85,7 @@ class Lease:
     sample: int | None
     deliveries: int
     is_group: bool = False
+    consumer: str = ""
 
 
 class Ledger:
@@ -229,7 +231,7 @@ class Ledger:
 
     def _journal(self, lease: Lease, sample: int, *more: Argument) -> tuple[list[str], list[Argument]]:
         names = [self.keys.group(lease.group_id), self.keys.prompts]
-        return names, [lease.entry, lease.attempt, lease.deliveries, sample, *more]
+        return names, [lease.entry, lease.attempt, lease.consumer, sample, *more]
 
     async def fail_sample(self, lease: Lease, sample: int, why: str, detail: str = "") -> bool:
         """One response cannot be generated: the sample dies. False: it has a payload or is dead already."""

@@ -42,8 +42,7 @@ async def claimed_index(kind: str, config: RunConfig, run_dir: Path) -> AsyncIte
                     yield index
                     renewing.cancel()
         finally:
-            if await connection.read("GET", key) == nonce.encode():
-                await connection.read("DEL", key)
+            await connection.call("lock", [key], [nonce, 0])
 
 
 async def _claim(connection: Connection, keys: Keys, kind: str, nonce: str) -> int:
@@ -56,14 +55,8 @@ async def _claim(connection: Connection, keys: Keys, kind: str, nonce: str) -> i
 
 
 async def _take(connection: Connection, key: str, nonce: str) -> bool:
-    """Take a number that is free; False if another member has it."""
-    milliseconds = str(int(TTL * 1000))
-    # First what also works while Redis is full.
-    if await connection.read("GET", key) == nonce.encode():
-        return bool(await connection.read("PEXPIRE", key, milliseconds))
-    taken = await connection.read("SET", key, nonce, "NX", "PX", milliseconds)
-    # After a lost reply it may be ours already.
-    return taken is not None or await connection.read("GET", key) == nonce.encode()
+    """Take a number that is free, or renew it; False if another member has it."""
+    return bool(await connection.call("lock", [key], [nonce, int(TTL * 1000)]))
 
 
 async def _renew(connection: Connection, key: str, nonce: str) -> None:

@@ -25,14 +25,23 @@ class RoleRegistry:
         self._keys = keys
 
     async def beat(self, name: str, fields: Mapping[str, str | int | float], ttl: float) -> None:
-        """Replace the fields of a role (at least one); they vanish after `ttl` seconds. Works when Redis is full."""
+        """Replace the fields of a role (at least one); they vanish after `ttl` seconds. Works when Redis is full.
+
+        With `host`, `started` and `beat` among them, it is known later when this process and its host died.
+        """
         flat = [part for pair in fields.items() for part in pair]
-        keys = [self._keys.role(name), self._keys.roles]
-        await self._connection.call("beat", keys, [name, int(ttl * 1000), *flat])
+        keys, life = [self._keys.role(name), self._keys.roles], ("", 0)
+        if "started" in fields:
+            keys.append(self._keys.hosts)
+            up = float(fields["beat"]) - float(fields["started"])
+            life = (f"{fields['host']} {name} {fields['started']}", int(up * 1000))
+        await self._connection.call("beat", keys, [name, int(ttl * 1000), *life, *flat])
 
     async def first_life(self, name: str, nonce: str) -> bool:
         """Whether this process, known by its nonce, is the first of the role in the run, on whatever host."""
-        return bool(await self._connection.call("first_life", [self._keys.lives], [name, nonce]))
+        await self._connection.read("HSETNX", self._keys.lives, name, nonce)
+        first: bytes = await self._connection.read("HGET", self._keys.lives, name)
+        return first == nonce.encode()
 
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Fields of living roles whose names begin with `prefix`."""
@@ -80,7 +89,9 @@ class ServerList:
         flat = [part for name, row in rows.items() for part in (name, orjson.dumps(row))]
         keys = [self._keys.server_report(replica), self._keys.servers]
         # never empty: a hash needs a field
-        await self._connection.call("beat", keys, [replica, int(REPORT_SECONDS * 1000), _COUNTER, len(rows), *flat])
+        await self._connection.call(
+            "beat", keys, [replica, int(REPORT_SECONDS * 1000), "", 0, _COUNTER, len(rows), *flat]
+        )
 
     async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
         found = await _living(self._connection, self._keys.servers, self._keys.server_report)

@@ -69,19 +69,13 @@ class Supervision:
 
     async def claim(self, supervisor: str) -> bool:
         """Be the one supervisor of the run for the next `BEAT_TTL` seconds; False: another one is."""
-        milliseconds = str(int(BEAT_TTL * 1000))
-        key = self._keys.supervising
-        # First what also works while Redis is full.
-        if await self._connection.read("GET", key) == supervisor.encode():
-            return bool(await self._connection.read("PEXPIRE", key, milliseconds))
-        taken = await self._connection.read("SET", key, supervisor, "NX", "PX", milliseconds)
-        # After a lost reply it may be ours already.
-        return taken is not None or await self._connection.read("GET", key) == supervisor.encode()
+        milliseconds = int(BEAT_TTL * 1000)
+        return bool(await self._connection.call("lock", [self._keys.supervising], [supervisor, milliseconds]))
 
     async def leave(self, supervisor: str) -> None:
         """Leave the place to a successor at once. Changes nothing if another supervisor has it."""
-        if await self._connection.read("GET", self._keys.supervising) == supervisor.encode():
-            await self._connection.read("DEL", self._keys.supervising, self._keys.role(SUPERVISOR))
+        keys = [self._keys.supervising, self._keys.role(SUPERVISOR)]
+        await self._connection.call("lock", keys, [supervisor, 0])
 
     async def add_lines(self, lines: Mapping[str, Sequence[bytes]]) -> None:
         """Append log lines by role, and forget the oldest. After a lost reply a line may be there twice."""

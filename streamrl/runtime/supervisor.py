@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitClass, ExitCode, classify
+from streamrl.queues import embedded
 from streamrl.queues.supervision import Asked
 from streamrl.runtime import checkup
 from streamrl.runtime.control import RemoteControl
@@ -115,6 +116,7 @@ async def supervise(
                         return await supervisor.run()
             finally:
                 placement.close()
+                await embedded.remove_socket(run_dir)
                 release_memory(run_dir)
                 if pump.broken is not None:
                     logger.error("the reader of events failed", exc_info=pump.broken)

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import re
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 import orjson
@@ -134,10 +134,6 @@ ENVIRON: Final[Mapping[str, str]] = {
 }
 """The environment of a program. Threads count as processes, so libraries start none by themselves."""
 
-_NOBODY: Final = str(jail.NOBODY)
-_LIMIT_PROCESSES: Final = 'ulimit -p "$0" 2>/dev/null || ulimit -u "$0"; exec "$@"'
-"""dash calls this limit `-p`; bash calls it `-u`, and refuses `-p`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
@@ -150,36 +146,48 @@ class Interpreter:
 
 
 def interpreter(python: str = "") -> Interpreter:
-    """`python`, or the Python that runs streamrl, without the packages of its environment."""
-    path = Path(python or os.path.realpath(sys.executable)).absolute()
-    prefixes = (path.parent.parent, Path(os.path.realpath(path)).parent.parent)
-    visible = dict.fromkeys(
-        str(prefix) for prefix in prefixes if str(prefix) != "/" and not _of_the_system(str(prefix))
-    )
-    return Interpreter(str(path), tuple(visible))
+    """`python`, or the Python that runs streamrl, without the packages of its environment.
+
+    Programs see what it needs: itself, its libraries, `pyvenv.cfg` of an environment. `ConfigError`: it does not run.
+    """
+    path, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
+    if python:
+        try:
+            said = subprocess.run(  # noqa: S603
+                [python, "-I", "-c", _WHERE], capture_output=True, text=True, timeout=_KEEPER_SECONDS, check=True
+            ).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(f"python: {python} does not run: {error}", "name an interpreter of this host") from error
+        path, *prefixes = said.splitlines()
+    needed = [path, *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64", "pyvenv.cfg"))]
+    own = (one for one in needed if os.path.lexists(one) and not _of_the_system(one))
+    return Interpreter(path, tuple(dict.fromkeys(own)))
+
+
+_WHERE: Final = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')"
 
 
 def _of_the_system(path: str) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in jail.SYSTEM)
 
 
-def _bubblewrap(program: Program, limits: SandboxLimits, network: bool) -> list[str]:
-    path = shutil.which("bwrap")
-    if path is None:
-        raise SandboxError("bwrap is not installed")
-    words = [path, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
-    if not network:
-        words += ["--unshare-net"]
-    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY]
-    words += ["--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
-    words += ["--bind", "{folder}", "/tmp", "--chdir", "/tmp"]  # noqa: S108
-    for path in (*jail.SYSTEM, *jail.SYSTEM_FILES, *program.visible):
-        words += ["--ro-bind-try", path, path]
-    words += ["--"]
-    return [*words, "/bin/sh", "-c", _LIMIT_PROCESSES, str(limits.processes), *program.argv]
+_MOST_LINKS: Final = 40
+"""As many as the kernel follows."""
 
 
-Isolation = Literal["namespaces", "bubblewrap", "none"]
+def _shown(path: str) -> Iterator[tuple[str, str]]:
+    """What a program must see to find `path`, as the host's path and its own: links as links, then what they name."""
+    source, target = Path(path), path
+    for _ in range(_MOST_LINKS):
+        source = Path(os.path.realpath(source.parent), source.name)
+        yield str(source), target
+        if not source.is_symlink():
+            return
+        link = source.readlink()
+        source, target = source.parent / link, os.path.normpath(Path(target).parent / link)
+
+
+Isolation = Literal["auto", "strict", "none"]
 
 _START: Final = "import sys; sys.path.insert(0, sys.argv[1]); from inside.keeper import main; main()"
 _FOLDERS: Final = "streamrl-code-"
@@ -191,22 +199,26 @@ _BYTES_PER_BYTE: Final = 6
 """JSON writes control characters and invalid UTF-8 as six characters."""
 _HINT: Final = (
     "allow user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 or user.max_user_namespaces; in a"
-    " container its seccomp profile), or install bubblewrap; or take the risk with isolation: none and network: allow,"
-    " which lets programs read, write and send whatever this user can"
+    " container its seccomp profile); or take the risk with isolation: none and network: allow, which lets programs"
+    " read, write and send whatever this user can"
 )
+_PROBE: Final = "import ctypes; print(6 * 7, ctypes.CDLL(None).unshare(0))"
+"""The filter refuses `unshare`, which asks for nothing here."""
+_NO_FILTER: Final = "no filter of system calls, because this kernel has no seccomp"
 
 
 class Sandbox:
     """Runs untrusted programs.
 
-    `isolation`: `auto` is namespaces or bubblewrap, the first that works; `none` only has limits, a session, a
-    directory and an environment of its own. `ConfigError`: not Linux, or `none` without `network`, which it cannot
-    prevent.
+    `isolation`: `auto` is namespaces, with a filter of system calls if the kernel has seccomp; `weakness` says if not.
+    `strict` refuses to do without it. `none` only has limits, a session, a directory and an environment of its own.
+    `ConfigError`: not Linux, or `none` without `network`, which it cannot prevent.
     """
 
-    def __init__(
-        self, limits: SandboxLimits, *, network: bool = False, isolation: Isolation | Literal["auto"] = "auto"
-    ) -> None:
+    weakness: ClassVar[str] = ""
+    """What the sandboxes of this process lack, for `streamrl status`."""
+
+    def __init__(self, limits: SandboxLimits, *, network: bool = False, isolation: Isolation = "auto") -> None:
         if sys.platform != "linux":
             raise ConfigError("programs can be run on Linux only", "run streamrl in a Linux container")
         if isolation == "none" and not network:
@@ -215,18 +227,19 @@ class Sandbox:
             )
         self.limits = limits
         self._network = network
-        self._wanted = isolation
+        self._isolation = isolation
+        self._jailed = isolation != "none"
         self._opening = asyncio.Lock()
-        self.isolation: Isolation | None = None
+        self.opened = False
 
-    async def open(self) -> Isolation:
-        """Find an isolation that works here, by a test run, once. `ConfigError` says why none does, and what to do."""
+    async def open(self) -> None:
+        """Check by a test run, once, that the isolation works here. `ConfigError` says why not, and what to do."""
         async with self._opening:
-            if self.isolation is None:
+            if not self.opened:
                 await asyncio.to_thread(sweep, _FOLDERS)
-                self.isolation = await self._find()
-                logger.info("sandbox ready", extra={"isolation": self.isolation, "network": self._network})
-        return self.isolation
+                await self._check()
+                self.opened = True
+                logger.info("sandbox ready", extra={"isolation": self._isolation, "network": self._network})
 
     async def need(self, executable: str, visible: tuple[str, ...]) -> None:
         """Check that an executable can be executed here by programs that see these directories. ConfigError if not."""
@@ -240,33 +253,39 @@ class Sandbox:
     @asynccontextmanager
     async def start(self, program: Program) -> AsyncIterator[Session]:
         """Yield a session with the program, and remove all of it at the end. Raises as `open`."""
-        async with self._session(await self.open(), program) as session:
+        await self.open()
+        async with self._session(program) as session:
             yield session
 
-    async def _find(self) -> Isolation:
-        tried: tuple[Isolation, ...] = ("namespaces", "bubblewrap")
-        if self._wanted != "auto":
-            tried = (self._wanted,)
-        reasons = []
+    async def _check(self) -> None:
         python = interpreter()
-        probe = Program(argv=(python.path, "-I", "-S", "-c", "print(6 * 7)"), visible=python.visible)
-        for isolation in tried:
-            try:
-                async with self._session(isolation, probe) as session:
-                    execution = await session.run("")
-            except (SandboxError, OSError) as error:
-                reasons.append(f"{isolation}: {str(error).strip().splitlines()[-1]}")
-                continue
-            if execution.stdout.strip() == "42":
-                return isolation
+        probe = Program(argv=(python.path, "-I", "-S", "-c", _PROBE), visible=python.visible)
+        try:
+            async with self._session(probe) as session:
+                execution = await session.run("")
+        except (SandboxError, OSError) as error:
+            why = str(error).strip().splitlines()[-1]
+        else:
+            if execution.stdout == "42 -1\n":
+                return
+            if execution.stdout == "42 0\n":
+                self._do_without_filter()
+                return
             said = (execution.stderr.strip() or execution.outcome).splitlines()[-1]
-            reasons.append(f"{isolation}: a small program does not run in it: {said}")
-        raise ConfigError(f"programs cannot be isolated here ({'; '.join(reasons)})", _HINT)
+            why = f"a small program does not run in the sandbox: {said}"
+        raise ConfigError(f"programs cannot be isolated here: {why}", _HINT)
+
+    def _do_without_filter(self) -> None:
+        if self._isolation == "strict":
+            raise ConfigError(f"isolation: strict: {_NO_FILTER}", "isolation: auto only warns; or use another kernel")
+        if self._jailed:
+            Sandbox.weakness = _NO_FILTER
+            logger.warning("the sandbox is weak", extra={"why": _NO_FILTER})
 
     @asynccontextmanager
-    async def _session(self, isolation: Isolation, program: Program) -> AsyncIterator[Session]:
-        async with self._folder(isolation) as folder:
-            order = self._order(isolation, program, folder)
+    async def _session(self, program: Program) -> AsyncIterator[Session]:
+        async with self._folder() as folder:
+            order = self._order(program, folder)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)),
                 stdin=asyncio.subprocess.PIPE,
@@ -282,8 +301,8 @@ class Sandbox:
                 await _end(process)
 
     @asynccontextmanager
-    async def _folder(self, isolation: Isolation) -> AsyncIterator[str]:
-        if isolation == "namespaces":
+    async def _folder(self) -> AsyncIterator[str]:
+        if self._jailed:
             yield ""
             return
         own = own_folder(_FOLDERS)
@@ -293,23 +312,17 @@ class Sandbox:
         finally:
             await asyncio.to_thread(own.__exit__, None, None, None)
 
-    def _order(self, isolation: Isolation, program: Program, folder: str) -> dict[str, Any]:
+    def _order(self, program: Program, folder: str) -> dict[str, Any]:
         for name in program.files:
             if Path(name).name != name or name in {"", ".", ".."}:
                 raise ValueError(f"{name!r} is not a plain file name")
-        argv, kind = list(program.argv), "none"
-        if isolation == "namespaces":
-            kind = "namespaces"
-        elif isolation != "none":
-            kind = "wrapped"
-            argv = _bubblewrap(program, self.limits, self._network)
         return {
-            "isolation": kind,
+            "jailed": self._jailed,
             "network": self._network,
-            "argv": argv,
+            "argv": program.argv,
             "environ": {**ENVIRON, **program.environ},
             "files": dict(program.files),
-            "visible": [[os.path.realpath(path), path] for path in program.visible],
+            "visible": [pair for path in program.visible for pair in _shown(path)],
             "folder": folder,
             "limits": {**asdict(self.limits), "slowest": SLOWEST},
         }

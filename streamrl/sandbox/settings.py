@@ -31,13 +31,13 @@ class SandboxSettings:
     processes: int = 16
     output_kib: int = 1024
     network: Literal["deny", "allow"] = "deny"
-    isolation: Isolation | Literal["auto"] = "auto"
+    isolation: Isolation = "auto"
 
     def __post_init__(self) -> None:
         one_of("network", self.network, ("deny", "allow"))
-        if str(self.isolation) == "nsjail":
-            raise PluginError("isolation: nsjail is no longer supported", "use isolation: bubblewrap, or leave it out")
-        one_of("isolation", self.isolation, ("auto", "namespaces", "bubblewrap", "none"))
+        if str(self.isolation) in {"bubblewrap", "namespaces", "nsjail"}:
+            raise PluginError(f"isolation: {self.isolation} is gone", "leave isolation out, or say strict")
+        one_of("isolation", self.isolation, ("auto", "strict", "none"))
         self._limits(0)
 
     @property

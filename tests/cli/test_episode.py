@@ -121,7 +121,7 @@ def test_the_built_in_tool_is_played_by_its_name(tmp_path: Path, folder: Path):
     from tests.producers.episodes.episode_kit import save_talker
     from tests.sandbox.sandboxes import need
 
-    need("namespaces")
+    need("auto")
     save_talker(tmp_path / "model", calls=['{"name": "run_python", "arguments": {"code": "print(6 * 7)"}}'])
     asked = ("--task", str(folder / "tasks.jsonl"), "--file", str(folder / "run.yaml"), "--limit", "3", "--json")
     model = ("--set", f"model.path={tmp_path / 'model'}")

@@ -14,7 +14,7 @@ WRONG = "def add(a, b): return a - b"
 
 
 async def score(program, test, **metadata):
-    rule = Code(isolation="namespaces", wall=60, seconds=20)
+    rule = Code(wall=60, seconds=20)
     sample = seen(f"```python\n{program}\n```\n", metadata={"tests": [test], **metadata})
     return (await rule.score(sample)).value
 
@@ -64,7 +64,7 @@ assert add(Number(1), Number(2)).n == 3
 
 
 async def test_every_form_of_tests_passes_what_is_right_and_nothing_else():
-    need("namespaces")
+    need("auto")
     runs = {("right", name): score(ADD, test, entry_point="add") for name, test in FORMS.items()}
     runs |= {("wrong", name): score(WRONG, test, entry_point="add") for name, test in FORMS.items()}
     found = await together(runs)
@@ -99,7 +99,7 @@ def test_code_that_checks_nothing_is_an_error_of_the_data(code, why):
 
 
 async def test_a_loop_over_nothing_checks_nothing_whatever_the_program_is():
-    need("namespaces")
+    need("auto")
     with pytest.raises(DataError, match="metadata tests of line 7 has code that has executed no check"):
         await score(ADD, "for a in []:\n  assert add(a, a) == 0")
     assert await score("def add(a, b): return []", "for a in add(1, 2):\n  assert a == 0") == 0.0
@@ -109,7 +109,7 @@ async def test_a_loop_over_nothing_checks_nothing_whatever_the_program_is():
     "test", ["from nowhere.deep import a\nassert add(1, 2)", "def test():\n  import nowhere\n  assert 1"]
 )
 async def test_a_module_that_the_tests_miss_is_an_error_of_the_data(test):
-    need("namespaces")
+    need("auto")
     with pytest.raises(DataError, match=r"metadata tests of line 7 has code that imports nowhere, which .* not have"):
         await score("import sys, types\nsys.modules['nowhere'] = types.ModuleType('nowhere')\n" + ADD, test)
 
@@ -311,12 +311,12 @@ def tricks(before=""):
 
 
 async def test_no_trick_passes_tests_that_a_right_program_passes():
-    need("namespaces")
+    need("auto")
     assert {name for name, value in (await tricks()).items() if value} == {"right"}
 
 
 async def test_no_trick_of_these_passes_in_the_process_of_the_program_either():
-    need("namespaces")
+    need("auto")
     assert {name for name, value in (await tricks("import sys\n")).items() if value} == {"right"}
     blind = 'import os\nos.write(11, b"loaded\\n1\\n" * 9)\ndef add(a, b): os._exit(0)'
     assert await score(blind, "import sys\n" + TARGETS["assert"]) == 0.0
@@ -378,7 +378,7 @@ assert m.call_args == call(2) and m.call_args == ((2,), {})
 
 
 async def test_only_honest_classes_equal_plain_data_in_the_process_of_the_program():
-    need("namespaces")
+    need("auto")
     either = "import sys\nassert add(1, 2) == 3 or add(1, 2) == [3]"
     runs = {name: score(program, either) for name, program in EQUALS.items()}
     runs |= {name: score(program, f"import sys\n{test}") for name, (program, test) in EQUAL.items()}
@@ -407,7 +407,7 @@ GOES_INSIDE = {
 
 
 async def test_a_program_neither_replaces_names_of_the_tests_nor_brings_them_into_its_process():
-    need("namespaces")
+    need("auto")
     runs = {name: score(program, test, entry_point="add") for name, (test, program) in REPLACES.items()}
     runs |= {name: score(FORGES + program, test) for name, (program, test) in GOES_INSIDE.items()}
     runs["all names"] = score(f"__all__ = []\n{ADD}", "from solution import *\nassert add(1, 2) == 3")
@@ -447,7 +447,7 @@ GOES_ON = {
 
 
 async def test_a_failed_assertion_that_the_tests_catch_fails_them():
-    need("namespaces")
+    need("auto")
     refuse = "\ndef refuse(): assert False"
     runs = {("right", name): score(ADD + refuse, test) for name, test in (CATCHES | GOES_ON).items()}
     runs |= {("wrong", name): score(WRONG + "\ndef refuse(): pass", test) for name, test in CATCHES.items()}
@@ -506,7 +506,7 @@ def test_results_of_functions_may_be_changed_anywhere():
 
 
 async def test_objects_of_the_program_are_used_and_changed_as_if_they_were_here_and_stay_one_object():
-    need("namespaces")
+    need("auto")
     tests = ((TREES, OBJECTS), (SHELF, HELD), (ONE_OBJECT, IDENTITY))
     found = await together({name: score(program, test) for program, some in tests for name, test in some.items()})
     assert {name for name, value in found.items() if value != 1.0} == set()

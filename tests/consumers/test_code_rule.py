@@ -16,8 +16,8 @@ CALL = [{"call": "add", "args": [n, 1], "output": n + 1} for n in range(3)]
 
 @pytest.fixture
 def code():
-    need("namespaces")
-    return lambda **args: Code(isolation="namespaces", wall=60, seconds=20, **args)
+    need("auto")
+    return lambda **args: Code(wall=60, seconds=20, **args)
 
 
 def response(text, tests, fence="```python"):
@@ -142,7 +142,7 @@ async def test_the_interpreter_of_an_environment_brings_its_packages(code):
         ({"credit": "some"}, "credit is 'some'"),
         ({"network": "maybe"}, "network is 'maybe'"),
         ({"isolation": "docker"}, "isolation is 'docker'"),
-        ({"isolation": "nsjail"}, "no longer supported\n  hint: use isolation: bubblewrap"),
+        ({"isolation": "bubblewrap"}, "isolation: bubblewrap is gone\n  hint: leave isolation out, or say strict"),
         ({"isolation": "none"}, "cannot keep programs from the network"),
         ({"command": ["no-such-program"]}, "no-such-program is not installed"),
         ({"command": []}, "list of words"),

@@ -18,6 +18,7 @@ from streamrl.errors import ConfigError
 from streamrl.monitor.snapshot import take
 from streamrl.queues import Role, open_ledgers
 from streamrl.queues.records import Cause, ReplayOutcome
+from streamrl.sandbox import Sandbox
 from tests.consumers.samples import prompt, response
 from tests.consumers.worker_kit import Workers, put, put_whole, scores, until_closed, until_dead, values, worker
 from tests.queues.ledger_kit import admit, faults, lease, replay, until
@@ -75,6 +76,13 @@ async def test_samples_of_both_ledgers_are_scored(redis_run, make_config, ledger
             await until(lambda: role.status.get("scored") == 4)
     (line,) = [line for line in recorded(redis_run) if line["scored"] == 4 and "mean" in line]
     assert (line["failed"], line["mean"]) == (0, 0.5)
+
+
+async def test_a_weak_sandbox_is_in_the_status(redis_run, make_config, ledgers_of, monkeypatch):
+    config = make_config()
+    monkeypatch.setattr(Sandbox, "weakness", "no filter")
+    async with ledgers_of(config) as ledgers, worker(config, redis_run.run_dir, ledgers) as role:
+        await until(lambda: role.status.get("sandbox") == "no filter")
 
 
 async def test_a_reward_that_raises_hangs_or_returns_nonsense_kills_the_sample_and_nothing_else(

@@ -282,6 +282,23 @@ def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
     assert log.read_round() is None
 
 
+def test_a_log_that_cannot_be_written_is_said_once_until_it_can(tmp_path, caplog):
+    """The run directory was moved: it is tried again many times a second."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    log = EvaluationLog(folder)
+    group = EvaluatedGroup(0, 0, 7, 7, 8, [1.0], 1)
+    for times in (1, 2):
+        folder.rename(away)
+        assert not any(log.write_round(EvaluationRound(7, 0, 4)) for _ in range(5))
+        assert caplog.text.count("evaluation cannot be written") == 2 * times - 1
+        assert not any(log.append([group]) for _ in range(5))
+        assert caplog.text.count("evaluation cannot be written") == 2 * times
+        away.rename(folder)
+        assert log.write_round(EvaluationRound(7, 0, 4))
+    assert log.append([group])
+
+
 @pytest.mark.slow
 async def test_kill_9_of_the_feeder_in_mid_round(run):
     run.evaluate(prompts=6).set("engine", slots=8)

@@ -60,10 +60,10 @@ async def is_empty(stream: str, ledgers: Ledgers) -> bool:
     return not await ledgers.connection.read("XLEN", stream)
 
 
-def start(program: str, run: RedisRun, config: RunConfig) -> subprocess.Popen[bytes]:
+def start(program: str, run: RedisRun, config: RunConfig, *words: str) -> subprocess.Popen[bytes]:
     """A real process that leases from the run."""
     save(LoadedConfig(config=config, origins={}), run.run_dir / "run.json")
-    return subprocess.Popen([sys.executable, "-c", program, str(run.run_dir)], stdout=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", program, str(run.run_dir), *words], stdout=subprocess.PIPE)
 
 
 async def consumers(ledger: Ledger, stage: str = "prompts") -> list[bytes]:

@@ -47,24 +47,27 @@ async def lease(ledger: Ledger, stage: str, consumer: str = "worker", count: int
     stream = getattr(ledger.keys, stage)
     command = ("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "STREAMS", stream, ">")
     found = replies.streams(await ledger.connection.read(*command)).get(stream, [])
-    return [_lease(ledger, stage, entry, fields) for entry, fields in found]
+    return [_lease(ledger, stage, consumer, entry, fields) for entry, fields in found]
 
 
-def _lease(ledger: Ledger, stage: str, entry: str, fields: dict[bytes, bytes], deliveries: int = 1) -> Lease:
+def _lease(
+    ledger: Ledger, stage: str, consumer: str, entry: str, fields: dict[bytes, bytes], deliveries: int = 1
+) -> Lease:
     number = fields[b"k"].decode() if stage == "rollouts" else None
     sample = int(number) if number is not None and number != ALL_SAMPLES else None
-    return Lease(
-        ledger, entry, int(fields[b"g"]), int(fields[b"a"]), sample, deliveries, is_group=number == ALL_SAMPLES
-    )
+    group, attempt = int(fields[b"g"]), int(fields[b"a"])
+    whole = number == ALL_SAMPLES
+    return Lease(ledger, entry, group, attempt, sample, deliveries, is_group=whole, consumer=consumer)
 
 
-async def take(ledger: Ledger, stage: str, old: Lease, consumer: str) -> Lease | None:
-    """Take a lease away from whoever holds it, as after its expiry."""
+async def take(ledger: Ledger, stage: str, old: Lease, consumer: str, deaths: int | None = None) -> Lease | None:
+    """Take a lease away from whoever holds it, as after its expiry; `deaths`: those that the taker knows of."""
     stream = getattr(ledger.keys, stage)
-    fields = await ledger.connection.call(
-        "claim", [stream], [consumer, old.entry, 0, old.deliveries, old.deliveries + 1]
-    )
-    return None if fields is None else _lease(ledger, stage, old.entry, replies.pairs(fields), old.deliveries + 1)
+    if deaths is None:
+        rows = await ledger.connection.read("XPENDING", stream, GROUP, old.entry, old.entry, 1)
+        deaths = rows[0][3] if rows else old.deliveries
+    fields = await ledger.connection.call("claim", [stream], [consumer, old.entry, 0, deaths, deaths + 1])
+    return None if fields is None else _lease(ledger, stage, consumer, old.entry, replies.pairs(fields), deaths + 1)
 
 
 async def close_group(ledger: Ledger, cursor: int, samples: int = 2, **changed: Any) -> None:

@@ -250,6 +250,15 @@ async def test_a_server_for_one_call(tmp_path: Path):
         assert not embedded.socket_path(run_dir).exists(), "it was stopped in order"
 
 
+async def test_a_server_for_one_call_leaves_no_directory_of_its_socket(tmp_path: Path):
+    run_dir = tmp_path / ("x" * 100)
+    async with embedded.running(RedisConfig(patience=5), run_dir):
+        folder = embedded.socket_path(run_dir).parent
+        await embedded.remove_socket(run_dir)
+        assert await embedded.answers(run_dir), "it is in use"
+    assert not folder.exists()
+
+
 async def test_a_run_directory_with_characters_that_mean_something_in_urls(tmp_path: Path):
     config, run_dir = RedisConfig(patience=5), tmp_path / "a%20b?c#d"
     async with embedded.running(config, run_dir) as url, open_connection(config, url) as opened:

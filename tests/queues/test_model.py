@@ -103,6 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.wholes: list[Lease] = []
         self.said = False
         self.owners: dict[str, Lease] = {}
+        self.taken = 0
         self.nonce, self.old_nonces, self.epoch, self.held, self.version_number = "", [], 0, 0, 0
         self.restarts = 0
 
@@ -222,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def may_journal(self, held: Lease, sample: int) -> Group | None:
         """The group, when this lease is the newest one of its entry and the sample is still to be generated."""
         group = self.known(held)
-        newest = self.owners.get(held.entry, held).deliveries == held.deliveries
+        newest = self.owners.get(held.entry, held).consumer == held.consumer
         return group if group is not None and newest and sample in group.missing else None
 
     @precondition(lambda self: self.prompts)
@@ -383,15 +384,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dead_groups[group_id] = self.groups.pop(group_id)
 
     @precondition(lambda self: self.prompts or self.samples or self.wholes)
-    @rule(data=st.data(), name=st.sampled_from("bc"))
-    def take_over(self, data, name):
+    @rule(data=st.data())
+    def take_over(self, data):
         """The holder died or was slow: somebody else holds the entry, and the old lease goes on as a zombie's."""
         held = data.draw(st.sampled_from(self.prompts + self.samples + self.wholes))
         held = self.owners.get(held.entry, held)
         stage, mine = "rollouts", self.wholes if held.is_group else self.samples
         if held.sample is None and not held.is_group:
             stage, mine = "prompts", self.prompts
-        found = self.wait(take(self.ledger, stage, held, name))
+        self.taken += 1
+        found = self.wait(take(self.ledger, stage, held, f"taker-{self.taken}"))
         assert (found is not None) == (self.awaits(held) is not None)
         if found is not None:
             mine.append(found)

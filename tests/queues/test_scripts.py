@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from streamrl.errors import Fenced, Refused
-from streamrl.queues import Ledger, Ledgers
+from streamrl.queues import Lease, Ledger, Ledgers
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome, ScoreOutcome
 from tests.queues.conftest import both_versions
 from tests.queues.ledger_kit import admit, close_group, everything, faults, lease, replay, same_again, take
@@ -152,6 +153,37 @@ async def test_a_journal_belongs_to_one_holder_and_ends_with_its_sample(ledgers:
     (sample,) = await lease(train, "rollouts")
     assert await train.score(sample, b"s") is ScoreOutcome.CLOSED
     assert not [name for name in (await everything(train))[train.keys.group(0)] if name.startswith(b"j:")]
+
+
+async def test_a_part_that_became_durable_clears_the_work_of_deaths(ledgers: Ledgers):
+    """But not turns of an episode that begins again each time: work that kills at a later turn would live for ever."""
+    train, stream = ledgers.train, ledgers.train.keys.prompts
+    await admit(train, 0, samples=3, min_group=1)
+    (held,) = await lease(train, "prompts", "a")
+
+    async def taken(deaths: int) -> Lease:
+        claim = ("XCLAIM", stream, "g", "b", 0, held.entry, "RETRYCOUNT", deaths, "JUSTID")
+        await ledgers.connection.read(*claim)
+        return replace(held, consumer="b", deliveries=deaths)
+
+    async def deliveries() -> int:
+        ((_, owner, _, count),) = await ledgers.connection.read("XPENDING", stream, "g", "-", "+", 10)
+        assert owner == b"b"
+        return count
+
+    new = await taken(4)
+    assert await train.journal(new, 0, 0, b"turn")
+    assert await deliveries() == 1
+    await taken(4)
+    assert await train.emit(new, 1, b"payload")
+    assert await deliveries() == 1
+    assert await train.forget_journal(new, 0)
+    await taken(4)
+    assert await train.journal(new, 0, 0, b"turn")
+    assert await deliveries() == 4
+    assert await train.emit(new, 0, b"payload")
+    assert await deliveries() == 1
+    assert await faults(train) == []
 
 
 async def test_the_journal_of_a_dead_attempt_is_gone(ledgers: Ledgers):
@@ -316,8 +348,8 @@ async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledger
     (first,) = await lease(train, "prompts", "a")
     second = await take(train, "prompts", first, "b")
     assert second.deliveries == 2
-    assert await take(train, "prompts", first, "c") is None  # its count has moved on
-    assert (await take(train, "prompts", first, "b")).entry == first.entry  # a repeat of b's own
+    assert await take(train, "prompts", first, "c", 1) is None  # its count has moved on
+    assert (await take(train, "prompts", first, "b", 1)).entry == first.entry  # a repeat of b's own
     stream = train.keys.prompts
     assert await call("renew", [stream], ["a", first.entry]) == [[first.entry.encode()], [], []]
     assert await call("renew", [stream], ["b"]) == [[], [], [[first.entry.encode(), 2]]]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from streamrl.queues import member_index
 from streamrl.queues.keys import Keys
 from streamrl.queues.supervision import KEPT_LINES, LONGEST_LINE, Asked, Published, Supervision
+from tests.queues.ledger_kit import until
+from tests.redis_kit import Probe
 
 
 async def test_what_is_asked_is_asked_of_one_supervisor(ledgers, config):
@@ -39,6 +44,35 @@ async def test_one_supervisor_has_the_claim_until_it_leaves_or_is_silent(ledgers
     assert [await supervision.claim(one) for one in "ba"] == [True, False]
     await ledgers.connection.read("DEL", key)  # as after BEAT_TTL of silence
     assert [await supervision.claim(one) for one in "ab"] == [True, False]
+
+
+@pytest.mark.parametrize("what", ["supervisor", "member"])
+async def test_a_lock_that_ends_while_it_is_renewed_has_one_holder(ledgers, config, run, monkeypatch, what):
+    """Between two commands it could end, another could take it, and the first would renew that one's."""
+    keys, connection = Keys(config.name), ledgers.connection
+    key = keys.supervising if what == "supervisor" else keys.member("reward", 0)
+
+    async def take() -> bool:
+        if what == "supervisor":
+            return await Supervision(connection, config.name).claim("a")
+        return await member_index._take(connection, key, "a")
+
+    assert await take()
+    others: list[bool] = []
+    with Probe(run.config.url) as probe:
+        probe.call("PEXPIRE", key, 300)
+        send = connection._send
+
+        async def slowly(command):
+            reply = await send(command)
+            if not others:
+                await until(lambda: not 0 <= probe.call("PTTL", key) <= 300)
+                others.append(probe.call("SET", key, "b", "NX") is not None)
+            return reply
+
+        monkeypatch.setattr(connection, "_send", slowly)
+        holds = await take()
+    assert [holds, *others].count(True) == 1
 
 
 async def test_the_last_lines_of_each_role_are_kept_in_order(ledgers, config):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from streamrl.config import RunConfig
+from streamrl.config import LeaseConfig, RunConfig
 from streamrl.queues import Lease, Ledgers
-from streamrl.queues.leases import _PAGE, UNOWNED
+from streamrl.queues.leases import _PAGE, UNOWNED, deliveries_after
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -23,7 +23,7 @@ from tests.queues.lease_kit import (
     start,
     working,
 )
-from tests.queues.ledger_kit import admit, until, until_async
+from tests.queues.ledger_kit import admit, lease, until, until_async
 from tests.redis_kit import RedisRun
 
 PROGRAM = """
@@ -132,6 +132,132 @@ async def test_what_killed_fewest_goes_first(ledgers: Ledgers):
     async with working(ledgers, generating(done), width=1):
         await until(lambda: len(done) == 4)
     assert [(found.group_id, found.deliveries) for found in done] == [(2, 2), (3, 2), (1, 3), (0, 4)]
+
+
+async def test_work_of_a_process_that_held_much_runs_few_at_a_time_after_a_second_death(ledgers: Ledgers):
+    """None of it is known to have killed: it is not run one after the other, and is charged with no third death."""
+    for cursor in range(8):
+        await admit(ledgers.train, cursor)
+        await abandon(ledgers.train, deaths=2)
+    four = asyncio.Barrier(4)
+    done: list[Lease] = []
+    most = 0
+
+    async def handle(found: Lease) -> None:
+        nonlocal most
+        async with asyncio.timeout(20):
+            await four.wait()
+        most = max(most, sum(work.task is not None for work in leases._leased.values()))
+        await generating(done)(found)
+
+    async with working(ledgers, handle, width=8) as leases:
+        await until(lambda: len(done) == 8)
+    assert most == 4
+    assert {found.deliveries for found in done} == {2}
+
+
+@pytest.mark.parametrize(
+    ("deaths", "held", "deliveries"),
+    [(1, 1, 2), (2, 4, 3), (4, 1, 5), (1, 64, 2), (2, 64, 2), (3, 64, 3), (1, 0, 1), (3, 0, 3), (0, 0, 1)],
+)
+def test_a_death_counts_for_what_may_be_to_blame(deaths: int, held: int, deliveries: int):
+    assert deliveries_after(deaths, held) == deliveries
+
+
+SEEN, LEASE = 20_000, 15_000
+"""Milliseconds since the dead process renewed its work, and those of a lease."""
+
+
+@pytest.mark.parametrize(
+    ("lives", "suspects"),
+    [
+        ({}, 2),
+        ({"a rollout.0 1": (90_000, 18_000)}, 2),
+        ({"a rollout.0 1": (90_000, 18_000), "a reward.0 1": (90_000, 17_500)}, 0),
+        ({"a rollout.0 1": (90_000, 18_000), "a reward.0 1": (90_000, 300)}, 2),
+        ({"a rollout.0 1": (90_000, 18_000), "a reward.0 1": (90_000, 17_500), "a supervisor 1": (90_000, 500)}, 2),
+        ({"a rollout.0 1": (90_000, 18_000), "b reward.0 1": (90_000, 17_500)}, 2),
+        ({"a rollout.0 1": (90_000, 18_000), "a reward.0 1": (90_000, 18_000), "a reward.0 2": (9_000, 400)}, 0),
+        ({"a rollout.0 1": (90_000, 18_000), "a reward.0 1": (90_000, 60_000)}, 2),
+    ],
+    ids=[
+        "nothing is known",
+        "it was alone on its host",
+        "all on its host died",
+        "another lives",
+        "one of two lives",
+        "another host",
+        "another came back as a new process",
+        "the other had died long before",
+    ],
+)
+async def test_the_death_of_a_host_is_no_death_of_its_work(ledgers: Ledgers, lives: Any, suspects: int):
+    keys, connection = ledgers.train.keys, ledgers.connection
+    for cursor in range(2):
+        await admit(ledgers.train, cursor)
+    await lease(ledgers.train, "prompts", "rollout.0-x", count=2)
+    seconds, micros = await connection.read("TIME")
+    now = int(seconds) * 1000 + int(micros) // 1000
+    for life, (first, last) in lives.items():
+        await connection.read("HSET", keys.hosts, life, f"{now - first} {now - last}")
+    names = [keys.death("rollout.0-x"), keys.hosts, keys.prompts, keys.rollouts]
+    arguments = ["rollout.0-x", "rollout.0", SEEN, LEASE]
+    assert await connection.call("suspects", names, arguments) == suspects
+    await connection.read("DEL", keys.hosts)
+    await connection.read("XGROUP", "DELCONSUMER", keys.prompts, "g", "rollout.0-x")
+    assert await connection.call("suspects", names, arguments) == suspects, "the first answer stays"
+
+
+ON_SPOT = """
+import asyncio, socket, sys
+from pathlib import Path
+from streamrl.config import LeaseConfig
+from streamrl.runfile import read_saved
+from streamrl.queues import Leases, open_role
+
+async def hold(lease):
+    print("held", flush=True)
+    await asyncio.Event().wait()
+
+async def main(run_dir, name):
+    async with open_role(name, read_saved(run_dir / "run.json").config, run_dir) as role:
+        await Leases([role.ledgers.train], "prompts", name, LeaseConfig(seconds=6), 6, hold).run(asyncio.Event())
+
+socket.gethostname = lambda: "spot"
+asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+async def test_two_preemptions_of_a_host_do_not_make_its_work_suspect(
+    ledgers: Ledgers, run: RedisRun, config: RunConfig
+):
+    """Real processes, all of one host, killed at once, twice: then all work runs together, and none of it dies."""
+    for cursor in range(12):
+        await admit(ledgers.train, cursor)
+    for _ in range(2):
+        holders = [start(ON_SPOT, run, config, f"rollout.{number}") for number in range(2)]
+        try:
+            for holder in holders:
+                for _ in range(6):
+                    assert (await asyncio.to_thread(holder.stdout.readline)) == b"held\n"
+        finally:
+            for holder in holders:
+                holder.send_signal(signal.SIGKILL)
+            for holder in holders:
+                holder.wait()
+    together = asyncio.Barrier(12)
+    done: list[Lease] = []
+
+    async def handle(found: Lease) -> None:
+        async with asyncio.timeout(30):
+            await together.wait()
+        await generating(done)(found)
+
+    async with working(ledgers, handle, LeaseConfig(seconds=6), width=12):
+        await until(lambda: len(done) == 12)
+    assert {found.deliveries for found in done} == {1}
+    assert await ledgers.train.dead_letters() == []
 
 
 async def test_after_max_deliveries_work_is_buried(ledgers: Ledgers):

@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "vllm": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 2, "cpus": 4}}}},
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
     "agents": {"episode": {"run": "my:Episode", "processes": 2}},
+    "programs": {"rewards": [{"use": "code"}]},
     "recording": {"recording": {"mode": "write"}},
     "reward models": {
         "reward_models": {"My_judge": {"model": "/work/rm", "servers": 2, "flags": {"max-model-len": 512}}},
@@ -243,6 +244,34 @@ def test_pods_are_without_rights_and_secrets_in_files():
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             claimed = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", ())}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claimed, name
+
+
+@pytest.mark.parametrize(
+    ("more", "unconfined"),
+    [
+        ({}, set()),
+        ({"rewards": [{"use": "code"}]}, {"reward"}),
+        ({"rewards": [{"use": "code", "args": {"isolation": "none", "network": "allow"}}]}, set()),
+        ({"episode": {"tools": ["run_python"]}}, {"prepare", "rollout"}),
+        ({"episode": {"tools": ["run_python"], "processes": 2}}, {"prepare", "rollout", "agent"}),
+    ],
+)
+def test_only_pods_with_a_sandbox_may_make_user_namespaces(more: dict[str, Any], unconfined: set[str]):
+    """RuntimeDefault refuses them, and the sandbox would end its role with 78."""
+    found = set()
+    for document in documents(rendered(**more)).values():
+        if (pod := pod_of(document)) is not None and "seccompProfile" in pod["securityContext"]:
+            kinds = {
+                pod["securityContext"][part]["type"]
+                for part in ("seccompProfile", "appArmorProfile")
+                if part in pod["securityContext"]
+            }
+            assert len(kinds) == 1
+            if kinds == {"Unconfined"}:
+                found.add(document["metadata"]["name"])
+            else:
+                assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert found == unconfined
 
 
 def test_only_who_must_reaches_a_port():

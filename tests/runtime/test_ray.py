@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -26,6 +29,7 @@ from streamrl.runtime.placement.ray_node import NodeFacts
 from tests.cli.conftest import tiny  # noqa: F401  (a fixture)
 from tests.cli.run_kit import cli, data_of, process
 from tests.needs import need_programs
+from tests.producers.serve.serve_kit import free_port
 from tests.redis_kit import ForeignRedis
 from tests.runtime.test_supervisor import Run, unit
 
@@ -158,6 +162,52 @@ async def test_the_head_is_restarted_and_the_run_goes_on(
         redis.kill()
 
 
+def start_head(port: int, folder: str) -> subprocess.Popen[bytes]:
+    ray_start = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=4"]
+    options = [f"--object-store-memory={100 << 20}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env["RAY_raylet_start_wait_time_s"] = "120"
+    head = subprocess.Popen([*ray_start, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    assert head.stdout is not None
+    said = []
+    for line in head.stdout:
+        said.append(line.decode())
+        if "Ray runtime started" in said[-1]:
+            return head
+    raise AssertionError("".join(said))
+
+
+def kill_head(head: subprocess.Popen[bytes]) -> None:
+    family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, 30)
+    head.wait()
+
+
+async def test_a_head_that_comes_back_without_its_memory_gets_its_roles_again(tmp_path: Path, model: dict[str, Any]):
+    """Placement groups and keepers are gone with it; what the old cluster says would end the supervisor itself."""
+    folder, port = mkdtemp(prefix="ray-"), free_port()
+    head = start_head(port, folder)
+    try:
+        units = [unit(tmp_path, "rollout.0", "ready", "serve"), unit(tmp_path, "reward.0", "ready", "serve")]
+        async with run_on(SimpleNamespace(address=f"127.0.0.1:{port}"), tmp_path, model, *units) as run:
+            await run.until(run.all_ready, 120)
+            pids = [run.pid(name) for name in ("rollout.0", "reward.0")]
+            await asyncio.to_thread(kill_head, head)
+            await run.until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60)
+            head = await asyncio.to_thread(start_head, port, folder)
+            names = ("rollout.0", "reward.0")
+            await run.until(lambda: all(run.states(name).count(RoleState.READY) == 2 for name in names), 150)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await run.outcome(60)).reason == "stopped by SIGTERM"
+    finally:
+        ray.shutdown()
+        kill_head(head)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
@@ -168,8 +218,6 @@ asyncio.run(drive(Path(sys.argv[1]), *sys.argv[2:]))
 
 async def drive(folder: Path, address: str, settings: str) -> None:
     """A supervisor in a process that the test kills."""
-    from types import SimpleNamespace
-
     units = [unit(folder, "rollout.0", "ready", "serve"), unit(folder, "reward.0", "ready", "serve")]
     async with run_on(SimpleNamespace(address=address), folder, orjson.loads(settings), *units) as run:
         await run.until(run.all_ready, 60)

@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
+from streamrl.queues import embedded
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import ROLE_KINDS, RoleCommand, UnitSpec, starts_after
@@ -109,6 +110,18 @@ def whole_run(folder, learner=("ready", "serve")):
         unit(folder, "reward.0", "ready", "serve"),
         unit(folder, "feeder.0", "ready", "serve", finishes=True),
     ]
+
+
+async def test_the_directory_of_the_socket_goes_with_the_run(tmp_path):
+    """A run directory with a long path has its socket elsewhere; a killed server leaves it there."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    socket = embedded.socket_path(folder)
+    socket.parent.mkdir(mode=0o700)
+    socket.touch()
+    async with Run(folder, unit(folder, "learner.0", "ready", kind="learner", finishes=True)) as run:
+        assert (await run.outcome()).finished
+    assert not socket.parent.exists()
 
 
 async def test_all_roles_start_at_once(tmp_path):

@@ -80,6 +80,7 @@ REFUSED_BY_NAMESPACES = {
     ),
     "removes-a-system-file": ("import os\nos.unlink('/usr/bin/env')", "ended.*(Read-only file system|denied)"),
     "writes-to-the-root": ("open('/evil', 'w')", "ended.*(Read-only file system|denied)"),
+    "writes-to-proc": ("open('/proc/self/oom_score_adj', 'w').write('0')", "ended.*Read-only file system"),
     "becomes-root": ("import os\nos.setuid(0)", "ended.*(not permitted|Invalid argument)"),
     "new-user-namespace": ("calling('unshare', 0x10000000)", "ended.*not permitted"),
     "ptrace": ("calling('ptrace', 0, 0, 0, 0)", "ended.*not permitted"),

@@ -1,7 +1,6 @@
 """Hostile programs: what they may do, what comes of them, and that nothing of them stays."""
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import threading
 import uuid
+import venv
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
@@ -22,16 +22,14 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.sandbox import Program, Sandbox, SandboxError, SandboxLimits, inside
 from streamrl.sandbox.inside import keeper, processes
-from streamrl.sandbox.sandbox import _START, SLOWEST, own_folder, sweep
-from tests.needs import missing
+from streamrl.sandbox.sandbox import _START, SLOWEST, interpreter, own_folder, sweep
+from tests.needs import missing, need_programs
 from tests.queues.ledger_kit import until
 from tests.sandbox import hostile_programs as hostile
 from tests.sandbox.hostile_programs import MIB
 from tests.sandbox.sandboxes import SPACIOUS, keepers, need, python, run, running, sandbox, together
 
-WRAPPED = pytest.param("bubblewrap", marks=pytest.mark.slow)
-STRONG = ["namespaces", WRAPPED]
-ISOLATIONS = [*STRONG, "none"]
+ISOLATIONS = ["auto", "none"]
 
 
 @pytest.fixture
@@ -82,31 +80,29 @@ async def all_fail(box, programs):
         assert re.search(programs[name][1], f"{execution.outcome} {execution.stderr}", re.DOTALL), (name, execution)
 
 
-@pytest.mark.parametrize("isolation", STRONG)
-async def test_a_program_sees_nothing_of_the_worker(isolation, tmp_path, monkeypatch):
+async def test_a_program_sees_nothing_of_the_worker(tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text("password")
     monkeypatch.setenv("STREAMRL_SECRET", "password")
     held = secret.open()
     os.set_inheritable(held.fileno(), True)
     text = hostile.SEES_NOTHING.format(secret=str(secret), test=__file__)
-    execution = await run(sandbox(isolation), dedent(text))
+    execution = await run(sandbox(), dedent(text))
     held.close()
     assert (execution.stdout, execution.stderr) == ("nothing\n", "")
 
 
-@pytest.mark.parametrize("isolation", STRONG)
-async def test_no_network_not_even_loopback_unless_it_is_allowed(isolation):
+async def test_no_network_not_even_loopback_unless_it_is_allowed():
     with socket.create_server(("127.0.0.1", 0)) as server:
         accepted = threading.Thread(target=server.accept, daemon=True)
         accepted.start()
         port = server.getsockname()[1]
         text = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=5); print('in')"
-        denied = await run(sandbox(isolation), text)
+        denied = await run(sandbox(), text)
         assert denied.stdout == ""
         assert "Error" in denied.stderr
         assert accepted.is_alive()
-        assert (await run(sandbox(isolation, network=True), text)).stdout == "in\n"
+        assert (await run(sandbox(network=True), text)).stdout == "in\n"
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -206,40 +202,97 @@ async def test_a_host_without_memory_is_an_error_and_no_score(monkeypatch):
         await run(box, "import os; os.kill(os.getpid(), 9)")
 
 
-async def test_bubblewrap_is_told_what_the_program_may(tmp_path, monkeypatch):
-    """A played bubblewrap that writes its options down and isolates from nothing."""
-    options = tmp_path / "options"
-    played = tmp_path / "bwrap"
-    played.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do echo "$1" >> {options}; shift; done; shift; exec "$@"\n')
-    played.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    box = Sandbox(SandboxLimits(wall=60), isolation="bubblewrap")
-    text = "import os, sys; os.write(3, b'result'); print(input()); sys.exit(3)"
-    execution = await run(box, text, stdin="said")
-    assert (execution.outcome, execution.code, execution.stdout) == ("ended", 3, "said\n")
-    assert execution.result == "result"
-    words = options.read_text().splitlines()
-    assert words.count("--unshare-net") == 2, "that of the look whether it works, and that of the program"
-    shown = {Path(folder) for option, folder in itertools.pairwise(words) if option == "--bind"}
-    assert len(shown) == 2
-    assert not any(folder.exists() for folder in shown)
-    assert "/home" not in words
-
-
 async def test_a_program_that_cannot_be_executed_is_an_error_and_no_score():
     async with sandbox().start(Program(argv=("/no/such/program",))) as session:
         with pytest.raises(SandboxError, match="No such file"):
             await session.run("")
 
 
-async def test_an_isolation_that_does_not_work_is_refused_with_all_reasons(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
+async def test_an_isolation_that_does_not_work_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr("streamrl.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="cannot be isolated here: a sandbox failed: not permitted") as caught:
         await Sandbox(SandboxLimits()).open()
-    for reason in ("namespaces:", "bubblewrap: bwrap is not installed"):
-        assert reason in caught.value.message
     assert "isolation: none and network: allow" in caught.value.hint
+
+
+NO_SECCOMP = """
+import asyncio, ctypes, os, sys
+from streamrl.errors import ConfigError
+from streamrl.sandbox import Sandbox, SandboxLimits
+from streamrl.sandbox.inside import kernel
+
+column, audit = kernel._ARCHITECTURES[os.uname().machine]
+program = b"".join([
+    kernel._do(kernel._LOAD, kernel._NUMBER),
+    kernel._do(kernel._EQUAL, (157, 167)[column], 0, 3),
+    kernel._do(kernel._LOAD, kernel._FIRST_ARGUMENT),
+    kernel._do(kernel._EQUAL, kernel._PR_SET_SECCOMP, 0, 1),
+    kernel._do(kernel._RETURN, 0x00050000 | 22),  # as a kernel without seccomp
+    kernel._do(kernel._RETURN, kernel._ALLOW),
+])
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+filter = ctypes.byref(kernel._Program(len(program) // 8, program))
+kernel._check(kernel._libc.prctl(22, ctypes.c_ulong(2), filter, *kernel._ZEROS), "seccomp")
+try:
+    asyncio.run(Sandbox(SandboxLimits(wall=60), isolation=sys.argv[1]).open())
+    print("opened:", Sandbox.weakness)
+except ConfigError as error:
+    print("refused:", error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("isolation", "said", "logged"),
+    [
+        ("auto", "opened: no filter of system calls", "the sandbox is weak"),
+        ("strict", "refused: isolation: strict: no filter of system calls", ""),
+    ],
+)
+def test_a_kernel_without_seccomp_is_never_silent(isolation, said, logged):
+    need("auto")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_SECCOMP, isolation], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.startswith(said)
+    assert logged in done.stderr
+
+
+async def test_strict_isolation_works_where_there_is_a_filter():
+    await sandbox("strict").open()
+    assert Sandbox.weakness == ""
+
+
+@pytest.mark.parametrize("place", ["an environment", "a link", "an environment in the home"])
+async def test_an_interpreter_in_a_home_directory_shows_nothing_else_of_it(place, tmp_path):
+    """It works, with the packages of its environment; what lies beside it stays hidden."""
+    home = tmp_path / "home" / "me"
+    (home / ".ssh").mkdir(parents=True)
+    (home / ".ssh" / "id").write_text("secret")
+    (tmp_path / "home" / "other").write_text("secret")
+    if place == "a link":
+        path = home / "python"
+        path.symlink_to(sys.executable)
+    else:
+        folder = home / "env" if place == "an environment" else home
+        venv.create(folder, symlinks=True)
+        path = folder / "bin" / "python"
+        packages = next(folder.glob("lib/python*/site-packages"))
+        (packages / "mine.py").write_text("print('mine')")
+    found = interpreter(str(path))
+    text = f"""
+        import json, os, sys
+        {"" if place == "a link" else "import mine"}
+        print(os.path.exists({str(home / ".ssh")!r}), os.path.exists({str(tmp_path / "home" / "other")!r}))
+    """
+    async with sandbox().start(found.program("solution.py", {"solution.py": dedent(text)})) as session:
+        execution = await session.run("")
+    assert (execution.stderr, execution.code) == ("", 0)
+    assert execution.stdout.split() == [*([] if place == "a link" else ["mine"]), "False", "False"]
+
+
+def test_a_python_that_does_not_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"python: .*nowhere does not run"):
+        interpreter(str(tmp_path / "nowhere"))
 
 
 def test_no_isolation_needs_the_network_to_be_allowed():
@@ -336,7 +389,7 @@ def package():
 
 def order(text, **changes):
     return {
-        "isolation": "namespaces",
+        "jailed": True,
         "network": False,
         "argv": ["/bin/sh", "-c", text],
         "environ": {"PATH": "/usr/bin:/bin"},
@@ -347,10 +400,10 @@ def order(text, **changes):
     } | changes
 
 
-def started(package, **options):
+def started(package, *before, **options):
     """A keeper; as another user, with the system's Python, which he may execute."""
     python = "/usr/bin/python3" if options else sys.executable
-    argv = [python, "-I", "-S", "-c", _START, package]
+    argv = [*before, python, "-I", "-S", "-c", _START, package]
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PATH": os.defpath}, text=True, **options
     )
@@ -381,7 +434,7 @@ def once(package, text, **options):
 @pytest.fixture
 def user():
     """Options of a process of an ordinary user; ends the test where there is no way to be one."""
-    need("namespaces")
+    need("auto")
     if os.geteuid() != 0:
         return {"user": os.geteuid()}
     if not Path("/usr/bin/python3").exists():
@@ -426,10 +479,22 @@ def test_processes_are_limited_for_an_ordinary_user_too(package, user):
     assert re.search("fork", answer["stderr"])
 
 
+@pytest.mark.parametrize("right", ["setuid", "setgid"])
+def test_root_that_cannot_become_another_user_runs_no_program(package, right):
+    """The program would be root outside, and could write what only root may."""
+    need_programs("setpriv")
+    if os.geteuid() != 0:
+        missing("only root is refused")
+    keeper = started(package, shutil.which("setpriv"), f"--bounding-set=-{right}")
+    answer = ask(keeper, order("echo > /proc/sys/kernel/core_pattern"), {"stdin": ""})
+    assert "would run programs as root: run as another user" in answer["error"]
+    assert ended(keeper) == 0
+
+
 def test_it_answers_every_request_in_turn_and_ends_with_its_lifeline(package):
     folder = tempfile.mkdtemp()
     keeper = started(package)
-    first = ask(keeper, order("cat; exit 4", isolation="none", folder=folder), {"stdin": "a"})
+    first = ask(keeper, order("cat; exit 4", jailed=False, folder=folder), {"stdin": "a"})
     second = ask(keeper, {"stdin": "b"})
     assert [(answer["stdout"], answer["code"]) for answer in (first, second)] == [("a", 4), ("b", 4)]
     assert ended(keeper) == 0
@@ -440,14 +505,14 @@ def test_it_answers_every_request_in_turn_and_ends_with_its_lifeline(package):
 @pytest.mark.parametrize("wrong", [{"folder": "/no/such/folder"}, {"files": {"a/b": ""}}, {"argv": ["/no/such"]}])
 def test_what_it_cannot_do_is_an_error_in_one_line(package, wrong, tmp_path):
     keeper = started(package)
-    answer = ask(keeper, order("true", isolation="none", folder=str(tmp_path)) | wrong, {"stdin": ""})
+    answer = ask(keeper, order("true", jailed=False, folder=str(tmp_path)) | wrong, {"stdin": ""})
     assert "Error" in answer["error"]
     assert ended(keeper) == 0
 
 
 def test_signals_do_not_end_it(package, tmp_path):
     keeper = started(package)
-    ask(keeper, order("true", isolation="none", folder=str(tmp_path)), {"stdin": ""})
+    ask(keeper, order("true", jailed=False, folder=str(tmp_path)), {"stdin": ""})
     for number in (signal.SIGINT, signal.SIGTERM):
         keeper.send_signal(number)
     assert ask(keeper, {"stdin": ""})["code"] == 0
@@ -515,7 +580,7 @@ for call in (lambda: os.nice(1), lambda: os.sched_setscheduler(0, os.SCHED_IDLE,
 
 def look(monkeypatch, passed, ran, waited):
     monkeypatch.setattr(processes, "processor_time", lambda pids: (ran, waited))
-    order = {"isolation": "none", "argv": [], "limits": {"memory": 1 << 40, "wall": 1, "cpu": 5, "slowest": 10}}
+    order = {"jailed": False, "argv": [], "limits": {"memory": 1 << 40, "wall": 1, "cpu": 5, "slowest": 10}}
     return keeper.Run(order, "", "", keeper.ParentPipe())._look(passed)
 
 

@@ -155,7 +155,7 @@ class Code(Reward):
         processes: processes and threads of a test.
         output_kib: KiB of output of a test.
         network: `deny`, or `allow`.
-        isolation: `auto`, `namespaces`, `bubblewrap`, or `none` (with `network: allow` only).
+        isolation: `auto`, `strict`, or `none` (with `network: allow` only).
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Code(Reward):
         processes: int = SandboxSettings.processes,
         output_kib: int = SandboxSettings.output_kib,
         network: Literal["deny", "allow"] = SandboxSettings.network,
-        isolation: Isolation | Literal["auto"] = SandboxSettings.isolation,
+        isolation: Isolation = SandboxSettings.isolation,
     ) -> None:
         one_of("credit", credit, ("share", "all"))
         if max_tests is not None and max_tests < 1:

@@ -64,6 +64,7 @@ class AgentProcess:
             "log_bytes": _LOG_BYTES,
             "grace": 0.0,
             "secrets": [secret],
+            "own": str(self._folder),
         }
         try:
             self._keeper = await asyncio.create_subprocess_exec(
@@ -98,6 +99,8 @@ class AgentProcess:
         if self._keeper is None:
             return
         assert self._keeper.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._keeper.stdin.write(b"stop\n")
         self._keeper.stdin.close()  # the keeper kills everything then
         try:
             async with asyncio.timeout(_KILL_SECONDS):

@@ -1,5 +1,5 @@
 -- Write the payload of one sample and put it up for scoring; its journal goes. Any holder may emit: the first wins.
--- include _drop_journal
+-- include _drop_journal _innocent
 -- KEYS    group prompts rollouts
 -- ARGV    gid k attempt payload entry
 -- returns 1 written; 0 there is a payload or a cause of death; -1 the group is gone, closed or on another attempt
@@ -19,5 +19,7 @@ if redis.call('HINCRBY', KEYS[1], 'todo', -1) == 0 then
   redis.call('XACK', KEYS[2], 'g', h[3])
   redis.call('XDEL', KEYS[2], h[3])
   if h[5] then redis.call('XADD', KEYS[3], '*', 'g', ARGV[1], 'a', ARGV[3], 'k', '*') end
+else
+  innocent(KEYS[2], h[3])
 end
 return 1

@@ -1,7 +1,7 @@
 -- Write one finished turn of a sample that is still being generated.
--- include _holds
+-- include _holds _innocent
 -- KEYS    group prompts
--- ARGV    entry attempt deliveries k number payload [state]
+-- ARGV    entry attempt consumer k number payload [state]
 --         number: place in the journal of the sample, from 0; state: of its environment after this turn. The state
 --         before it goes: only the newest one is of use
 -- returns 1 written; 0 there is a turn of this number, those before it are missing (Redis went back), the sample has a
@@ -16,4 +16,5 @@ if ARGV[7] then
   written[5], written[6] = J .. ':s', ARGV[7]
 end
 redis.call('HSET', KEYS[1], unpack(written))
+if redis.call('HEXISTS', KEYS[1], 'again') == 0 then innocent(KEYS[2], ARGV[1]) end
 return 1

@@ -25,6 +25,7 @@ import orjson
 
 from streamrl import __version__
 from streamrl.config import EngineConfig, Resources, RewardModelConfig, RunConfig
+from streamrl.config.episode import RUN_PYTHON
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.errors import ConfigError
 from streamrl.http import Call
@@ -237,11 +238,23 @@ def _pod(config: RunConfig, kind: str, container: Manifest, *, restart: str = "A
             "runAsNonRoot": True,
             "runAsUser": _USER,
             "fsGroup": _USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
+            # The sandbox of programs is made of user namespaces and mounts, which the default profiles refuse.
+            **(_UNCONFINED if _runs_programs(config, kind) else {"seccompProfile": {"type": "RuntimeDefault"}}),
         },
         "containers": [container],
         "volumes": volumes,
     }
+
+
+_UNCONFINED: Final[Manifest] = {"seccompProfile": {"type": "Unconfined"}, "appArmorProfile": {"type": "Unconfined"}}
+
+
+def _runs_programs(config: RunConfig, kind: str) -> bool:
+    """Whether a pod runs programs of the model in a sandbox: those of rewards, or of a tool (`prepare` tries that)."""
+    if kind == "reward":
+        return any(reward.use == "code" and reward.args.get("isolation") != "none" for reward in config.rewards)
+    tools = kind in {"prepare", "rollout", "agent"} and RUN_PYTHON in config.episode.tools
+    return tools and config.episode.run_python.get("isolation") != "none"
 
 
 def _role(config: RunConfig, kind: str, index: str) -> list[str]:

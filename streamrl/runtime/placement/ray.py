@@ -12,10 +12,11 @@ store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +29,10 @@ from streamrl.errors import ConfigError, Refused, Unreachable, need_packages
 from streamrl.runtime.audit import EVALUATION_FILE
 from streamrl.runtime.placement.local import LocalPlacement
 from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placement
-from streamrl.runtime.placement.ray_node import KnownDirectory, NodeFacts, RoleKeeper, look_at_node, mark_of
+from streamrl.runtime.placement.ray_node import KnownDirectory, News, NodeFacts, RoleKeeper, look_at_node, mark_of
 from streamrl.runtime.plan import UnitSpec
 from streamrl.runtime.role_log import RoleLog
+from streamrl.runtime.roles import stop_signals
 from streamrl.weight_sync.files import TOKEN_FILE
 
 logger = logging.getLogger(__name__)
@@ -38,19 +40,30 @@ logger = logging.getLogger(__name__)
 _STORE_BYTES: Final = 100 << 20
 """Nothing goes through the object store."""
 _LOOK_SECONDS: Final = 60.0
+_HEAD_AWAY: Final = "86400"
+"""Seconds after which Ray ends this process because its head does not answer; the supervisor decides that itself."""
+_START_HEAD: Final = "start it again (`ray start --head`), then `streamrl up --resume --on ray` if the run has ended"
 _LEAST_CPU: Final = 0.01
 """A placement group must ask for something."""
 
 
 class RayProcess(PlacedProcess):
-    def __init__(self, keeper: Any, pid: int, log: RoleLog, run_dir: Path) -> None:
+    """`lost` is set when the driver has joined another cluster; `on_loss` is called when Ray has lost the keeper."""
+
+    def __init__(
+        self, keeper: Any, pid: int, log: RoleLog, run_dir: Path, *, lost: asyncio.Event, on_loss: Callable[[], None]
+    ) -> None:
         super().__init__(pid, log)
         self._keeper = keeper
         self._run_dir = run_dir
+        self._lost = lost
+        self._on_loss = on_loss
         self._signals: set[asyncio.Future[Any]] = set()
 
     @override
     def signal(self, number: int) -> None:
+        if self._lost.is_set():
+            return
         sent = asyncio.ensure_future(self._keeper.signal.remote(number))
         self._signals.add(sent)
         sent.add_done_callback(self._sent)
@@ -78,7 +91,7 @@ class RayProcess(PlacedProcess):
 
         try:
             while True:
-                news = await self._keeper.news.remote()
+                news = await self._news()
                 for line in news.status:
                     status(line)
                 if news.output:
@@ -89,9 +102,22 @@ class RayProcess(PlacedProcess):
                     return int(news.code)
         except ray.exceptions.RayError as error:  # of a lost node Ray may say that an answer is lost, or its owner dead
             self.error = self.error or f"its node or its keeper died: {str(error).splitlines()[0]}"
+            self._on_loss()
             return -signal.SIGKILL
         finally:
-            ray.kill(self._keeper)
+            if not self._lost.is_set():
+                ray.kill(self._keeper)
+
+    async def _news(self) -> News:
+        import ray
+
+        asked, lost = asyncio.ensure_future(self._keeper.news.remote()), asyncio.create_task(self._lost.wait())
+        await asyncio.wait({asked, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not asked.done():
+            raise ray.exceptions.RayError("the head of its cluster was lost")
+        news: News = asked.result()
+        return news
 
 
 def _why(error: Exception) -> str:
@@ -100,11 +126,13 @@ def _why(error: Exception) -> str:
     return lines[-1] if "Traceback" in str(error) else lines[0]
 
 
-def _join(address: str | None, namespace: str) -> bool:
+def _join(config: RunConfig) -> bool:
     """Connect to a cluster; return whether it is a new one on this machine, for the run alone."""
     import ray
 
-    join = partial(ray.init, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", _HEAD_AWAY)
+    address = config.cluster.address
+    join = partial(ray.init, namespace=f"streamrl-{config.name}", log_to_driver=False, logging_level=logging.ERROR)
     if address != "local":
         try:
             join(address=address or "auto")
@@ -137,6 +165,9 @@ class RayPlacement(Placement):
         files = {name: (run_dir / name).read_bytes() for name in names}
         self._known = KnownDirectory(run_dir.resolve(), mark_of(run_dir), files)
         self._groups: dict[str, Any] = {}
+        self._stale: set[str] = set()
+        self._joining = asyncio.Lock()
+        self._lost = asyncio.Event()
         self._meeting: dict[str, str] = {}
 
     @classmethod
@@ -149,7 +180,7 @@ class RayPlacement(Placement):
         need_packages("`--on ray`", "ray", extra="ray")
 
         try:
-            new = _join(config.cluster.address, f"streamrl-{config.name}")
+            new = _join(config)
         except ConnectionError as error:
             raise Unreachable(f"no Ray cluster answers: {error}", "ray start --head, or set cluster.address") from error
         except RuntimeError as error:  # other versions of Python or Ray
@@ -255,16 +286,21 @@ class RayPlacement(Placement):
 
         if unit.kind == "redis":
             return await self._local.start(unit, position, start, log)
+        if unit.name in self._stale or not ray.is_initialized():
+            await self._recover(unit)
         try:
             await self._room(unit)
         except ray.exceptions.RayError as error:
+            self._stale.add(unit.name)
             raise OSError(f"Ray: {_why(error)}") from error
         keeper = self._keeper(unit, position)
         try:
             async with asyncio.timeout(self._config.supervisor.start_deadline):
                 pid = await self._begin(keeper, unit, position)
-                return RayProcess(keeper, pid, log, self._known.path)
+                lose = partial(self._stale.add, unit.name)
+                return RayProcess(keeper, pid, log, self._known.path, lost=self._lost, on_loss=lose)
         except (ray.exceptions.RayError, TimeoutError) as error:
+            self._stale.add(unit.name)
             ray.kill(keeper)
             raise OSError(f"Ray: {_why(error)}") from error
         except BaseException:
@@ -275,8 +311,48 @@ class RayPlacement(Placement):
     def release(self, unit: UnitSpec) -> None:
         import ray
 
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._remove(unit)
+
+    def _remove(self, unit: UnitSpec) -> None:
+        import ray
+
         if (group := self._groups.pop(unit.name, None)) is not None:
             ray.util.remove_placement_group(group)
+
+    async def _recover(self, unit: UnitSpec) -> None:
+        """Have its placement group made anew; join the cluster again if its head came back without its memory.
+
+        `OSError`: the head does not answer, or no cluster is there.
+        """
+        renewing = asyncio.create_task(self._renew(unit))  # goes on after the deadline
+        await asyncio.wait({renewing}, timeout=self._config.supervisor.start_deadline)
+        if not renewing.done():
+            raise OSError(f"Ray: the head does not answer: {_START_HEAD}")
+        renewing.result()
+
+    async def _renew(self, unit: UnitSpec) -> None:
+        import ray
+
+        async with self._joining:
+            try:
+                if ray.is_initialized():
+                    await asyncio.to_thread(self._remove, unit)
+                    self._stale.discard(unit.name)
+                    return
+            except ray.exceptions.RayError as error:
+                logger.warning("the head of the Ray cluster has forgotten this run", extra={"why": _why(error)})
+            self._lost.set()
+            self._lost = asyncio.Event()
+            self._groups.clear()
+            self._stale.clear()
+            await asyncio.to_thread(ray.shutdown)
+            try:
+                await asyncio.to_thread(_join, self._config)
+            except (ConnectionError, RuntimeError) as error:
+                raise OSError(f"Ray: no cluster answers: {_START_HEAD}: {error}") from error
+            for number in stop_signals():  # Ray has put handlers of its own before those of Python
+                signal.signal(number, signal.getsignal(number))
 
     async def _begin(self, keeper: Any, unit: UnitSpec, position: int) -> int:
         """Start the process at a keeper; returns its pid."""

@@ -34,17 +34,22 @@ def namespaces(network: bool) -> int:
 
 
 def map_ids(pid: int) -> None:
-    """Set the users of the new user namespace of `pid`: `NOBODY`, and the builder 0 if root may map both.
+    """Set the users of the new user namespace of `pid`: `NOBODY`, and for root also 0, who builds.
 
     The program is `NOBODY` inside. If root started it, it has no rights outside either. If another user did, it is that
-    user, and sees only the new root directory.
+    user, and sees only the new root directory. OSError: root that may not map both; the program would be root outside.
     """
     folder = Path(f"/proc/{pid}")
     if os.geteuid() == 0:
-        with suppress(PermissionError):
+        try:
             (folder / "uid_map").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
             (folder / "gid_map").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-            return
+        except PermissionError as error:
+            raise OSError(
+                f"root that may not become user {NOBODY} would run programs as root: run as another user, or allow"
+                " CAP_SETUID and CAP_SETGID"
+            ) from error
+        return
     (folder / "setgroups").write_text("deny")
     (folder / "uid_map").write_text(f"{NOBODY} {os.geteuid()} 1\n")
     (folder / "gid_map").write_text(f"{NOBODY} {os.getegid()} 1\n")
@@ -99,11 +104,11 @@ def remove_folder(folder: str) -> None:
             process.wait()
 
 
-def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> None:
+def confine(limits: Mapping[str, Any], *, privileged: bool, jailed: bool) -> None:
     """Give up all rights and set the limits; the caller then calls exec.
 
-    `privileged`: this process is root of its namespace and becomes `NOBODY`. With `namespaces`, the user is counted
-    apart, so the number of processes can be limited; `wrapped` leaves the rest to the isolating program.
+    `privileged`: this process is root of its namespace and becomes `NOBODY`. If `jailed`, the user is counted apart, so
+    the number of processes can be limited.
     """
     if privileged:
         os.setgroups([])
@@ -118,11 +123,10 @@ def confine(limits: Mapping[str, Any], *, privileged: bool, isolation: str) -> N
     _limit(resource.RLIMIT_MSGQUEUE, 0)
     if limits["address_space"] is not None:
         _limit(resource.RLIMIT_AS, limits["address_space"])
-    if isolation == "namespaces":
+    if jailed:
         _limit(resource.RLIMIT_NPROC, limits["processes"] + _SPARE_PROCESSES)
-    if isolation != "wrapped":
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        kernel.refuse_calls()
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.refuse_calls()
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
@@ -155,12 +159,15 @@ def _show(source: str, target: str, *, writable: bool = False) -> None:
 
 
 def _mount_proc() -> None:
-    """Mount /proc of the new process namespace, and forbid nested user namespaces.
+    """Mount /proc of the new process namespace read-only, and forbid nested user namespaces.
 
     Containers that mask parts of their /proc refuse the mount; the program then has no /proc.
     """
     Path("/proc").mkdir()
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    try:
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    except OSError:
+        return
     with suppress(OSError):
-        kernel.mount("proc", "/proc", "proc", flags)
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
+    kernel.read_only("/proc")

@@ -28,7 +28,6 @@ from . import jail, kernel, processes
 _TICK = 0.05
 _KILL_SECONDS = 10.0
 _CHUNK = 1 << 16
-_SIGNALLED = 128
 _SAMPLED = 0.3
 """Seconds of processor time that a look may have missed before the kernel killed a program for its limit."""
 _FIRST_FREE = 10
@@ -64,15 +63,14 @@ class ParentPipe:
 class Run:
     """One run of the program of an `order` with a text as its standard input, in `folder` unless it has its own root.
 
-    The order has `isolation` (namespaces, wrapped or none), `network`, `argv`, `environ`, `files`, `visible`, `limits`.
+    The order has `jailed`, `network`, `argv`, `environ`, `files`, `visible`, `limits`.
     The lifeline is watched while the program runs.
     """
 
     def __init__(self, order: dict[str, Any], text: str, folder: str, lifeline: ParentPipe) -> None:
         self._order, self._folder, self._lifeline = order, folder, lifeline
         self._limits = order["limits"]
-        self._jailed = order["isolation"] == "namespaces"
-        self._argv = [word.replace("{folder}", folder) for word in order["argv"]]
+        self._jailed = order["jailed"]
         self._stdin = os.memfd_create("stdin")
         with os.fdopen(os.dup(self._stdin), "wb") as file:
             file.write(text.encode("utf-8", "replace"))
@@ -105,11 +103,9 @@ class Run:
         said: dict[str, Any] = json.loads(status.partition(b"\n")[0] or b"{}")  # the first report counts
         if "error" in said:
             return said
-        if not said and forced is None and self._order["isolation"] != "none":
+        if not said and forced is None and self._jailed:
             return {"error": "the first process of the sandbox was killed; is there enough memory?"}
         code, cpu = said.get("code"), max(said.get("cpu", 0.0), self._ran)
-        if code is not None and self._order["isolation"] == "wrapped" and code > _SIGNALLED:
-            code = _SIGNALLED - code  # shells report a signal as 128 + its number
         if forced is None and code == -signal.SIGKILL and processes.starved() > starved:
             return {"error": "the host ran out of memory, and its kernel may have killed the program for that"}
         return {
@@ -269,8 +265,9 @@ class Run:
             os.dup2(source, target, inheritable=True)
         os.chdir(self._folder)
         privileged = self._jailed and os.getuid() == 0
-        jail.confine(self._limits, privileged=privileged, isolation=self._order["isolation"])
-        os.execve(self._argv[0], self._argv, self._order["environ"])  # noqa: S606
+        jail.confine(self._limits, privileged=privileged, jailed=self._jailed)
+        argv = self._order["argv"]
+        os.execve(argv[0], argv, self._order["environ"])  # noqa: S606
 
     def _guarded(self, step: Any) -> NoReturn:
         try:

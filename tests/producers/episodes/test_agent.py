@@ -231,7 +231,9 @@ async def test_an_engine_that_dies_under_an_agent_is_not_the_agents_fault(tmp_pa
 
 
 def test_agents_end_with_the_process_that_started_them(tmp_path):
-    """After `kill -9` of the replica, its agents are gone."""
+    """After `kill -9` of the replica, its agents are gone, and so are their directories."""
+    own = tmp_path / "own"
+    own.mkdir()
     code = f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(600)"
     starter = f"""
 import asyncio
@@ -240,7 +242,7 @@ from streamrl.config.episode import AgentConfig
 from streamrl.producers.episodes.agent_process import AgentProcess
 
 async def main():
-    process = AgentProcess(Path({str(tmp_path)!r}))
+    process = AgentProcess(Path({str(own)!r}))
     config = AgentConfig(command={agent(tmp_path, code)!r})
     await process.start(config, {{"OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}}, "secret")
     await process.wait()
@@ -255,6 +257,7 @@ asyncio.run(main())
         finally:
             replica.send_signal(signal.SIGKILL)
     until(lambda: not alive(pid), "its end")
+    until(lambda: not own.exists(), "nothing is left in /tmp")
 
 
 async def test_a_sample_that_is_given_up_takes_its_agent_along(tmp_path):

@@ -38,8 +38,8 @@ def program(code):
 
 
 def tool(**settings):
-    need("namespaces")
-    return python_tool(SandboxSettings(**{"isolation": "namespaces", "seconds": 20, "wall": 60} | settings))
+    need("auto")
+    return python_tool(SandboxSettings(**{"seconds": 20, "wall": 60} | settings))
 
 
 async def asked(found, code, deadline=120.0, longest=16384):
@@ -213,11 +213,11 @@ async def played(episode, config, *texts):
 
 
 async def test_a_run_file_names_it_beside_functions_and_sets_its_limits():
-    need("namespaces")
+    need("auto")
     config = config_of(
         {
             "tools": ["tests.producers.episodes.episode_kit:add", "run_python"],
-            "run_python": {"isolation": "namespaces", "seconds": 15, "output_kib": 1},
+            "run_python": {"seconds": 15, "output_kib": 1},
             "max_tool_response": 100,
         },
         **LONG,
@@ -296,13 +296,12 @@ async def test_a_host_that_cannot_isolate_is_refused_at_the_start(monkeypatch, t
     with pytest.raises(ConfigError, match="programs cannot be isolated here") as caught:
         await asyncio.to_thread(look_at_episode, configured())
     assert caught.value.exit_code == 78
-    assert "namespaces:" in caught.value.message
+    assert "not permitted" in caught.value.message
     with pytest.raises(ConfigError, match="programs cannot be isolated here"):
         await played(episode_of(configured()), configured())
 
 
-async def test_an_interpreter_that_the_sandbox_does_not_see_is_refused_at_the_start(tmp_path):
-    need("namespaces")
+async def test_an_interpreter_that_does_not_run_is_refused_at_the_start(tmp_path):
     settings = {"python": str(tmp_path / "no" / "bin" / "python")}
-    with pytest.raises(ConfigError, match="cannot be executed in the sandbox"):
+    with pytest.raises(ConfigError, match="does not run"):
         await asyncio.to_thread(look_at_episode, configured(run_python=settings))
