@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -18,8 +18,21 @@ MODEL: Final = "policy"
 """The name of the model in `/v1/models`; calls may use any name."""
 Content: TypeAlias = str | list[dict[str, Any]] | None
 Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Options: TypeAlias = Mapping[str, Collection[Any] | None]
+"""What a body may have besides the fields that are obeyed: values that ask for nothing, None: whatever it is. Any other
+option is refused by its name."""
+SAMPLING: Final = dict.fromkeys(
+    ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty")
+)
+"""Options of all APIs that belong to the run."""
+ACCOUNTS: Final = dict.fromkeys(
+    ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+)
+"""Options that do not change an answer."""
+OVERFLOW: Final = "context_length_exceeded"
+"""Code of a call whose conversation is too long: the agent may go on with a shorter one."""
 _TEXTS: Final = ("text", "input_text", "output_text")
-_Body = TypeVar("_Body")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class CallRefused(StreamrlError):
@@ -35,13 +48,15 @@ class CallRefused(StreamrlError):
 class AgentCall:
     """What an agent asks for: the next message of a conversation.
 
-    `model` is the name that it used. `usage` asks for a last event with the counts of tokens.
+    `model` is the name that it used. `most_calls` are calls of tools that it may get, None: any number. `usage` asks
+    for a last event with the counts of tokens.
     """
 
     messages: list[Message]
     tools: list[ToolSchema]
     model: str = MODEL
     max_tokens: int | None = None
+    most_calls: int | None = None
     stream: bool = False
     usage: bool = False
 
@@ -49,8 +64,8 @@ class AgentCall:
 class AgentApi(Protocol):
     """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
 
-    def read(self, body: bytes) -> AgentCall:
-        """Raises CallRefused for a body that is no call, or asks for what cannot be done."""
+    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
+        """CallRefused: the body is no call, or asks for what cannot be done; options that are `ignored` may be there."""
         ...
 
     def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
@@ -65,20 +80,45 @@ class AgentApi(Protocol):
 
 
 def decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """The body of a call; fields that `kind` does not have are ignored. CallRefused: it is not one."""
+    """The body of a request. CallRefused: it is not one."""
+    return _converted(_json(body), kind)
+
+
+def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collection[str]) -> _Body:
+    """The body of a call. CallRefused: it is not one, or has an option that is neither a field of `kind` nor allowed."""
+    given = _json(body)
+    asked = _converted(given, kind)
+    for name, value in given.items():
+        if name not in kind.__struct_fields__ and value is not None:
+            harmless = options.get(name, ())
+            refuse(name, harmless is not None and value not in harmless, ignored)
+    return asked
+
+
+def refuse(name: str, asked: bool, ignored: Collection[str]) -> None:
+    """CallRefused if it is asked for: ignoring it would give the agent something else, unless the run says so."""
+    if asked and name not in ignored:
+        hint = f"leave it out, or let the run ignore it (episode.agent.ignore: [{name}])"
+        raise CallRefused(400, f"`{name}` is not supported here: {hint}", "unsupported_parameter")
+
+
+def most_calls(*, none: bool, parallel: bool | None) -> int | None:
+    """How many calls of tools an agent wants that forbids them, or more than one at the same time."""
+    return 0 if none else 1 if parallel is False else None
+
+
+def _json(body: bytes) -> Any:
     try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise CallRefused(400, str(error)) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallRefused(400, f"the body is not JSON: {error}") from error
 
 
-def refuse_given(**given: object) -> None:
-    """CallRefused for the first option that is set: ignoring it would give the agent something else than it asked."""
-    for name, value in given.items():
-        if value:
-            raise CallRefused(400, f"`{name}` is not supported here", "unsupported_parameter")
+def _converted(given: Any, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise CallRefused(400, str(error)) from error
 
 
 def text_of(content: Content) -> str:
