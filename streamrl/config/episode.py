@@ -52,9 +52,8 @@ class AgentConfig(Section):
     answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
     keep: Literal["all", "used"] = Field(
         "all",
-        description="replies that are trained; used: neither those that a later one to the same messages replaced, nor"
-        " those to calls without tools beside calls with tools that nothing continued (titles, but planners and critics,"
-        " too)",
+        description="replies that are trained; used: not those that a later one to the same messages replaced, and not"
+        " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
     )
     ignore: tuple[str, ...] = Field(
         (), description="options of calls that are ignored; others that would change the answer are refused"

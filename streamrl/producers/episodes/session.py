@@ -55,8 +55,8 @@ class ContextOverflow(EpisodeOver):
 
     def __init__(self, tokens: int, context: int) -> None:
         # The words of OpenAI, which agents that compact look for.
-        what = f"This model's maximum context length is {context} tokens (model.context)"
-        super().__init__("context_overflow", f"{what}. However, your messages have {tokens} tokens, no room for a reply")
+        most = f"This model's maximum context length is {context} tokens (model.context)."
+        super().__init__("context_overflow", f"{most} However, your messages resulted in {tokens} tokens.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

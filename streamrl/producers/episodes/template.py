@@ -135,9 +135,7 @@ class TemplateRenderer(ChatRenderer):
 
     def _ids(self, text: str) -> list[int]:
         text, *pieces = text.split(CUT)
-        ids: list[int] = (
-            self._tokenizer.plain_ids(text) if len(text) > _LONGEST_TEXT else self._kept_ids(text).tolist()
-        )
+        ids: list[int] = self._tokenizer.plain_ids(text) if len(text) > _LONGEST_TEXT else self._kept_ids(text).tolist()
         return ids + [token for piece in pieces for token in self._tail_ids(piece, closed=True)]
 
     def _shape(self, message: Message, form: _ArgumentForm) -> Message:

@@ -13,7 +13,7 @@ from streamrl.producers.episodes.history import History
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.wire import NOTHING, PROMPT
 
-from .chat_kit import HERMES, LOOK_UP, KEEPS_THINKING, STRIPS_THINKING, answered, asked, make_tokenizer
+from .chat_kit import HERMES, KEEPS_THINKING, LOOK_UP, STRIPS_THINKING, answered, asked, make_tokenizer
 
 TOKENIZERS = {name: make_tokenizer(name) for name in (HERMES, STRIPS_THINKING)}
 
@@ -143,7 +143,7 @@ def test_other_tools_are_another_prompt():
 
 
 BLIND = HERMES.replace("if tools", "if false")
-LATE = HERMES.replace("{%- if add_generation_prompt %}", "{{- tools | length if tools }}{%- if add_generation_prompt %}")
+LATE = HERMES.replace("{%- if add_gen", "{{- tools | length if tools }}{%- if add_gen")
 
 
 @pytest.mark.parametrize("again", [(), (LOOK_UP, LOOK_UP)], ids=["none", "more"])

@@ -168,7 +168,9 @@ async def test_a_conversation_that_is_too_long_leaves_the_others_alive():
     session, _ = session_of(["a", "b", "c"], model={"context": 90})
     first = await replied(session, CHAT)
     for _ in range(2):
-        with pytest.raises(ContextOverflow, match=r"maximum context length is 90 tokens .* your messages have \d+"):
+        with pytest.raises(
+            ContextOverflow, match=r"maximum context length is 90 tokens .* your messages resulted in \d+"
+        ):
             await replied(session, [*CHAT, first.message, asked(LONG * 2)])
     assert session.stop is None
     await replied(session, [asked("in short")])

@@ -65,7 +65,7 @@ class AgentApi(Protocol):
     """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
 
     def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
-        """CallRefused: the body is no call, or asks for what cannot be done; options that are `ignored` may be there."""
+        """CallRefused: the body is no call, or asks for what cannot be done and is not `ignored`."""
         ...
 
     def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def decoded(body: bytes, kind: type[_Body]) -> _Body:
 
 
 def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collection[str]) -> _Body:
-    """The body of a call. CallRefused: it is not one, or has an option that is neither a field of `kind` nor allowed."""
+    """The body of a call. CallRefused: it is not one, or it has an option that cannot be obeyed."""
     given = _json(body)
     asked = _converted(given, kind)
     for name, value in given.items():
