@@ -55,9 +55,7 @@ class AgentConfig(Section):
         description="replies that are trained; used: not those that a later one to the same messages replaced, and not"
         " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
     )
-    ignore: tuple[str, ...] = Field(
-        (), description="options of calls that are ignored; others that would change the answer are refused"
-    )
+    ignore: tuple[str, ...] = Field((), description="options of calls that are ignored instead of refused, by name")
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent that are answered at the same time; others wait")
 

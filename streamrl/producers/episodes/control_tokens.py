@@ -38,7 +38,9 @@ class ControlTokens:
 
 
 class CuttingTokenizer:
-    """A tokenizer of transformers that cuts texts at their marks, for code that encodes by itself."""
+    """A tokenizer of transformers whose `encode` cuts texts at their marks, for code that encodes by itself."""
+
+    __call__ = None  # it would encode, too
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -48,15 +50,3 @@ class CuttingTokenizer:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return [token for piece in text.split(CUT) for token in self._backend.encode(piece, **options)]
-
-    def __call__(self, text: str, **options: Any) -> Mapping[str, list[Any]]:
-        """`input_ids`, and `offset_mapping` if the options ask for it, which counts the marks."""
-        encoded: dict[str, list[Any]] = {"input_ids": [], "offset_mapping": []}
-        begin = 0
-        for piece in text.split(CUT):
-            found = self._backend(piece, **options)
-            encoded["input_ids"] += found["input_ids"]
-            offsets = found.get("offset_mapping", ())
-            encoded["offset_mapping"] += [(start + begin, end + begin) for start, end in offsets]
-            begin += len(piece) + 1
-        return encoded

@@ -237,7 +237,7 @@ class History:
         return path
 
     def _alike(self, messages: Sequence[Message], tools: Sequence[ToolSchema], path: list[_Node]) -> list[_Node]:
-        """The path to the last known reply; one with other tools, if these change nothing of what stands before it."""
+        """The path to the last known reply, with other tools if these change nothing of what stands before it."""
         for others, root in list(self._roots.values()):
             other = self._follow(root, messages)
             at = _last_reply(other, len(messages))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -160,21 +161,13 @@ class KnownRenderer(ChatRenderer):
             )
         except _REFUSALS:  # a policy may write anything; what cannot be read is content
             return Reply(self._tokenizer.decode(tokens))
-        if found.tool_calls and not tools:
-            return self._unread(tokens, found)
+        if found.tool_calls and not tools:  # they stay text, as they were sampled
+            begin = (found.tool_calls[0].token_span or (0,))[0]
+            end = len(tokens) - (tokens[-1] in self._stops)
+            before = self.parse(tokens[:begin], prompt=prompt)
+            return replace(before, content=before.content + self._tokenizer.decode(tokens[begin:end], special=True))
         written = [self._written(call, tokens) for call in found.tool_calls]
         return Reply(found.content or "", found.reasoning_content or "", name_calls(written, tokens, prompt))
-
-    def _unread(self, tokens: list[int], found: Any) -> Reply:
-        """A turn whose calls stay text: what stands before the first one was read, the rest is as it was sampled."""
-        end = len(tokens) - (tokens[-1] in self._stops)
-        spans = [call.token_span for call in found.tool_calls]
-        rest = (
-            "\n".join(call.raw for call in found.tool_calls)
-            if None in spans
-            else self._tokenizer.decode(tokens[spans[0][0] : end], special=True)
-        )
-        return Reply((found.content or "") + rest, found.reasoning_content or "")
 
     def _written(self, call: Any, tokens: list[int]) -> WrittenCall:
         raw = (

@@ -316,10 +316,9 @@ class EpisodeSession:
         turns = self._history.turns
         replies = [turn for turn in turns if turn.sampled]
         if not replies:
-            left = f"its {gone} replies are no part of the record" if (gone := self.dropped + self.auxiliary) else ""
             raise DataError(
                 f"the episode of line {self._order.prompt.line} of the data set ended without a single sampled token"
-                f": {left or self.clock.late or self.stop or 'its code called no model'}"
+                f": {self.clock.late or self.stop or 'it has no reply that is kept'}"
             )
         runs: list[tuple[int, int]] = []
         begin = 0

@@ -10,9 +10,9 @@ import orjson
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
+    IGNORED,
     MODEL,
     OVERFLOW,
-    SAMPLING,
     AgentApi,
     AgentCall,
     CallRefused,
@@ -22,21 +22,18 @@ from streamrl.producers.episodes.endpoint.calls import (
     assistant,
     event,
     function_schema,
-    most_calls,
     read_call,
     refuse,
     said,
-    text_of,
 )
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _OPTIONS: Final[Options] = {
-    **SAMPLING,
+    **IGNORED,
     "cache_control": None,
     "mcp_servers": ([],),
-    "metadata": None,
-    "service_tier": None,
     "stop_sequences": ([],),
     "thinking": ({"type": "disabled"},),
 }
@@ -80,7 +77,7 @@ class AnthropicMessages(AgentApi):
         refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
         choice = asked.tool_choice or {}
-        most = most_calls(none=choice.get("type") == "none", parallel=not choice.get("disable_parallel_tool_use"))
+        most = 0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") else None
         return AgentCall(messages, schemas, asked.model, asked.max_tokens, most, asked.stream)
 
     @override

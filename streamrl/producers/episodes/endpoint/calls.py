@@ -21,17 +21,14 @@ Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Options: TypeAlias = Mapping[str, Collection[Any] | None]
 """What a body may have besides the fields that are obeyed: values that ask for nothing, None: whatever it is. Any other
 option is refused by its name."""
-SAMPLING: Final = dict.fromkeys(
-    ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty")
-)
-"""Options of all APIs that belong to the run."""
-ACCOUNTS: Final = dict.fromkeys(
-    ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
-)
-"""Options that do not change an answer."""
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_ACCOUNTS: Final = ("metadata", "safety_identifier", "service_tier", "store", "user")
+_CACHES: Final = ("prompt_cache_key", "prompt_cache_retention")
+IGNORED: Final = dict.fromkeys((*_SAMPLING, *_PENALTIES, *_ACCOUNTS, *_CACHES))
+"""How tokens are sampled belongs to the run; the others do not change an answer."""
 OVERFLOW: Final = "context_length_exceeded"
 """Code of a call whose conversation is too long: the agent may go on with a shorter one."""
-_TEXTS: Final = ("text", "input_text", "output_text")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
@@ -76,20 +73,28 @@ class AgentApi(Protocol):
         """The same answer as the server-sent events that a streaming client reads."""
         ...
 
-    def error(self, refused: CallRefused) -> dict[str, Any]: ...
+    def error(self, refused: CallRefused) -> dict[str, Any]:
+        """Here as both APIs of OpenAI say it."""
+        kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+        kind = "server_error" if refused.status >= 500 else kind
+        return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
 def decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """The body of a request. CallRefused: it is not one."""
-    return _converted(_json(body), kind)
+    """The body of a request; fields that `kind` does not have are ignored. CallRefused: it is not one."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise CallRefused(400, str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CallRefused(400, f"the body is not JSON: {error}") from error
 
 
 def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collection[str]) -> _Body:
     """The body of a call. CallRefused: it is not one, or it has an option that cannot be obeyed."""
-    given = _json(body)
-    asked = _converted(given, kind)
-    for name, value in given.items():
-        if name not in kind.__struct_fields__ and value is not None:
+    asked = decoded(body, kind)
+    for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if name not in kind.__struct_fields__ and (value := msgspec.json.decode(raw)) is not None:
             harmless = options.get(name, ())
             refuse(name, harmless is not None and value not in harmless, ignored)
     return asked
@@ -100,40 +105,6 @@ def refuse(name: str, asked: bool, ignored: Collection[str]) -> None:
     if asked and name not in ignored:
         hint = f"leave it out, or let the run ignore it (episode.agent.ignore: [{name}])"
         raise CallRefused(400, f"`{name}` is not supported here: {hint}", "unsupported_parameter")
-
-
-def most_calls(*, none: bool, parallel: bool | None) -> int | None:
-    """How many calls of tools an agent wants that forbids them, or more than one at the same time."""
-    return 0 if none else 1 if parallel is False else None
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CallRefused(400, f"the body is not JSON: {error}") from error
-
-
-def _converted(given: Any, kind: type[_Body]) -> _Body:
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise CallRefused(400, str(error)) from error
-
-
-def text_of(content: Content) -> str:
-    """The text of a message. CallRefused for images and other media."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(map(_part, content))
-
-
-def _part(part: dict[str, Any]) -> str:
-    kind = part.get("type")
-    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
-    if not isinstance(text, str):
-        raise CallRefused(400, f"a message has a part of type {kind!r}; only text is supported", "unsupported_content")
-    return text
 
 
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:

@@ -14,30 +14,26 @@ import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
-    ACCOUNTS,
+    IGNORED,
     MODEL,
-    SAMPLING,
     AgentApi,
     AgentCall,
-    CallRefused,
     Content,
     Options,
     Tokens,
     assistant,
     event,
     function_schema,
-    most_calls,
     read_call,
     refuse,
     said,
-    text_of,
 )
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _OPTIONS: Final[Options] = {
-    **SAMPLING,
-    **ACCOUNTS,
+    **IGNORED,
     "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
@@ -103,7 +99,7 @@ class ChatCompletions(AgentApi):
             [function_schema(each.name, each.description, each.parameters) for each in functions],
             asked.model,
             asked.max_completion_tokens or asked.max_tokens,
-            most_calls(none=asked.tool_choice == "none", parallel=asked.parallel_tool_calls),
+            0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
             bool(asked.stream),
             bool((asked.stream_options or {}).get("include_usage")),
         )
@@ -141,16 +137,6 @@ class ChatCompletions(AgentApi):
         if call.usage:
             yield event({**base, "choices": [], "usage": answer["usage"]})
         yield b"data: [DONE]\n\n"
-
-    @override
-    def error(self, refused: CallRefused) -> dict[str, Any]:
-        return openai_error(refused)
-
-
-def openai_error(refused: CallRefused) -> dict[str, Any]:
-    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
-    kind = "server_error" if refused.status >= 500 else kind
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
 def _message(given: _Message) -> Message:

@@ -73,6 +73,7 @@ class AgentDoor:
     set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
     session refused a call for good: a limit was reached, or its engine failed. `done` is set when a remote program says
     that it has finished, with `error` if it failed. `name` tells the ids of its answers from those of other samples.
+    `ignored` are options of calls that the run ignores.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
@@ -86,14 +87,11 @@ class AgentDoor:
         self._closed = False
         self.called, self.busy, self.idle, self.over, self.done = (asyncio.Event() for _ in range(5))
         self.idle.set()
+        agent = session.limits.agent
+        self._used = agent is not None and agent.keep == "used"
+        self.ignored: Collection[str] = agent.ignore if agent is not None else ()
         self.error = ""
         self.name = token_hex(4)
-
-    @property
-    def ignored(self) -> Collection[str]:
-        """Options of calls that the run ignores."""
-        agent = self._session.limits.agent
-        return agent.ignore if agent is not None else ()
 
     @contextlib.asynccontextmanager
     async def place(self, gone: Gone) -> AsyncIterator[None]:
@@ -118,9 +116,7 @@ class AgentDoor:
         Raises:
             CallRefused: the episode has ended, or the call is far too long.
         """
-        self.check_open()
-        if len(body) > self._longest:
-            raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
+        self._check_length(body)
         key = _digest(body, headers.get("Idempotency-Key", ""))
         known = self._asked.setdefault(key, [])
         asked = _repeated(known, headers)
@@ -132,9 +128,7 @@ class AgentDoor:
 
     def count(self, call: AgentCall, body: bytes) -> int:
         """Tokens before the reply to a call, which is not recorded. CallRefused: the end, or a call far too long."""
-        self.check_open()
-        if len(body) > self._longest:
-            raise CallRefused(413, f"a call of {len(body)} bytes is far above model.context", "too_large")
+        self._check_length(body)
         return self._session.prompt_tokens(call.messages, call.tools)
 
     def check_open(self) -> None:
@@ -142,6 +136,11 @@ class AgentDoor:
         if self._closed or self._session.stop is not None:
             why = self._session.stop or "completed"
             raise CallRefused(410, f"the episode has ended ({why}): this key takes no more calls", "episode_over")
+
+    def _check_length(self, body: bytes) -> None:
+        self.check_open()
+        if len(body) > self._longest:
+            raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
         """Reward a sampled turn, or with None the episode. CallRefused: it has ended; there is no such turn."""
@@ -173,14 +172,12 @@ class AgentDoor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._session.check_overflow()
-        agent = self._session.limits.agent
-        used = agent is not None and agent.keep == "used"
         auxiliary = {
             number
             for number, said in self._answered.items()
-            if said.mark == "1" or (used and said.mark != "0" and self._looks_auxiliary(said))
+            if said.mark == "1" or (self._used and said.mark != "0" and self._looks_auxiliary(said))
         }
-        self._session.drop(auxiliary, self._unheard(), replaced=used)
+        self._session.drop(auxiliary, self._unheard(), replaced=self._used)
 
     def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
         mark = headers.get("X-Streamrl-Auxiliary", "").strip()

@@ -13,9 +13,8 @@ import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
-    ACCOUNTS,
+    IGNORED,
     MODEL,
-    SAMPLING,
     AgentApi,
     AgentCall,
     CallRefused,
@@ -25,21 +24,18 @@ from streamrl.producers.episodes.endpoint.calls import (
     assistant,
     event,
     function_schema,
-    most_calls,
     read_call,
     refuse,
     said,
-    text_of,
 )
-from streamrl.producers.episodes.endpoint.chat_completions import openai_error
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _SPOKEN: Final = ("message", "function_call", "reasoning")
 _PLAIN: Final = {"format": {"type": "text"}}
 _OPTIONS: Final[Options] = {
-    **SAMPLING,
-    **ACCOUNTS,
+    **IGNORED,
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": None,
@@ -97,7 +93,7 @@ class Responses(AgentApi):
             raise CallRefused(400, f"there is no tool of type {other!r} here; only functions", "unsupported_parameter")
         refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.parameters) for tool in tools]
-        most = most_calls(none=asked.tool_choice == "none", parallel=asked.parallel_tool_calls)
+        most = 0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None
         return AgentCall(messages, schemas, asked.model, asked.max_output_tokens, most, bool(asked.stream))
 
     @override
@@ -150,10 +146,6 @@ class Responses(AgentApi):
         for number, (name, data) in enumerate(told):
             kind = f"response.{name}"
             yield event({"type": kind, "sequence_number": number, **data}, kind)
-
-    @override
-    def error(self, refused: CallRefused) -> dict[str, Any]:
-        return openai_error(refused)
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
