@@ -160,7 +160,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     sampled tokens of all turns, in that order; `stop` says why an episode ended, and `finish` is that of its last
     sampled turn. Versions do not go back within a turn; turns of other branches may have been sampled meanwhile.
     `score` is what the episode gave itself, for the reward `episode`. `replayed` turns came from the journal of a
-    process that died; `restarts` counts the times that such an episode had to begin again.
+    process that died; `restarts` counts the times that such an episode had to begin again. `dropped` and `auxiliary`
+    count sampled turns that are no part of it: ones that its agent did not use, and ones beside its work.
     """
 
     v: int = 1
@@ -177,6 +178,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     score: SampleScore | None = None
     replayed: _Count = 0
     restarts: _Count = 0
+    dropped: _Count = 0
+    auxiliary: _Count = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):

@@ -186,7 +186,7 @@ def _last_lines(error: BaseException) -> str:
 def _data(each: Played, decode: Decode) -> dict[str, Any]:
     sample = each.sample
     score = sample.score if sample else None
-    found: dict[str, Any] = {"turns": [], "replayed": 0, "restarts": 0}
+    found: dict[str, Any] = {"turns": [], "replayed": 0, "restarts": 0, "dropped": 0, "auxiliary": 0}
     if sample is not None:
         found = {**episode_data(sample, decode), "stop": sample.stop or "completed"}
     return found | {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from streamrl.errors import ConfigError
 from streamrl.monitor.lines import duration, printable, shortened
 from streamrl.wire import PROMPT, Int32Array, Sample, Turn
 
+_COUNTS: Final = ("replayed", "restarts", "dropped", "auxiliary")
 Decode = Callable[[Int32Array], str]
 
 
@@ -21,7 +23,7 @@ def decoder_of(config: ModelConfig) -> Decode | None:
     try:
         from streamrl.producers.tokenizer import Tokenizer
 
-        return Tokenizer.load(config).decode
+        return partial(Tokenizer.load(config).decode, special=True)
     except (ConfigError, ImportError) as error:
         output.note(f"warning: the turns are shown without their text: {error}")
         return None
@@ -61,14 +63,13 @@ def episode_data(sample: Sample, decode: Decode | None) -> dict[str, Any]:
                 "cached": turn.cached,
             }
         )
-    ended = {"stop": sample.stop, "replayed": sample.replayed, "restarts": sample.restarts}
-    return {**ended, "turns": found}
+    return {"stop": sample.stop, **{name: getattr(sample, name) for name in _COUNTS}, "turns": found}
 
 
 def episode_lines(data: dict[str, Any], width: int) -> Iterator[str]:
     """The tree of `episode_data`: a branch beside an earlier one is indented, and says where it begins."""
     facts = [f"ended: {data['stop']}"] if data["stop"] else []
-    facts += [f"{name} {data[name]}" for name in ("replayed", "restarts") if data[name]]
+    facts += [f"{name} {data[name]}" for name in _COUNTS if data[name]]
     if facts:
         yield f"    {'  '.join(facts)}"
     depths: dict[int, int] = {}

@@ -50,8 +50,14 @@ class AgentConfig(Section):
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
     answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
+    keep: Literal["all", "used"] = Field(
+        "all",
+        description="replies that are trained; used: not those that a later one to the same messages replaced, and not"
+        " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
+    )
+    ignore: tuple[str, ...] = Field((), description="options of calls that are ignored instead of refused, by name")
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
-    max_calls: Positive = Field(32, description="calls of one agent at the same time; more are answered with 429")
+    max_calls: Positive = Field(32, description="calls of one agent that are answered at the same time; others wait")
 
     @model_validator(mode="after")
     def _check_remote(self) -> AgentConfig:

@@ -19,15 +19,17 @@ from .run_kit import admit, cli, data_of, make_run, sample
 
 TREE = wire.Sample(
     v=2,
-    tokens=wire.pack_int32([72, 105, 66, 121, 101]),
-    logprobs=wire.pack_float32([-1, -2, -3, -4, -5]),
-    runs=[(0, 3), (3, 4)],
+    tokens=wire.pack_int32([72, 105, 1, 66, 121, 101]),
+    logprobs=wire.pack_float32([-1, -2, -3, -3, -4, -5]),
+    runs=[(0, 3), (4, 4)],
     finish="stop",
     text="ye",
     stop="max_turns",
     replayed=1,
+    dropped=2,
+    auxiliary=3,
     turns=[
-        wire.Turn(sampled=2, finish="stop", model_seconds=0.5, reward=0.25),
+        wire.Turn(sampled=3, finish="stop", model_seconds=0.5, reward=0.25),
         wire.Turn(
             parent=0,
             role="tool",
@@ -69,17 +71,18 @@ def test_the_turns_of_a_live_group(run_dir):
     assert data["journaled"] == {"1": 1}
     response = data["responses"][0]
     assert (response["stop"], response["replayed"], response["restarts"]) == ("max_turns", 1, 0)
+    assert (response["dropped"], response["auxiliary"]) == (2, 3)
     turns = response["turns"]
     assert [turn["parent"] for turn in turns] == [-1, 0, 1, 0, 3]
-    assert [turn["text"] for turn in turns] == ["Hi", "+-", "B", "?", "ye"]
+    assert [turn["text"] for turn in turns] == ["Hi</s>", "+-", "B", "?", "ye"]
     assert [turn["versions"] for turn in turns] == [[3], [], [3], [], [4]]
     assert turns[1]["tools"] == [{"name": "add\x1b[31m", "outcome": "timeout", "seconds": 2.0}]
     text = cli("trace", "0", "--turns", "--run", str(run_dir)).stdout
     assert "\x1b" not in text
     lines = text.splitlines()
     assert any("turns so far  sample 1: 1" in line for line in lines)
-    assert any("ended: max_turns  replayed 1" in line for line in lines)
-    assert any(line.startswith("    0 assistant  2 tokens (stop) by v3  in 0.5s  reward 0.25") for line in lines)
+    assert any("ended: max_turns  replayed 1  dropped 2  auxiliary 3" in line for line in lines)
+    assert any(line.startswith("    0 assistant  3 tokens (stop) by v3  in 0.5s  reward 0.25") for line in lines)
     assert any("tool add" in line and "timeout in 2.0s" in line for line in lines)
     assert "      3 user  after 0  1 tokens" in lines, "a branch is indented"
     assert "journal" not in cli("trace", "0", "--run", str(run_dir)).stdout
@@ -88,7 +91,7 @@ def test_the_turns_of_a_live_group(run_dir):
 def test_an_archived_group_and_single_answers_have_turns_too(run_dir):
     data = data_of(cli("trace", "7", "--turns", "--run", str(run_dir), "--json").stdout, "streamrl.trace/1")
     tree, single = data["responses"]
-    assert [turn["text"] for turn in tree["turns"]] == ["Hi", "+-", "B", "?", "ye"]
+    assert [turn["text"] for turn in tree["turns"]] == ["Hi</s>", "+-", "B", "?", "ye"]
     assert [(turn["parent"], turn["role"], turn["tokens"], turn["versions"]) for turn in single["turns"]] == [
         (-1, "assistant", 3, [3, 4])
     ]
@@ -111,7 +114,7 @@ def test_turns_are_exported_and_read_back(run_dir, tmp_path):
     tree, single, bare, _ = rows
     assert (tree["stop"], tree["replayed"], single["stop"], single["turns"]) == ("max_turns", 1, None, [])
     assert tree["turns"][1]["tools"] == [{"name": "add\x1b[31m", "outcome": "timeout", "seconds": 2.0}]
-    assert [turn["sampled"] for turn in tree["turns"]] == [2, 0, 1, 0, 2]
+    assert [turn["sampled"] for turn in tree["turns"]] == [3, 0, 1, 0, 2]
     assert [turn["observed_tokens"] for turn in tree["turns"]] == [[], [43, 45], [], [63], []]
     assert [turn["observed"] for turn in bare["turns"]] == [0, 2, 0, 1, 0]
     assert "observed_tokens" not in bare["turns"][0]

@@ -206,6 +206,7 @@ def _check_end(session: EpisodeSession) -> None:
     """EpisodeOver: a limit ended it; else the fault of the session."""
     if session.fault is not None:
         raise session.fault
+    session.check_overflow()
     if session.stop is not None:
         raise EpisodeOver(session.stop)
 

@@ -65,6 +65,7 @@ class Chat:
             max_tokens: of this reply; None: `sampling.max_new_tokens`.
 
         Raises:
+            ContextOverflow: the messages are too long for the model; a shorter conversation may go on.
             EpisodeOver: a limit of the episode is reached. It may pass: the episode then ends with what there is.
             DataError: the messages cannot be rendered.
         """

@@ -3,8 +3,9 @@
 Messages are nodes of a tree, known by the node before them and by what they say (JSON arguments in one spelling, and
 not the ids of calls). A reply that comes back without its reasoning is the same message, because many clients drop what
 they do not know. Turns hang on nodes: a node is where a reply was sampled (`opened`), or it is such a reply (`ended`).
-Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the last turn
-whose ids it begins with.
+Each list of tools has a tree. Where other tools change nothing before a reply, a conversation goes on in their tree.
+Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the longest
+branch whose ids it begins with.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class History:
     def __init__(self, renderer: ChatRenderer, prompt: Int32Array) -> None:
         self._renderer = renderer
         self._prompt = prompt
-        self._roots: dict[bytes, _Node] = {}
+        self._roots: dict[bytes, tuple[tuple[ToolSchema, ...], _Node]] = {}
         self.turns: list[RecordedTurn] = []
         self.forks = 0
 
@@ -135,7 +136,8 @@ class History:
         node = path[-1]
         if len(path) == len(messages) + 1 and node.opened is not None:  # the same request again
             return self._placed(messages, tools, node.opened, [], len(messages))
-        at = max((at for at, seen in enumerate(path) if seen.ended is not None and at < len(messages)), default=0)
+        path = self._alike(messages, tools, path)
+        at = _last_reply(path, len(messages))
         ended = path[at].ended
         if ended is not None:
             known = [seen.message for seen in path[1 : at + 1] if seen.message is not None]
@@ -145,7 +147,7 @@ class History:
             if delta is not None:
                 return self._placed(messages, tools, ended, delta, len(path) - 1)
         whole = np.asarray(self._renderer.render(messages, tools or None), dtype=np.int32)
-        parent, kept = self._continued(path, whole)
+        parent, kept = self._continued(whole)
         return self._placed(messages, tools, parent, whole[kept:].tolist(), len(path) - 1)
 
     def record(
@@ -190,25 +192,28 @@ class History:
         parents = Counter(max(place.parent, -1) for place in places)
         return self.forks + sum(n - (not self._continued_before(parent)) for parent, n in parents.items())
 
-    def drop(self, turns: Collection[int]) -> None:
-        """Take out replies that nothing continued: `turns`, and those that a later reply to the same messages replaced.
+    def drop(self, turns: Collection[int], *, replaced: bool) -> set[int]:
+        """Take out `turns`, as far as nothing continued them and they have no reward; return those that are gone.
 
-        One of `turns` replaces nothing. What was observed for them alone goes, too. Replies with a reward stay. The
-        rest gets new numbers, and the tree takes no more turns.
+        With `replaced` also such replies that a later one to the same messages replaced; one of `turns` replaces
+        nothing. What was observed for them alone goes, too. The rest gets new numbers, and the tree takes no more
+        turns.
         """
         newest = {turn.parent: at for at, turn in enumerate(self.turns) if turn.sampled and at not in turns}
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
-            unwanted = number in turns or newest.get(turn.parent) != number
+            unwanted = number in turns or (replaced and newest.get(turn.parent) != number)
             if not turn.children and (not turn.sampled or (unwanted and turn.reward is None)):
                 gone.add(number)
                 if turn.parent >= 0:
                     self.turns[turn.parent].children -= 1
+        sampled = {number for number in gone if self.turns[number].sampled}
         kept = [number for number in range(len(self.turns)) if number not in gone]
         numbers = {number: at for at, number in enumerate(kept)}
         self.turns = [self.turns[number] for number in kept]
         for turn in self.turns:
             turn.parent = numbers.get(turn.parent, turn.parent)
+        return sampled
 
     def wire(self) -> list[Turn]:
         return [turn.wire(_portable(self._said(turn)) if turn.sampled else []) for turn in self.turns]
@@ -234,12 +239,27 @@ class History:
 
     def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
         """Return the nodes of the first messages, as many as are known, after the root."""
-        path = [self._roots.setdefault(_digest(list(tools)), _Node())]
+        _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
+        return self._follow(root, messages)
+
+    def _follow(self, root: _Node, messages: Sequence[Message]) -> list[_Node]:
+        path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
             if following is None:
                 break
             path.append(following)
+        return path
+
+    def _alike(self, messages: Sequence[Message], tools: Sequence[ToolSchema], path: list[_Node]) -> list[_Node]:
+        """The path to the last known reply, with other tools if these change nothing of what stands before it."""
+        for others, root in list(self._roots.values()):
+            other = self._follow(root, messages)
+            at = _last_reply(other, len(messages))
+            if at > _last_reply(path, len(messages)):
+                before = messages[: at - 1]
+                if self._renderer.render(before, tools or None) == self._renderer.render(before, others or None):
+                    path = other
         return path
 
     def _node(self, place: NextTurn) -> _Node:
@@ -258,24 +278,34 @@ class History:
         ids = np.concatenate([before, np.asarray(observed, dtype=np.int32)]) if observed else before
         return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed)
 
-    def _continued(self, path: Sequence[_Node], whole: Int32Array) -> tuple[int, int]:
-        """The last turn of a path whose ids `whole` begins with, and how many they are."""
-        for node in reversed(path):
-            for turn in (node.ended, node.opened):
-                if turn is None:
-                    continue
-                ids = self.ids(turn)
-                opens = turn == PROMPT or not self.turns[turn].sampled
-                if len(ids) + (not opens) <= len(whole) and np.array_equal(whole[: len(ids)], ids):
-                    return turn, len(ids)
+    def _continued(self, whole: Int32Array) -> tuple[int, int]:
+        """The last turn of the longest branch whose ids `whole` begins with, and how many they are."""
+        following: dict[int, list[int]] = {}
+        for number, turn in enumerate(self.turns):
+            following.setdefault(turn.parent, []).append(number)
         count = len(self._prompt)
-        if count and count <= len(whole) and np.array_equal(whole[:count], self._prompt):
-            return PROMPT, count
-        return NOTHING, 0
+        found = (NOTHING, 0)
+        left = [(NOTHING, 0)]
+        if count and np.array_equal(whole[:count], self._prompt):
+            left.append((PROMPT, count))
+        while left:
+            at, begin = left.pop()
+            found = max(found, (at, begin), key=lambda branch: (branch[1], self._continued_before(branch[0])))
+            for number in following.get(at, ()):
+                turn = self.turns[number]
+                end = begin + len(turn.ids)
+                if end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
+                    left.append((number, end))
+        return found
 
     def _continued_before(self, parent: int) -> bool:
         """Whether one more turn after `parent` begins a branch besides the first."""
         return bool(self.turns) if parent < 0 else self.turns[parent].children > 0
+
+
+def _last_reply(path: Sequence[_Node], most: int) -> int:
+    """Place in a path of the last sampled reply that other messages follow, of `most` messages in all; 0: none."""
+    return max((at for at, seen in enumerate(path) if seen.ended is not None and at < most), default=0)
 
 
 def calls_key(calls: Sequence[ToolCall]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,8 @@ from typing_extensions import override
 
 from streamrl.errors import ConfigError, DataError
 from streamrl.producers.episodes import probe
-from streamrl.producers.episodes.messages import json_object, spell_out
+from streamrl.producers.episodes.control_tokens import ControlTokens, CuttingTokenizer
+from streamrl.producers.episodes.messages import json_object
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
 from streamrl.producers.episodes.template import TemplateRenderer
 from streamrl.producers.episodes.tool_formats import FORMATS, WrittenCall, name_calls
@@ -107,6 +109,7 @@ class KnownRenderer(ChatRenderer):
         self.family = family
         self._tokenizer = tokenizer
         self._inner = inner
+        self._control = ControlTokens(tokenizer.backend)
         self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
         self._told = False
 
@@ -158,6 +161,11 @@ class KnownRenderer(ChatRenderer):
             )
         except _REFUSALS:  # a policy may write anything; what cannot be read is content
             return Reply(self._tokenizer.decode(tokens))
+        if found.tool_calls and not tools:  # they stay text, as they were sampled
+            begin = (found.tool_calls[0].token_span or (0,))[0]
+            end = len(tokens) - (tokens[-1] in self._stops)
+            before = self.parse(tokens[:begin], prompt=prompt)
+            return replace(before, content=before.content + self._tokenizer.decode(tokens[begin:end], special=True))
         written = [self._written(call, tokens) for call in found.tool_calls]
         return Reply(found.content or "", found.reasoning_content or "", name_calls(written, tokens, prompt))
 
@@ -175,7 +183,7 @@ class KnownRenderer(ChatRenderer):
         return WrittenCall(raw, name, json_object(text))
 
     def _spell(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        spelled = spell_out(messages)
+        spelled = self._control.spell_out(messages)
         if self.family in _NAMES_RESULTS:
             calls = [call for message in spelled for call in message.get("tool_calls", ())]
             names = {call["id"]: call["function"]["name"] for call in calls}
@@ -196,7 +204,7 @@ def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
             f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
         ) from error
     try:
-        return package.create_renderer(tokenizer.backend, config)
+        return package.create_renderer(CuttingTokenizer(tokenizer.backend), config)
     except _REFUSALS as error:
         raise ConfigError(
             f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import Message
+
+_TEXTS: Final = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal"}
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -46,8 +48,9 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if isinstance(part, Mapping) and kind in ("text", "input_text", "output_text") and isinstance(part["text"], str):
-        return str(part["text"])
+    text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, Mapping) else None
+    if isinstance(text, str):
+        return text
     raise DataError(f"a message has a part of type {kind!r}, this model takes text", "leave it out of the messages")
 
 

@@ -112,7 +112,8 @@ class ChatRenderer(Protocol):
 
         Args:
             ids: of the turn alone, with or without its end.
-            tools: the types of their parameters tell `true` from `"true"` in formats that are not JSON.
+            tools: those that it may call; without any, calls stay text. The types of their parameters tell `true`
+                from `"true"` in formats that are not JSON.
             prompt: the ids before them; models whose prompt opens the thinking need them.
         """
         ...

@@ -150,7 +150,7 @@ class EpisodeSampler(Sampler):
         self._renderer: ChatRenderer | None = None
         self._places = asyncio.Semaphore(config.episode.concurrent or 1 << 20)
         self._running: set[EpisodeSession] = set()
-        self._forks = 0
+        self._forks = self._dropped = self._auxiliary = 0
         self._tools = ToolFigures()
         self._blocked = blocked
         self._watching = contextlib.ExitStack()
@@ -197,6 +197,8 @@ class EpisodeSampler(Sampler):
             "episodes": len(self._running),
             "generating": sum(session.generating for session in self._running),
             "forks": self._forks,
+            "dropped_turns": self._dropped,
+            "auxiliary_turns": self._auxiliary,
         }
 
     @override
@@ -229,13 +231,17 @@ class EpisodeSampler(Sampler):
         finally:
             self._running.discard(session)
             self._forks += session.forks
+            self._dropped += session.dropped
+            self._auxiliary += session.auxiliary
             await session.close()
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
         """Run the user's code; its score. If a limit ended it and it gave none, what an agent posted, else 0."""
         try:
             async with self._guarded(session), session.clock.whole():
-                return _score_of(await self._episode.run(task, Chat(session)))
+                score = _score_of(await self._episode.run(task, Chat(session)))
+                session.check_overflow()
+                return score
         except EpisodeOver as over:
             session.end(over.stop)
         stop = session.stop

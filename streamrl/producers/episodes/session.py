@@ -50,6 +50,15 @@ _CLOSE_SECONDS: Final = 1.0
 """How long the end of an episode waits for what was cancelled."""
 
 
+class ContextOverflow(EpisodeOver):
+    """A conversation leaves no room in the model's context. Shorter ones of the same episode go on."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        # The words of OpenAI, which agents that compact look for.
+        most = f"This model's maximum context length is {context} tokens (model.context)."
+        super().__init__("context_overflow", f"{most} However, your messages resulted in {tokens} tokens.")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
     """One reply of the policy, with its tokens.
@@ -88,7 +97,8 @@ class EpisodeSession:
 
     `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
     is the error of the engine or the ledger that ended it, whatever the user's code made of it. `generating` counts the
-    turns that are being sampled. `posted` is the score that an agent sent for the episode.
+    turns that are being sampled. `posted` is the score that an agent sent for the episode. `overflowed`: the newest
+    conversation was too long. `dropped` and `auxiliary` count the sampled turns that `drop` took out.
     """
 
     def __init__(
@@ -120,7 +130,8 @@ class EpisodeSession:
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
         self.posted: float | None = None
-        self.generating = 0
+        self.overflowed = False
+        self.generating = self.dropped = self.auxiliary = 0
 
     @property
     def limits(self) -> EpisodeConfig:
@@ -132,7 +143,12 @@ class EpisodeSession:
         return self._history.forks
 
     async def sampled(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+        *,
+        most_calls: int | None = None,
     ) -> SampledTurn:
         """Sample the message that follows `messages`, and record it.
 
@@ -142,10 +158,12 @@ class EpisodeSession:
             messages: the whole conversation.
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
+            most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
 
         Raises:
+            ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
             EpisodeOver: a limit of the episode is reached, or it has ended.
-            DataError: the messages cannot be rendered, or the first ones leave no room in `model.context`.
+            DataError: the messages cannot be rendered.
             Unreachable: the engine died.
         """
         # Code that goes on after the end must not keep the event loop busy.
@@ -163,7 +181,9 @@ class EpisodeSession:
             finally:
                 self._flights.remove(flight)
                 self._landed.set()
-        reply = self._renderer.parse(completion.tokens.tolist(), tools or None, prompt=place.ids.tolist())
+        readable = tools if most_calls != 0 else None
+        reply = self._renderer.parse(completion.tokens.tolist(), readable, prompt=place.ids.tolist())
+        reply = replace(reply, calls=reply.calls[:most_calls])
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
@@ -264,9 +284,16 @@ class EpisodeSession:
         if most is not None and self._calls > most:
             self._over("max_tool_calls", f"it called tools {self._calls} times (episode.max_tool_calls {most})")
 
-    def drop(self, turns: Collection[int]) -> None:
-        """After the last call: take out turns as `History.drop` does."""
-        self._history.drop(turns)
+    def check_overflow(self) -> None:
+        """End the episode if its newest conversation was too long: nothing went on after it."""
+        if self.overflowed:
+            self.end("context_overflow")
+
+    def drop(self, auxiliary: Collection[int], unheard: Collection[int], *, replaced: bool) -> None:
+        """After the last call: take out turns as `History.drop` does, and count them."""
+        gone = self._history.drop({*auxiliary, *unheard}, replaced=replaced)
+        self.auxiliary = len(gone & set(auxiliary))
+        self.dropped = len(gone) - self.auxiliary
 
     def end(self, stop: StopReason) -> None:
         """End the episode; the first reason stays. A repeat does nothing, and so does a call after `close`."""
@@ -291,7 +318,7 @@ class EpisodeSession:
         if not replies:
             raise DataError(
                 f"the episode of line {self._order.prompt.line} of the data set ended without a single sampled token"
-                f": {self.clock.late or self.stop or 'its code called no model'}"
+                f": {self.clock.late or self.stop or 'it has no reply that is kept'}"
             )
         runs: list[tuple[int, int]] = []
         begin = 0
@@ -316,6 +343,8 @@ class EpisodeSession:
             stop=None if plain else stop,
             replayed=self.journal.replayed,
             restarts=self.journal.restarts,
+            dropped=self.dropped,
+            auxiliary=self.auxiliary,
             score=None if score is None else SampleScore(value=score.value, parts=dict(score.parts)),
         )
 
@@ -350,10 +379,9 @@ class EpisodeSession:
         sampling, most = self._config.sampling, self._config.episode.max_sampled_tokens
         context = self._config.model.context
         room = context - len(place.ids)
-        if room < 1:
-            if not self._history.turns:
-                raise DataError(f"a prompt of {len(place.ids)} tokens leaves no room in model.context ({context})")
-            self._over("context_overflow", f"its conversation has {len(place.ids)} tokens (model.context {context})")
+        self.overflowed = room < 1
+        if self.overflowed:
+            raise ContextOverflow(len(place.ids), context)
         wanted = min(max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
         limits: list[tuple[int, StopReason]] = [(wanted, "max_tokens"), (room, "context_overflow")]
         if most is not None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from streamrl.errors import DataError
 from streamrl.producers.episodes import probe
-from streamrl.producers.episodes.messages import spell_out
+from streamrl.producers.episodes.control_tokens import CUT, ControlTokens
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
 from streamrl.producers.episodes.tool_formats import format_of, name_calls
 from streamrl.producers.tokenizer import Tokenizer
@@ -39,8 +39,7 @@ class TemplateRenderer(ChatRenderer):
         self._thinks = "</think>" in source or "reasoning_content" in source
         self._reasoning_key = "reasoning_content" in source
         self._format = format_of(tool_format, source)
-        added = tokenizer.backend.added_tokens_decoder
-        self._special = {token.content: int(number) for number, token in added.items() if token.special}
+        self._control = ControlTokens(tokenizer.backend)
         self._dated = "strftime_now" in source
         self._kept_text = lru_cache(_TEXTS)(lambda key: self._write(*orjson.loads(key)))
         self._kept_ids = lru_cache(_TEXTS)(lambda text: np.asarray(tokenizer.plain_ids(text), dtype=np.int32))
@@ -91,7 +90,7 @@ class TemplateRenderer(ChatRenderer):
         ended = len(ids) > 0 and ids[-1] in self.stops
         text = self._tokenizer.decode(ids[:-1] if ended else ids, special=True)
         reasoning, text = self._split_reasoning(text, prompt)
-        content, written = self._format(text, tools or ())
+        content, written = self._format(text, tools) if tools else (text, [])
         return Reply(content, reasoning, name_calls(written, ids, prompt))
 
     def _split_reasoning(self, text: str, prompt: Sequence[int]) -> tuple[str, str]:
@@ -131,14 +130,13 @@ class TemplateRenderer(ChatRenderer):
         opened: bool,
         form: _ArgumentForm,
     ) -> str:
-        shaped = [self._shape(message, form) for message in spell_out(messages)]
+        shaped = [self._shape(message, form) for message in self._control.spell_out(messages)]
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
 
     def _ids(self, text: str) -> list[int]:
-        if len(text) > _LONGEST_TEXT:
-            return self._tokenizer.plain_ids(text)
-        ids: list[int] = self._kept_ids(text).tolist()
-        return ids
+        text, *pieces = text.split(CUT)
+        ids: list[int] = self._tokenizer.plain_ids(text) if len(text) > _LONGEST_TEXT else self._kept_ids(text).tolist()
+        return ids + [token for piece in pieces for token in self._tail_ids(piece, closed=True)]
 
     def _shape(self, message: Message, form: _ArgumentForm) -> Message:
         reasoning = message.get("reasoning_content")
@@ -179,10 +177,10 @@ class TemplateRenderer(ChatRenderer):
         except DataError:
             pass  # a template that refuses calls of tools
         for ending in endings:
-            special = [text for text in self._special if text in ending]
+            special = [text for text in self._control.ids if text in ending]
             if special:
                 last = max(special, key=ending.rfind)
-                stops[last] = self._special[last]
+                stops[last] = self._control.ids[last]
         return stops
 
     def _closing(self, held: str, begin: int) -> str | None:

@@ -53,7 +53,7 @@ def _qwen_xml(text: str, tools: Sequence[ToolSchema]) -> Reading:
     return _blocks(text, lambda body: _tagged(body, tools))
 
 
-def _llama_json(text: str, tools: Sequence[ToolSchema]) -> Reading:
+def _llama_json(text: str, _tools: Sequence[ToolSchema]) -> Reading:
     """`{"name": …, "parameters": {…}}` and nothing else, several with `;` between them, of Llama 3.
 
     An answer may be JSON as well: without `<|python_tag|>` only objects with a name and parameters are calls.
@@ -61,7 +61,7 @@ def _llama_json(text: str, tools: Sequence[ToolSchema]) -> Reading:
     body = text.strip()
     tagged = body.startswith(_PYTHON_TAG)
     rest = body.removeprefix(_PYTHON_TAG)
-    if not tools or not (tagged or body.startswith("{")):
+    if not (tagged or body.startswith("{")):
         return text, []
     calls: list[WrittenCall] = []
     while rest := rest.lstrip(" \n;,"):
@@ -77,10 +77,10 @@ def _llama_json(text: str, tools: Sequence[ToolSchema]) -> Reading:
     return "", calls
 
 
-def _pythonic(text: str, tools: Sequence[ToolSchema]) -> Reading:
+def _pythonic(text: str, _tools: Sequence[ToolSchema]) -> Reading:
     """`[name(key=value), …]` and nothing else, of Llama 4 and others; values are JSON's or Python's."""
     body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    if not tools or not _PYTHONIC.match(body):
+    if not _PYTHONIC.match(body):
         return text, []
     try:
         parsed = ast.parse(body, mode="eval").body

@@ -215,6 +215,29 @@ sys.exit(3)
     assert (sample.stop, sample.score.value) == ("max_turns", 0.25)
 
 
+async def test_an_agent_that_fails_because_the_context_is_full_has_ended_so(tmp_path):
+    code = """
+ask()
+post("/streamrl/reward", {"reward": 0.25})
+ask("zebra " * 600)
+"""
+    sample = await played(agent(tmp_path, code))
+    assert (sample.stop, sample.score.value, sample.text) == ("context_overflow", 0.25, "six")
+
+
+async def test_an_agent_that_compacts_goes_on(tmp_path):
+    code = """
+ask()
+try:
+    ask("zebra " * 600)
+except urllib.error.HTTPError as error:
+    assert json.load(error)["error"]["code"] == "context_length_exceeded"
+ask("in short")
+"""
+    sample = await played(agent(tmp_path, code), ["one", "two"])
+    assert (sample.stop, sample.text) == ("completed", "two")
+
+
 async def test_what_an_agent_posted_is_its_score_when_it_runs_out_of_time(tmp_path):
     code = """
 ask()

@@ -24,6 +24,7 @@ from .episode_kit import call
 
 CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
 BROKEN = call('{"name": "look_up", "arguments": {"word": ')
+USED = {"keep": "used"}
 FLAT = {"type": "function", **LOOK_UP["function"]}
 
 
@@ -170,15 +171,21 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n": 2}, "`n` is 2"),
+        ({"n": 2}, "`n` is not supported"),
         ({"logprobs": True}, "`logprobs`"),
         ({"stop": ["x"]}, "`stop`"),
         ({"response_format": {"type": "json_object"}}, "`response_format`"),
+        ({"tools": [{"type": "function", "function": {**LOOK_UP["function"], "strict": True}}]}, "`strict`"),
+        ({"reasoning_effort": "high"}, "`reasoning_effort`"),
+        ({"extra_body": {"stop_token_ids": [1]}}, "`stop_token_ids`"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "`guided_json`"),
+        ({"extra_body": {"min_tokens": 2}}, "`min_tokens`"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, r"ignore: \[chat_template_kwargs\]"),
         ({"messages": IMAGE}, "'image_url'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [asked("zebra " * 600)]}, "leaves no room"),
+        ({"messages": [asked("zebra " * 600)]}, "maximum context length"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_words_and_records_nothing(serve, options, said):
@@ -189,10 +196,110 @@ async def test_what_cannot_be_done_is_refused_in_words_and_records_nothing(serve
     assert len(served.engine.requests) == 1
 
 
+HI = {"messages": ASKED, "max_tokens": 9}
+SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("messages", {**HI, "output_config": {"effort": "low"}}, "`output_config`"),
+        ("messages", {**HI, "tools": [SERVER_TOOL]}, "'web_search_20250305'"),
+        ("messages", {**HI, "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "`mcp_servers`"),
+        ("messages", {**HI, "messages": [*ASKED, {"role": "assistant", "content": "{"}]}, "`prefill`"),
+        ("messages", {**HI, "stop_sequences": ["x"]}, "`stop_sequences`"),
+        ("messages", {**HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking`"),
+        ("messages", {**HI, "tools": [{"name": "f", "input_schema": {}, "strict": True}]}, "`strict`"),
+        ("responses", {"input": "x", "max_tool_calls": 2}, "`max_tool_calls`"),
+        ("responses", {"input": "x", "tools": [{**FLAT, "strict": True}]}, "`strict`"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "'web_search'"),
+        ("responses", {"input": "x", "truncation": "auto"}, "`truncation`"),
+        ("responses", {"input": "x", "reasoning": {"effort": "low"}}, "`reasoning`"),
+        ("responses", {"input": "x", "previous_response_id": "resp_1"}, "`previous_response_id`"),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "`text`"),
+    ],
+)
+async def test_options_of_other_apis_that_cannot_be_obeyed_are_refused_by_name(serve, path, body, said):
+    served = await serve()
+    status, answer = await post(served, body, path)
+    assert (status, said in answer["error"]["message"]) == (400, True), answer
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (
+            "chat/completions",
+            {"n": 1, "stop": [], "logprobs": False, "temperature": 0, "top_k": 5, "response_format": {"type": "text"}},
+        ),
+        ("chat/completions", {"stop": None, "store": False, "user": "me", "tool_choice": "auto", "no_such": None}),
+        ("messages", {"stop_sequences": [], "thinking": {"type": "disabled"}, "top_k": 5, "metadata": {}}),
+        ("responses", {"text": {"format": {"type": "text"}}, "store": True, "include": [], "truncation": "disabled"}),
+    ],
+)
+async def test_options_that_ask_for_nothing_or_belong_to_the_run_are_taken(serve, path, more):
+    served = await serve("six")
+    body = {"input": "x"} if path == "responses" else HI
+    assert (await post(served, {**body, **more}, path))[0] == 200
+
+
+async def test_a_run_may_ignore_options(serve):
+    served = await serve("six", agent={"ignore": ["strict", "guided_json"]})
+    tool = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
+    answer = await served.ask(tools=[tool], extra_body={"guided_json": {}})
+    assert answer.choices[0].message.content == "six"
+    with pytest.raises(openai.BadRequestError, match="`guided_regex`"):
+        await served.ask(extra_body={"guided_regex": "x"})
+
+
+async def test_of_two_calls_one_is_given_if_the_agent_wants_one_at_a_time(serve):
+    two = call(*['{"name": "look_up", "arguments": {}}'] * 2)
+    served = await serve(two, two, two, "done", max_turns=9)
+    message = (await served.ask(tools=[LOOK_UP], parallel_tool_calls=False)).choices[0].message
+    assert len(message.tool_calls) == 1
+    answer = await served.client.responses.create(model="any", input="x", tools=[FLAT], parallel_tool_calls=False)
+    assert [item.type for item in answer.output] == ["function_call"]
+    tool = {"name": "look_up", "input_schema": LOOK_UP["function"]["parameters"]}
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    _, said = await post(served, {**HI, "tools": [tool], "tool_choice": choice}, "messages")
+    assert [block["type"] for block in said["content"]] == ["tool_use"]
+    await served.ask([*ASKED, message, answered("grass", message.tool_calls[0].id)], tools=[LOOK_UP])
+    head = [*served.engine.requests[0].tokens.tolist(), *served.engine.ids(f"{two}<|im_end|>").tolist()]
+    assert served.engine.requests[-1].tokens.tolist()[: len(head)] == head
+
+
+async def test_the_last_turn_without_tools_keeps_the_tokens_of_the_history(serve):
+    """Its tools stay in the prompt, and what it writes like a call is text."""
+    served = await serve(CALLED, CALLED)
+    message = (await served.ask(tools=[LOOK_UP])).choices[0].message
+    messages = [*ASKED, message, answered("grass", message.tool_calls[0].id)]
+    last = (await served.ask(messages, tools=[LOOK_UP], tool_choice="none")).choices[0]
+    assert (last.message.content, last.message.tool_calls, last.finish_reason) == (CALLED, None, "stop")
+    assert served.session.forks == 0
+    assert [turn.parent for turn in served.session.sample().turns[1:]] == [0, 1, 2]
+
+
+async def test_an_agent_without_tools_gets_its_own_protocol_as_text(serve):
+    served = await serve(CALLED)
+    message = (await served.ask()).choices[0].message
+    assert (message.content, message.tool_calls) == (CALLED, None)
+
+
+async def post(served, body, path="chat/completions", **headers):
+    """Status and body of the answer to a raw client."""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {served.key}", **headers}) as client,
+        client.post(f"{served.url}/v1/{path}", json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
 async def test_bodies_that_are_no_call(serve):
     served = await serve()
     for path, body, status in (
         ("chat/completions", b"{", 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
+        ("streamrl/reward", b'{"\xff": 1}', 400),
         ("responses", b'{"input": []}', 400),
         ("messages", b'{"messages": [1]}', 400),
         ("chat/completions", b'{"messages": "' + b"x" * (9 << 20), 413),
@@ -255,15 +362,26 @@ async def test_an_engine_that_dies_is_a_503_and_a_fault_of_the_session(serve):
     assert served.door.over.is_set()
 
 
-async def test_a_flood_is_answered_429_and_the_calls_before_it_go_on(serve):
-    served = await serve("one", "two", agent={"max_calls": 2})
+async def test_calls_above_the_limit_wait_for_a_place(serve):
+    words = [str(number) for number in range(40)]
+    served = await serve(*words, max_turns=64, agent={"max_calls": 2})
     served.engine.open.clear()
-    calls = [asyncio.create_task(served.ask([*ASKED, asked(word)])) for word in ("a", "b")]
+    calls = [asyncio.create_task(served.ask([*ASKED, asked(word)])) for word in words]
     await served.engine.until(2)
-    with pytest.raises(openai.RateLimitError):
-        await served.ask([*ASKED, asked("c")])
     served.engine.open.set()
-    assert {(await each).choices[0].message.content for each in calls} == {"one", "two"}
+    assert {(await each).choices[0].message.content for each in calls} == set(words)
+    assert served.door.idle.is_set()
+
+
+async def test_calls_that_wait_for_a_place_are_told_of_the_end(serve):
+    served = await serve("one", agent={"max_calls": 1})
+    served.engine.open.clear()
+    calls = [asyncio.create_task(served.ask([*ASKED, asked(word)])) for word in ("a", "b", "c")]
+    await served.engine.until(1)
+    await served.door.close()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [end.status_code for end in ends] == [410] * 3
+    assert len(served.engine.requests) == 1
 
 
 async def test_a_flood_of_connections_is_refused_and_those_before_it_go_on(serve, monkeypatch):
@@ -295,7 +413,13 @@ async def refuses(url):
 async def test_a_call_has_its_place_before_its_body_is_read(serve):
     served = await serve("six", agent={"max_calls": 1})
     headers, body = {"x-api-key": served.key}, json.dumps({"messages": ASKED}).encode()
-    more = asyncio.Event()
+    more, gone, place = asyncio.Event(), [], served.door.place
+
+    def placed(client_left):
+        gone.append(client_left)
+        return place(client_left)
+
+    served.door.place = placed
 
     async def slow():
         yield body[:5]
@@ -305,13 +429,19 @@ async def test_a_call_has_its_place_before_its_body_is_read(serve):
     async with aiohttp.ClientSession(headers=headers) as client:
         first = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", data=slow()))
         await asyncio.wait_for(served.door.busy.wait(), 10)
-        for path in ("chat/completions", "messages/count_tokens"):
-            async with client.post(f"{served.url}/v1/{path}", data=body) as refused:
-                assert refused.status == 429
+        counted = asyncio.create_task(client.post(f"{served.url}/v1/messages/count_tokens", data=body))
+        await until(lambda: len(gone) == 2)
+        left = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", data=body))
+        await until(lambda: len(gone) == 3)
+        left.cancel()
+        await until(gone[2])
+        assert not counted.done()
         more.set()
-        async with await first as response:
+        async with await first as response, await counted as later:
             assert (await response.json())["choices"][0]["message"]["content"] == "six"
-    assert served.door.idle.is_set()
+            assert later.status == 200
+    await until(served.door.idle.is_set)
+    assert len(served.engine.requests) == 1  # of the client that left, nothing is read
 
 
 async def test_a_call_far_above_the_context_is_never_tokenized(serve):
@@ -322,15 +452,37 @@ async def test_a_call_far_above_the_context_is_never_tokenized(serve):
         aiohttp.ClientSession(headers=headers) as client,
         client.post(url, json={"messages": long}) as response,
     ):
-        assert response.status == 413
-    with pytest.raises(openai.BadRequestError, match=r"a call of \d+ bytes leaves no room"):
+        assert response.status == 400
+    with pytest.raises(openai.BadRequestError, match=r"a call of \d+ bytes leaves no room") as caught:
         await served.ask(long)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_an_agent_that_compacts_goes_on_after_the_context_is_full(serve):
+    served = await serve("one", "two", "three", max_turns=9)
+    first = (await served.ask()).choices[0].message
+    other = asyncio.create_task(served.ask([asked("another branch")]))
+    long = [*ASKED, first, asked("zebra " * 600)]
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as caught:
+        await served.ask(long)
+    assert (caught.value.code, caught.value.status_code) == ("context_length_exceeded", 400)
+    _, refused = await post(served, {"messages": [asked("zebra " * 600)], "max_tokens": 9}, "messages")
+    assert refused["error"]["type"] == "invalid_request_error"
+    assert refused["error"]["message"].startswith("prompt is too long: ")
+    assert (await other).choices[0].message.content
+    assert (await served.ask([asked("in short")])).choices[0].message.content
+    assert not served.door.over.is_set()
+    assert len((await served.said())[0]) == 3
+    assert served.session.sample().stop == "completed"
+
+
+async def test_an_agent_that_does_not_go_on_after_the_context_was_full_has_ended_so(serve):
+    served = await serve("one")
     await served.ask()
-    with pytest.raises(openai.APIStatusError, match=r"a call of \d+ bytes leaves no room") as caught:
-        await served.ask(long)
-    assert caught.value.status_code == 410
-    assert served.session.stop == "context_overflow"
-    assert served.door.over.is_set()
+    with pytest.raises(openai.BadRequestError):
+        await served.ask([*ASKED, asked("zebra " * 600)])
+    await served.said()
+    assert served.session.sample().stop == "context_overflow"
 
 
 async def test_models(serve):
@@ -395,22 +547,31 @@ async def test_the_answer_that_nobody_waited_for_goes_to_who_asks_again(serve):
     assert len(served.engine.requests) == 1
 
 
-async def test_a_client_that_does_not_number_its_tries_joins_what_is_being_sampled(serve):
+async def test_equal_calls_at_the_same_time_are_turns_of_their_own_for_raw_clients_too(serve):
+    words = [str(number) for number in range(8)]
+    served = await serve(*words)
+    served.engine.open.clear()
+    calls = [asyncio.create_task(post(served, {"messages": ASKED})) for _ in words]
+    await served.engine.until(8)
+    served.engine.open.set()
+    said = [(await one)[1]["choices"][0]["message"]["content"] for one in calls]
+    assert sorted(said) == words
+    assert sorted((await served.said())[0]) == words
+
+
+async def test_each_of_two_equal_calls_that_were_lost_has_a_repeat_of_its_own(serve):
     served = await serve("six", "seven")
     served.engine.open.clear()
-    headers = {"Authorization": f"Bearer {served.key}"}
-    body = {"messages": ASKED}
-
-    async def post(**more):
-        async with client.post(f"{served.url}/v1/chat/completions", json=body, headers={**headers, **more}) as response:
-            return (await response.json())["choices"][0]["message"]["content"]
-
-    async with aiohttp.ClientSession() as client:
-        both = [asyncio.create_task(post()) for _ in range(2)]
-        await served.engine.until(1)
-        served.engine.open.set()
-        assert [await one for one in both] == ["six", "six"]
-        assert await post() == "seven"  # it was answered: this is a turn of its own
+    lost = [asyncio.create_task(served.ask()) for _ in range(2)]
+    await served.engine.until(2)
+    for one in lost:
+        one.cancel()
+    await asyncio.gather(*lost, return_exceptions=True)
+    header = {"x-stainless-retry-count": "1"}
+    again = [asyncio.create_task(served.ask(extra_headers=header)) for _ in lost]
+    served.engine.open.set()
+    assert sorted([(await one).choices[0].message.content for one in again]) == ["seven", "six"]
+    assert len(served.engine.requests) == 2
 
 
 async def test_an_agent_may_sample_twice_from_one_conversation_and_keep_both(serve):
@@ -426,8 +587,35 @@ async def test_an_agent_may_sample_twice_from_one_conversation_and_keep_both(ser
 # --- what is no part of the record ------------------------------------------------------------------------------------
 
 
-async def test_siblings_that_nobody_continued_are_dropped_unless_rewarded(serve):
-    served = await serve("lost", "liked", "kept", "lost, too", "end")
+async def test_what_planner_executor_and_critic_said_is_kept_and_titles_that_say_so_are_not(serve):
+    """Only the executor has tools, and the planner samples two plans."""
+    served = await serve("plan A", "plan B", CALLED, "grass", "good", "a title")
+    plan = [{"role": "system", "content": "you plan"}, asked()]
+    plans = [await served.ask(plan) for _ in range(2)]
+    message = (await served.ask(tools=[LOOK_UP])).choices[0].message
+    await served.ask([*ASKED, message, answered("x", message.tool_calls[0].id)], tools=[LOOK_UP])
+    await served.ask([{"role": "system", "content": "you criticise"}, asked("grass")])
+    await served.ask([asked("write a title")], extra_headers={"X-Streamrl-Auxiliary": "1"})
+    assert (await served.said())[0] == ["plan A", "plan B", CALLED, "grass", "good"]
+    sample = served.session.sample()
+    assert (sample.dropped, sample.auxiliary, len(plans)) == (0, 1, 2)
+
+
+async def test_a_reply_that_nobody_got_is_dropped_and_counted(serve):
+    served = await serve("lost", "six")
+    served.engine.open.clear()
+    left = asyncio.create_task(served.ask([asked("hurry")]))
+    await served.engine.until(1)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    served.engine.open.set()
+    await served.ask()
+    assert (await served.said())[0] == ["six"]
+    assert (served.session.sample().dropped, served.session.sample().auxiliary) == (1, 0)
+
+
+async def test_siblings_that_nobody_used_are_dropped_on_demand_unless_rewarded(serve):
+    served = await serve("lost", "liked", "kept", "lost, too", "end", agent=USED)
     await served.ask()
     liked = await served.ask()
     await reward(served, 0.5, turn=liked.streamrl["turn"])
@@ -438,10 +626,11 @@ async def test_siblings_that_nobody_continued_are_dropped_unless_rewarded(serve)
     sample = served.session.sample()
     assert [turn.parent for turn in sample.turns] == [PROMPT, PROMPT, 1, 2]
     assert sample.turns[0].reward == 0.5
+    assert (sample.dropped, sample.auxiliary) == (2, 0)
 
 
-async def test_a_title_generator_is_answered_and_not_recorded(serve):
-    served = await serve("a title", "main", "marked", "part of it", "end")
+async def test_what_looks_like_a_title_generator_is_not_recorded_on_demand(serve):
+    served = await serve("a title", "main", "marked", "part of it", "end", agent=USED)
     title = [{"role": "system", "content": "write a title"}, asked()]
     await served.ask(title)  # it comes first, as those of coding agents do
     main = (await served.ask(tools=[LOOK_UP])).choices[0].message
@@ -453,6 +642,7 @@ async def test_a_title_generator_is_answered_and_not_recorded(serve):
     assert len(observed) == 3
     assert not any("write a title" in said for said in observed)
     assert [turn.parent for turn in served.session.sample().turns] == [NOTHING, 0, NOTHING, 2, 1, 4]
+    assert (served.session.sample().dropped, served.session.sample().auxiliary) == (0, 2)
 
 
 async def test_without_tools_anywhere_every_conversation_counts(serve):

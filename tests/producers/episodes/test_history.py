@@ -13,7 +13,7 @@ from streamrl.producers.episodes.history import History
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.wire import NOTHING, PROMPT
 
-from .chat_kit import HERMES, KEEPS_THINKING, STRIPS_THINKING, answered, asked, make_tokenizer
+from .chat_kit import HERMES, KEEPS_THINKING, LOOK_UP, STRIPS_THINKING, answered, asked, make_tokenizer
 
 TOKENIZERS = {name: make_tokenizer(name) for name in (HERMES, STRIPS_THINKING)}
 
@@ -21,17 +21,21 @@ TOKENIZERS = {name: make_tokenizer(name) for name in (HERMES, STRIPS_THINKING)}
 class Recorder:
     """A history with a policy that says what it is told; keeps what the policy was given."""
 
-    def __init__(self, template=HERMES, prompt=None):
+    def __init__(self, template=HERMES, prompt=None, tools=()):
         self.tokenizer = TOKENIZERS.get(template) or make_tokenizer(template)
         self.renderer = renderer_of(self.tokenizer)
-        ids = self.renderer.render(prompt or [asked()])
+        ids = self.renderer.render(prompt or [asked()], tools)
         self.history = History(self.renderer, np.asarray(ids, dtype=np.int32))
         self.seen = {}
         self.said = []
 
     def say(self, messages, text, *, finish="stop", tools=()):
+        """`text` are the ids of its characters if it is a list of them, which no tokenizer would write."""
         place = self.history.place(messages, tools)
-        ids = self.tokenizer.plain_ids(text if finish == "length" else f"{text}<|im_end|>")
+        ids = [token for piece in [*text] for token in self.tokenizer.plain_ids(piece)]
+        if isinstance(text, str):
+            ids = self.tokenizer.plain_ids(text)
+        ids += [] if finish == "length" else self.tokenizer.plain_ids("<|im_end|>")
         tokens = np.asarray(ids, dtype=np.int32)
         reply = self.renderer.parse(ids, tools or None, prompt=place.ids.tolist())
         completion = Completion(tokens, np.zeros(len(ids), np.float32), [(0, 1)], finish, len(place.ids), 0.0)
@@ -62,14 +66,14 @@ def test_a_conversation_that_grows_is_one_branch_with_the_prompt_of_the_data_set
 
 
 def test_what_a_client_rewrites_without_changing_it_is_the_same_message():
-    recorder = Recorder(KEEPS_THINKING)
+    recorder = Recorder(KEEPS_THINKING, tools=(LOOK_UP,))
     text = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": false}}\n</tool_call>'
-    (*_, said), _ = recorder.say([asked()], text)
+    (*_, said), _ = recorder.say([asked()], text, tools=(LOOK_UP,))
     assert said["reasoning_content"]
     back = {"role": "assistant", "content": [{"type": "text", "text": said["content"]}]}
     function = {"name": "f", "arguments": '{"a":false,  "b":1}'}
     back["tool_calls"] = [{"id": "mine", "type": "function", "function": function}]
-    recorder.say([asked(), back, answered("x", "mine")], "done")
+    recorder.say([asked(), back, answered("x", "mine")], "done", tools=(LOOK_UP,))
     assert recorder.parents() == [PROMPT, 0, 1]
     assert recorder.history.forks == 0
     recorder.check()
@@ -125,7 +129,7 @@ def test_a_reply_that_is_dropped_replaces_none():
     recorder = Recorder()
     for text in ("lost", "used", "cancelled"):
         _, last = recorder.say([asked()], text)
-    recorder.history.drop({last})
+    assert recorder.history.drop({last}, replaced=True) == {0, last}
     assert [turn.ids.tolist() for turn in recorder.history.turns] == [recorder.said[1]]
 
 
@@ -135,6 +139,41 @@ def test_other_tools_are_another_prompt():
     recorder.say([asked()], "grass")
     recorder.say([asked()], "leaves", tools=(tool,))
     assert recorder.parents() == [PROMPT, NOTHING, 1]
+    recorder.check()
+
+
+BLIND = HERMES.replace("if tools", "if false")
+LATE = HERMES.replace("{%- if add_gen", "{{- tools | length if tools }}{%- if add_gen")
+
+
+@pytest.mark.parametrize("again", [(), (LOOK_UP, LOOK_UP)], ids=["none", "more"])
+def test_other_tools_that_change_nothing_before_a_reply_go_on_after_it(again):
+    """The reply is of ids that no tokenizer would write, so it is lost where the history is tokenized again."""
+    recorder = Recorder(BLIND)
+    chat, _ = recorder.say([asked()], list("grass"), tools=(LOOK_UP,))
+    chat, _ = recorder.say([*chat, asked("and?")], list("leaves"), tools=(LOOK_UP,))
+    chat, _ = recorder.say([*chat, asked("what else?")], list("herbs"), tools=again)
+    recorder.say([*chat, asked("really?")], "no", tools=(LOOK_UP,))
+    assert recorder.parents() == [PROMPT, 0, 1, 2, 3, 4, 5]
+    assert recorder.history.forks == 0
+    recorder.check()
+
+
+def test_other_tools_that_stand_before_the_reply_make_a_branch_from_where_they_stand():
+    recorder = Recorder(LATE, tools=(LOOK_UP,))
+    chat, _ = recorder.say([asked()], list("grass"), tools=(LOOK_UP,))
+    recorder.say([*chat, asked("and?")], "leaves", tools=(LOOK_UP, LOOK_UP))
+    assert recorder.parents() == [PROMPT, NOTHING, 1]
+    recorder.check()
+
+
+def test_a_conversation_with_other_words_goes_on_where_its_ids_do():
+    """What differs may not reach the model: this template trims."""
+    recorder = Recorder(HERMES.replace("{{- message.content }}", "{{- message.content | trim }}"))
+    chat, _ = recorder.say([asked("why?")], "grass")
+    chat, _ = recorder.say([*chat, asked("and?")], "leaves")
+    recorder.say([asked(" why? "), *chat[1:], asked("so?")], "yes")
+    assert recorder.parents()[2:] == [1, 2, 3, 4]
     recorder.check()
 
 

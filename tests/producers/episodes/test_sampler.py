@@ -388,7 +388,8 @@ async def test_episodes_are_counted_apart_from_what_the_engine_generates():
         assert (sampler.capacity(64), sampler.capacity(0)) == (1, 0)
         tasks = [asyncio.create_task(sampler.sample(order_of(TOKENIZER))) for _ in range(2)]
         await started.wait()
-        assert sampler.figures() == {"episodes": 1, "generating": 0, "forks": 0}
+        idle = {"forks": 0, "dropped_turns": 0, "auxiliary_turns": 0}
+        assert sampler.figures() == {"episodes": 1, "generating": 0, **idle}
         going_on.set()
         await asyncio.gather(*tasks)
     assert EpisodeSampler(config_of({"tools": ["m:f"]}), None, TOKENIZER, episode(waits)).capacity(8) == 16

@@ -11,11 +11,11 @@ from streamrl import wire
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.known_models import renderer_of
-from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession
 from streamrl.score import Score
 from streamrl.wire import NOTHING, PROMPT, ToolUse
 
-from .chat_kit import HERMES, answered, asked, make_tokenizer
+from .chat_kit import HERMES, LOOK_UP, answered, asked, make_tokenizer
 from .episode_kit import ADD, Script, call, config_of, order_of
 
 TOKENIZER = make_tokenizer(HERMES)
@@ -38,12 +38,12 @@ def ids_of(engine, *texts):
 
 async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     session, engine = session_of([call(ADD), "three"])
-    first = await replied(session, CHAT)
+    first = await replied(session, CHAT, [LOOK_UP])
     session.used(first.calls[0].id, ToolUse(name="add", outcome="error", seconds=2.5))
     session.reward(0.5)
     engine.version = 2
     again = [*CHAT, first.message, answered("3", first.calls[0].id)]
-    await replied(session, again)
+    await replied(session, again, [LOOK_UP])
     session.reward(1.0)
     session.reward(-0.25)
     sample = wire.decode(wire.encode(session.sample(Score(2.0, {"a": 1.0}), "rollout.0")), wire.Sample)
@@ -52,16 +52,16 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     count = len(engine.ids(f"{call(ADD)}<|im_end|>"))
     assert sample.runs == [(0, 1), (count, 2)]
     assert sample.token_logprobs[count] == -1
-    said, heard, ended = sample.turns
-    assert [turn.parent for turn in sample.turns] == [PROMPT, 0, 1]
+    opened, said, heard, ended = sample.turns  # the prompt of the data set has no tools
+    assert [turn.parent for turn in sample.turns] == [NOTHING, 0, 1, 2]
     assert (said.sampled, heard.sampled, ended.finish) == (count, 0, "stop")
     assert (heard.role, heard.tools) == ("tool", [ToolUse(name="add", outcome="error", seconds=2.5)])
     assert (said.reward, ended.reward) == (0.5, 0.75)
     cached = [len(request.tokens) // 2 for request in engine.requests]
-    assert [turn.cached for turn in sample.turns] == [cached[0], 0, cached[1]]
+    assert [turn.cached for turn in sample.turns] == [0, cached[0], 0, cached[1]]
     assert (sample.text, sample.stop, sample.finish) == ("three", "completed", "stop")
     assert sample.score == wire.SampleScore(value=2.0, parts={"a": 1.0})
-    seen = np.concatenate([order_of(TOKENIZER).prompt.token_ids, sample.token_ids[:count], heard.observed_ids])
+    seen = np.concatenate([opened.observed_ids, sample.token_ids[:count], heard.observed_ids])
     assert np.array_equal(engine.requests[1].tokens, seen)
     assert [request.affinity for request in engine.requests] == ["g0/rollout.0-1", "g0/rollout.0-1"]
     assert [request.cache_version for request in engine.requests] == [1, 1]
@@ -78,9 +78,9 @@ async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
 
 async def test_a_tool_that_nobody_noted_counts_as_called():
     session, _ = session_of([call(ADD), "three"])
-    first = await replied(session, CHAT)
+    first = await replied(session, CHAT, [LOOK_UP])
     await replied(session, [*CHAT, first.message, answered("3", first.calls[0].id)])
-    assert session.sample().turns[1].tools == [ToolUse(name="add")]
+    assert session.sample().turns[-2].tools == [ToolUse(name="add")]
 
 
 async def test_time_is_counted_from_a_reply_only():
@@ -144,25 +144,63 @@ LONG = "grass " * 30
         ({"max_parse_errors": 1}, {}, [call("no JSON"), "b"], "parse_error"),
         ({"max_parse_errors": 2}, {}, [call("no JSON"), "b"], None),
         ({"max_sampled_tokens": 3}, {}, [LONG, "b"], "max_sampled_tokens"),
-        ({}, {"model": {"context": 90}}, [LONG, "b"], "context_overflow"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 async def test_a_limit_ends_the_episode_which_keeps_what_there_is(episode, sections, texts, stop):
     session, _ = session_of(texts, episode, **sections)
-    first = await session.sampled(CHAT)
+    first = await session.sampled(CHAT, [LOOK_UP])
     going_on = [*CHAT, first.reply.message, asked("and " + "then " * 10)]
     if stop is None:
-        await replied(session, going_on)
+        await replied(session, going_on, [LOOK_UP])
         return
     for _ in range(2):
         with pytest.raises(EpisodeOver) as over:
-            await replied(session, going_on)
+            await replied(session, going_on, [LOOK_UP])
         assert over.value.stop == stop
     sample = session.sample()
     assert (sample.stop, len(sample.tokens) // 4) == (stop, len(first.tokens))
     if stop == "max_sampled_tokens":
         assert (first.cut, len(first.tokens)) == (stop, 3)
+
+
+async def test_a_conversation_that_is_too_long_leaves_the_others_alive():
+    session, _ = session_of(["a", "b", "c"], model={"context": 90})
+    first = await replied(session, CHAT)
+    for _ in range(2):
+        with pytest.raises(
+            ContextOverflow, match=r"maximum context length is 90 tokens .* your messages resulted in \d+"
+        ):
+            await replied(session, [*CHAT, first.message, asked(LONG * 2)])
+    assert session.stop is None
+    await replied(session, [asked("in short")])
+    session.check_overflow()
+    assert session.stop is None
+    with pytest.raises(ContextOverflow):
+        await replied(session, [*CHAT, first.message, asked(LONG * 2)])
+    session.check_overflow()
+    sample = session.sample()
+    assert (sample.stop, len([turn for turn in sample.turns if turn.sampled])) == ("context_overflow", 2)
+
+
+@pytest.mark.parametrize(
+    ("tools", "most", "content", "calls"),
+    [
+        ([], None, call(ADD, ADD, text="so "), 0),
+        ([LOOK_UP], 0, call(ADD, ADD, text="so "), 0),
+        ([LOOK_UP], 1, "so", 1),
+        ([LOOK_UP], None, "so", 2),
+    ],
+)
+async def test_calls_are_read_as_far_as_they_are_asked_for(tools, most, content, calls):
+    session, engine = session_of([call(ADD, ADD, text="so "), "three"])
+    turn = await session.sampled(CHAT, tools, most_calls=most)
+    assert (turn.reply.content, len(turn.reply.calls)) == (content, calls)
+    answers = [answered("3", one.id) for one in turn.reply.calls] or [asked("and?")]
+    await session.sampled([*CHAT, turn.reply.message, *answers], tools, most_calls=most)
+    assert session.forks == 0
+    second = engine.requests[1].tokens.tolist()
+    assert turn.tokens.tolist() == second[turn.prompt_tokens : turn.prompt_tokens + len(turn.tokens)]
 
 
 async def test_forks_have_a_limit():
@@ -223,7 +261,7 @@ async def test_nothing_sampled_is_an_error_that_says_why():
     with pytest.raises(DataError, match="before the first reply"):
         session.reward(1.0)
     session, _ = session_of([], order=order_of(TOKENIZER, text=LONG * 30))
-    with pytest.raises(DataError, match=r"no room in model\.context"):
+    with pytest.raises(ContextOverflow, match=r"model\.context"):
         await replied(session, [asked(LONG * 30)])
 
 

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Iterator
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import orjson
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
+    IGNORED,
     MODEL,
+    OVERFLOW,
     AgentApi,
     AgentCall,
     CallRefused,
     Content,
+    Options,
     Tokens,
     assistant,
-    decoded,
     event,
     function_schema,
-    refuse_given,
+    read_call,
+    refuse,
     said,
-    text_of,
 )
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
+
+_OPTIONS: Final[Options] = {
+    **IGNORED,
+    "cache_control": None,
+    "mcp_servers": ([],),
+    "stop_sequences": ([],),
+    "thinking": ({"type": "disabled"},),
+}
 
 
 class _Message(msgspec.Struct):
@@ -37,6 +48,8 @@ class _Tool(msgspec.Struct):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
 
 
 class _Body(msgspec.Struct):
@@ -46,21 +59,26 @@ class _Body(msgspec.Struct):
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
     max_tokens: Tokens | None = None
-    stop_sequences: list[str] | None = None
     stream: bool = False
 
 
 class AnthropicMessages(AgentApi):
     @override
-    def read(self, body: bytes) -> AgentCall:
-        asked = decoded(body, _Body)
-        refuse_given(stop_sequences=asked.stop_sequences)
+    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
+        asked = read_call(body, _Body, _OPTIONS, ignored)
+        refuse("prefill", asked.messages[-1].role == "assistant", ignored)
         messages: list[Message] = [{"role": "system", "content": text_of(asked.system)}] if asked.system else []
         for message in asked.messages:
             messages += _spoken(message.content) if message.role == "assistant" else _answers(message.content)
-        tools = [] if (asked.tool_choice or {}).get("type") == "none" else asked.tools or []
+        tools = asked.tools or []
+        if other := next((tool.type for tool in tools if tool.type not in (None, "custom")), None):
+            what = f"there is no tool of type {other!r} here; only tools that the agent runs itself, with a schema"
+            raise CallRefused(400, what, "unsupported_parameter")
+        refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
-        return AgentCall(messages, schemas, asked.model, asked.max_tokens, asked.stream)
+        choice = asked.tool_choice or {}
+        most = 0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") else None
+        return AgentCall(messages, schemas, asked.model, asked.max_tokens, most, asked.stream)
 
     @override
     def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
@@ -96,9 +114,11 @@ class AnthropicMessages(AgentApi):
 
     @override
     def error(self, refused: CallRefused) -> dict[str, Any]:
-        kind = {401: "authentication_error", 413: "request_too_large", 429: "rate_limit_error"}.get(refused.status)
+        kind = {401: "authentication_error", 413: "request_too_large"}.get(refused.status)
         kind = kind or ("api_error" if refused.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+        # Agents that compact look for these words.
+        message = f"prompt is too long: {refused.message}" if refused.code == OVERFLOW else refused.message
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _spoken(content: Content) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -18,8 +18,18 @@ MODEL: Final = "policy"
 """The name of the model in `/v1/models`; calls may use any name."""
 Content: TypeAlias = str | list[dict[str, Any]] | None
 Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-_TEXTS: Final = ("text", "input_text", "output_text")
-_Body = TypeVar("_Body")
+Options: TypeAlias = Mapping[str, Collection[Any] | None]
+"""What a body may have besides the fields that are obeyed: values that ask for nothing, None: whatever it is. Any other
+option is refused by its name."""
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_ACCOUNTS: Final = ("metadata", "safety_identifier", "service_tier", "store", "user")
+_CACHES: Final = ("prompt_cache_key", "prompt_cache_retention")
+IGNORED: Final = dict.fromkeys((*_SAMPLING, *_PENALTIES, *_ACCOUNTS, *_CACHES))
+"""How tokens are sampled belongs to the run; the others do not change an answer."""
+OVERFLOW: Final = "context_length_exceeded"
+"""Code of a call whose conversation is too long: the agent may go on with a shorter one."""
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class CallRefused(StreamrlError):
@@ -35,13 +45,15 @@ class CallRefused(StreamrlError):
 class AgentCall:
     """What an agent asks for: the next message of a conversation.
 
-    `model` is the name that it used. `usage` asks for a last event with the counts of tokens.
+    `model` is the name that it used. `most_calls` are calls of tools that it may get, None: any number. `usage` asks
+    for a last event with the counts of tokens.
     """
 
     messages: list[Message]
     tools: list[ToolSchema]
     model: str = MODEL
     max_tokens: int | None = None
+    most_calls: int | None = None
     stream: bool = False
     usage: bool = False
 
@@ -49,8 +61,8 @@ class AgentCall:
 class AgentApi(Protocol):
     """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
 
-    def read(self, body: bytes) -> AgentCall:
-        """Raises CallRefused for a body that is no call, or asks for what cannot be done."""
+    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
+        """CallRefused: the body is no call, or asks for what cannot be done and is not `ignored`."""
         ...
 
     def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
@@ -61,39 +73,38 @@ class AgentApi(Protocol):
         """The same answer as the server-sent events that a streaming client reads."""
         ...
 
-    def error(self, refused: CallRefused) -> dict[str, Any]: ...
+    def error(self, refused: CallRefused) -> dict[str, Any]:
+        """Here as both APIs of OpenAI say it."""
+        kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+        kind = "server_error" if refused.status >= 500 else kind
+        return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
 def decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """The body of a call; fields that `kind` does not have are ignored. CallRefused: it is not one."""
+    """The body of a request; fields that `kind` does not have are ignored. CallRefused: it is not one."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise CallRefused(400, str(error)) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallRefused(400, f"the body is not JSON: {error}") from error
 
 
-def refuse_given(**given: object) -> None:
-    """CallRefused for the first option that is set: ignoring it would give the agent something else than it asked."""
-    for name, value in given.items():
-        if value:
-            raise CallRefused(400, f"`{name}` is not supported here", "unsupported_parameter")
+def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collection[str]) -> _Body:
+    """The body of a call. CallRefused: it is not one, or it has an option that cannot be obeyed."""
+    asked = decoded(body, kind)
+    for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if name not in kind.__struct_fields__ and (value := msgspec.json.decode(raw)) is not None:
+            harmless = options.get(name, ())
+            refuse(name, harmless is not None and value not in harmless, ignored)
+    return asked
 
 
-def text_of(content: Content) -> str:
-    """The text of a message. CallRefused for images and other media."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(map(_part, content))
-
-
-def _part(part: dict[str, Any]) -> str:
-    kind = part.get("type")
-    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
-    if not isinstance(text, str):
-        raise CallRefused(400, f"a message has a part of type {kind!r}; only text is supported", "unsupported_content")
-    return text
+def refuse(name: str, asked: bool, ignored: Collection[str]) -> None:
+    """CallRefused if it is asked for: ignoring it would give the agent something else, unless the run says so."""
+    if asked and name not in ignored:
+        hint = f"leave it out, or let the run ignore it (episode.agent.ignore: [{name}])"
+        raise CallRefused(400, f"`{name}` is not supported here: {hint}", "unsupported_parameter")
 
 
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:

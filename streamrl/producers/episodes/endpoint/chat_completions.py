@@ -1,36 +1,48 @@
 """OpenAI's `POST /v1/chat/completions`.
 
-How tokens are sampled belongs to the run, so `temperature`, `top_p`, `seed` and penalties of a call are ignored.
-`tool_choice` is not enforced, except that `none` leaves the tools out. What would change the answer and cannot be done
-(`n` above 1, `logprobs`, `stop`, a `response_format`, images) is refused.
+How tokens are sampled belongs to the run. `tool_choice` is not enforced, except that with `none` calls of tools are not
+read: they stay text. Of several calls `parallel_tool_calls: false` gives the first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
+    IGNORED,
     MODEL,
     AgentApi,
     AgentCall,
-    CallRefused,
     Content,
+    Options,
     Tokens,
     assistant,
-    decoded,
     event,
     function_schema,
-    refuse_given,
+    read_call,
+    refuse,
     said,
-    text_of,
 )
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
+
+_OPTIONS: Final[Options] = {
+    **IGNORED,
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "stop": ([], ""),
+    "top_logprobs": (0,),
+}
 
 
 class _Function(msgspec.Struct):
@@ -56,6 +68,7 @@ class _Schema(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -68,44 +81,25 @@ class _Body(msgspec.Struct):
     model: str = MODEL
     tools: list[_Tool] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    n: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    response_format: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
 
 
 class ChatCompletions(AgentApi):
     @override
-    def read(self, body: bytes) -> AgentCall:
-        asked = decoded(body, _Body)
-        if asked.n not in (None, 1):
-            raise CallRefused(400, f"`n` is {asked.n}; one choice is sampled for each call", "unsupported_parameter")
-        refuse_given(
-            logprobs=asked.logprobs,
-            top_logprobs=asked.top_logprobs,
-            logit_bias=asked.logit_bias,
-            stop=asked.stop,
-            response_format=(asked.response_format or {}).get("type", "text") != "text",
-            functions=asked.functions,
-            modalities=set(asked.modalities or ()) - {"text"},
-        )
-        tools = [] if asked.tool_choice == "none" else asked.tools or []
+    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
+        asked = read_call(body, _Body, _OPTIONS, ignored)
+        functions = [tool.function for tool in asked.tools or ()]
+        refuse("strict", any(function.strict for function in functions), ignored)
         return AgentCall(
             [_message(message) for message in asked.messages],
-            [
-                function_schema(tool.function.name, tool.function.description, tool.function.parameters)
-                for tool in tools
-            ],
+            [function_schema(each.name, each.description, each.parameters) for each in functions],
             asked.model,
             asked.max_completion_tokens or asked.max_tokens,
+            0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
             bool(asked.stream),
             bool((asked.stream_options or {}).get("include_usage")),
         )
@@ -143,16 +137,6 @@ class ChatCompletions(AgentApi):
         if call.usage:
             yield event({**base, "choices": [], "usage": answer["usage"]})
         yield b"data: [DONE]\n\n"
-
-    @override
-    def error(self, refused: CallRefused) -> dict[str, Any]:
-        return openai_error(refused)
-
-
-def openai_error(refused: CallRefused) -> dict[str, Any]:
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(refused.status, "invalid_request_error")
-    kind = "server_error" if refused.status >= 500 else kind
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
 def _message(given: _Message) -> Message:

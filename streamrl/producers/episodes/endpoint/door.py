@@ -1,25 +1,25 @@
 """The calls of one sample's agent: which of them is a new turn, which is a repeat, and which is no part of the record.
 
 A client that lost an answer sends the same body again. Such a call is a repeat, and gets the answer of the first one,
-if one of these holds:
+if its SDK says so (`x-stainless-retry-count` above 0), if it has the `Idempotency-Key` of the first one, or if all who
+asked before have left without an answer. Any other call with the same body is a turn of its own: an agent may sample
+several times from one conversation.
 
-* its SDK says so (`x-stainless-retry-count` above 0), or it has the `Idempotency-Key` of the first one;
-* all who asked before have left without an answer;
-* the first one is still being sampled, and the client does not number its tries.
+All replies that the agent got are kept, except those to auxiliary calls (a title, a summary for people), whose header
+`X-Streamrl-Auxiliary` says `1`. With `episode.agent.keep: used` two more are dropped at the end:
 
-Any other call with the same body is a turn of its own: an agent may sample twice from one conversation. Of such
-siblings, those that nothing continued and that a later one replaced are dropped at the end.
+* replies that nothing continued and that a later one to the same messages replaced;
+* replies to what looks auxiliary: no header, no tools while other calls have some, another first message than they
+  have, no reply in it, and nothing continued it.
 
-A call is auxiliary (a title, a summary for people) if its header `X-Streamrl-Auxiliary` says `1`; or, unless that says
-`0`, if it has no tools while other calls have some, begins with another message than they do, continues nothing, and
-nothing continued it. It is answered, counts towards the limits, and is dropped at the end.
+A reply that was rewarded is always kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from secrets import token_hex
@@ -28,9 +28,9 @@ from typing import Final, TypeAlias
 import orjson
 
 from streamrl.producers.episodes.clock import EpisodeOver
-from streamrl.producers.episodes.endpoint.calls import AgentCall, CallRefused
+from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused
 from streamrl.producers.episodes.rendering import Message
-from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
+from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn
 from streamrl.score import finite
 from streamrl.wire import Outcome, ToolUse
 
@@ -73,34 +73,40 @@ class AgentDoor:
     set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
     session refused a call for good: a limit was reached, or its engine failed. `done` is set when a remote program says
     that it has finished, with `error` if it failed. `name` tells the ids of its answers from those of other samples.
+    `ignored` are options of calls that the run ignores.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
         self._session = session
-        self._most = most
+        self._places = asyncio.Semaphore(most)
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
         self._waiting = 0
-        self._asked: dict[bytes, PendingCall] = {}
+        self._asked: dict[bytes, list[PendingCall]] = {}
         self._tasks: set[asyncio.Task[SampledTurn]] = set()
         self._answered: dict[int, _Answered] = {}
         self._closed = False
         self.called, self.busy, self.idle, self.over, self.done = (asyncio.Event() for _ in range(5))
         self.idle.set()
+        agent = session.limits.agent
+        self._used = agent is not None and agent.keep == "used"
+        self.ignored: Collection[str] = agent.ignore if agent is not None else ()
         self.error = ""
         self.name = token_hex(4)
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def place(self, gone: Gone) -> AsyncIterator[None]:
         """Hold the place of one call during the block, in which its body is read: bodies are what a flood is made of.
 
-        CallRefused: the episode has ended, or all places are taken.
+        It waits until a place is free. CallRefused: meanwhile the episode has ended, or the client has left.
         """
         self.check_open()
-        if self._waiting >= self._most:
-            raise CallRefused(429, f"{self._waiting} calls of this sample are being answered", "too_many_calls")
         self._count(1)
         try:
-            yield
+            async with self._places:
+                self.check_open()
+                if gone():
+                    raise CallRefused(408, "the client has left")
+                yield
         finally:
             self._count(-1)
 
@@ -108,24 +114,21 @@ class AgentDoor:
         """Answer a call, which has a place: returns when its `task` is done, which may have failed.
 
         Raises:
-            CallRefused: the episode has ended, also because the call is far too long.
+            CallRefused: the episode has ended, or the call is far too long.
         """
-        self.check_open()
-        if len(body) > self._longest:
-            raise self._too_long(body)
+        self._check_length(body)
         key = _digest(body, headers.get("Idempotency-Key", ""))
-        asked = self._asked.get(key)
-        if asked is None or not _repeats(asked, headers):
-            asked = self._asked[key] = PendingCall(self._begin(call, headers, key))
+        known = self._asked.setdefault(key, [])
+        asked = _repeated(known, headers)
+        if asked is None:
+            asked = self._begin(call, headers, known)
         asked.clients.append(gone)
         await asyncio.wait([asked.task])
         return asked
 
     def count(self, call: AgentCall, body: bytes) -> int:
         """Tokens before the reply to a call, which is not recorded. CallRefused: the end, or a call far too long."""
-        self.check_open()
-        if len(body) > self._longest:
-            raise CallRefused(413, f"a call of {len(body)} bytes is far above model.context", "too_large")
+        self._check_length(body)
         return self._session.prompt_tokens(call.messages, call.tools)
 
     def check_open(self) -> None:
@@ -133,6 +136,11 @@ class AgentDoor:
         if self._closed or self._session.stop is not None:
             why = self._session.stop or "completed"
             raise CallRefused(410, f"the episode has ended ({why}): this key takes no more calls", "episode_over")
+
+    def _check_length(self, body: bytes) -> None:
+        self.check_open()
+        if len(body) > self._longest:
+            raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
         """Reward a sampled turn, or with None the episode. CallRefused: it has ended; there is no such turn."""
@@ -163,35 +171,34 @@ class AgentDoor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._session.drop(self._auxiliary() | self._unheard())
+        self._session.check_overflow()
+        auxiliary = {
+            number
+            for number, said in self._answered.items()
+            if said.mark == "1" or (self._used and said.mark != "0" and self._looks_auxiliary(said))
+        }
+        self._session.drop(auxiliary, self._unheard(), replaced=self._used)
 
-    def _too_long(self, body: bytes) -> CallRefused:
-        """End the episode as the session does for a conversation that leaves no room; before a first reply, refuse."""
-        why = f"a call of {len(body)} bytes leaves no room in model.context"
-        if not self._answered:
-            return CallRefused(400, why)
-        self._session.end("context_overflow")
-        self.over.set()
-        return CallRefused(410, f"the episode ended: {why}", "episode_over")
-
-    def _begin(self, call: AgentCall, headers: Mapping[str, str], key: bytes) -> asyncio.Task[SampledTurn]:
+    def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
         mark = headers.get("X-Streamrl-Auxiliary", "").strip()
         task = asyncio.create_task(self._sample(call, mark), name="agent-call")
+        asked = PendingCall(task)
+        known.append(asked)
         self._tasks.add(task)
 
         def ended(_: asyncio.Task[SampledTurn]) -> None:
             self._tasks.discard(task)
             if task.cancelled() or task.exception() is not None:
-                asked = self._asked.get(key)
-                if asked is not None and asked.task is task:
-                    del self._asked[key]  # a repeat may fare better
+                known.remove(asked)  # a repeat may fare better
 
         task.add_done_callback(ended)
-        return task
+        return asked
 
     async def _sample(self, call: AgentCall, mark: str) -> SampledTurn:
         try:
-            turn = await self._session.sampled(call.messages, call.tools, call.max_tokens)
+            turn = await self._session.sampled(call.messages, call.tools, call.max_tokens, most_calls=call.most_calls)
+        except ContextOverflow:
+            raise
         except EpisodeOver:
             self.over.set()
             raise
@@ -218,25 +225,20 @@ class AgentDoor:
         on.set()
         off.clear()
 
-    def _auxiliary(self) -> set[int]:
-        begun = {said.first for said in self._answered.values() if said.tools}
-        return {
-            number
-            for number, said in self._answered.items()
-            if said.mark == "1"
-            or (said.mark != "0" and said.fresh and not said.tools and begun and said.first not in begun)
-        }
+    def _looks_auxiliary(self, said: _Answered) -> bool:
+        begun = {other.first for other in self._answered.values() if other.tools}
+        return said.fresh and not said.tools and bool(begun) and said.first not in begun
 
     def _unheard(self) -> set[int]:
-        done = [asked for asked in self._asked.values() if asked.task.done() and not asked.task.cancelled()]
-        return {asked.task.result().number for asked in done if asked.left and asked.task.exception() is None}
+        done = (asked for known in self._asked.values() for asked in known if asked.task.done())
+        return {asked.task.result().number for asked in done if asked.left}
 
 
-def _repeats(earlier: PendingCall, headers: Mapping[str, str]) -> bool:
-    tries = headers.get("x-stainless-retry-count", "")
-    if earlier.left or tries not in _NO_TRIES or "Idempotency-Key" in headers:
-        return True
-    return not tries and not earlier.task.done()
+def _repeated(known: Sequence[PendingCall], headers: Mapping[str, str]) -> PendingCall | None:
+    """Which of the calls with the same body one repeats: one that nobody waits for, else the newest if it says so."""
+    left = next((asked for asked in known if asked.left), None)
+    says = headers.get("x-stainless-retry-count", "") not in _NO_TRIES or "Idempotency-Key" in headers
+    return left or (known[-1] if known and says else None)
 
 
 def _first(messages: list[Message]) -> bytes:

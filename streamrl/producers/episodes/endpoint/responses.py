@@ -6,32 +6,43 @@ The conversation is in `input`, each time as a whole: nothing is stored, so `pre
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
+    IGNORED,
     MODEL,
     AgentApi,
     AgentCall,
     CallRefused,
     Content,
+    Options,
     Tokens,
     assistant,
-    decoded,
     event,
     function_schema,
-    refuse_given,
+    read_call,
+    refuse,
     said,
-    text_of,
 )
-from streamrl.producers.episodes.endpoint.chat_completions import openai_error
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _SPOKEN: Final = ("message", "function_call", "reasoning")
+_PLAIN: Final = {"format": {"type": "text"}}
+_OPTIONS: Final[Options] = {
+    **IGNORED,
+    "background": (False,),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "stream_options": None,
+    "text": ({}, _PLAIN, {"verbosity": "medium"}, {**_PLAIN, "verbosity": "medium"}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
 
 
 class _Item(msgspec.Struct):
@@ -54,6 +65,7 @@ class _Function(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Body(msgspec.Struct):
@@ -62,39 +74,27 @@ class _Body(msgspec.Struct):
     instructions: str | None = None
     tools: list[_Function] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: Tokens | None = None
     stream: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    top_logprobs: int | None = None
-    text: dict[str, Any] | None = None
 
 
 class Responses(AgentApi):
     @override
-    def read(self, body: bytes) -> AgentCall:
-        asked = decoded(body, _Body)
-        shape = (asked.text or {}).get("format") or {}
-        refuse_given(
-            previous_response_id=asked.previous_response_id,
-            conversation=asked.conversation,
-            background=asked.background,
-            prompt=asked.prompt,
-            top_logprobs=asked.top_logprobs,
-            text=shape.get("type", "text") != "text",
-        )
+    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
+        asked = read_call(body, _Body, _OPTIONS, ignored)
         items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
         opening: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         messages = opening + _messages(items)
         if not messages:
             raise CallRefused(400, "`input` is empty")
-        tools = [] if asked.tool_choice == "none" else asked.tools or []
+        tools = asked.tools or []
         if other := next((tool.type for tool in tools if tool.type != "function"), None):
             raise CallRefused(400, f"there is no tool of type {other!r} here; only functions", "unsupported_parameter")
+        refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.parameters) for tool in tools]
-        return AgentCall(messages, schemas, asked.model, asked.max_output_tokens, bool(asked.stream))
+        most = 0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None
+        return AgentCall(messages, schemas, asked.model, asked.max_output_tokens, most, bool(asked.stream))
 
     @override
     def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Responses(AgentApi):
             "instructions": None,
             "metadata": {},
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": call.most_calls is None,
             "tool_choice": "auto",
             "tools": [],
             "usage": {
@@ -146,10 +146,6 @@ class Responses(AgentApi):
         for number, (name, data) in enumerate(told):
             kind = f"response.{name}"
             yield event({"type": kind, "sequence_number": number, **data}, kind)
-
-    @override
-    def error(self, refused: CallRefused) -> dict[str, Any]:
-        return openai_error(refused)
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:

@@ -11,8 +11,8 @@ POST /v1/streamrl/task        {"wait": 20}: a task for a remote program, with th
 POST /v1/streamrl/done        {}, or {"error": "why"}: the program has finished, or failed
 ```
 The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. Errors have the
-shape of the API: 400 cannot be done, 401 wrong key, 408 slow body, 410 the episode has ended, 413 body too long, 429
-too many calls at the same time, 503 the engine failed. A streamed answer is sampled first, and then sent as its events.
+shape of the API: 400 cannot be done or too long for the context, 401 wrong key, 408 slow body, 410 the episode has
+ended, 413 body too long, 503 the engine failed. A streamed answer is sampled first, and then sent as its events.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from streamrl.errors import DataError
 from streamrl.listening import listen
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.anthropic import AnthropicMessages
-from streamrl.producers.episodes.endpoint.calls import MODEL, AgentApi, CallRefused, decoded
+from streamrl.producers.episodes.endpoint.calls import MODEL, OVERFLOW, AgentApi, CallRefused, decoded
 from streamrl.producers.episodes.endpoint.chat_completions import ChatCompletions
 from streamrl.producers.episodes.endpoint.door import AgentDoor, Gone, PendingCall
 from streamrl.producers.episodes.endpoint.responses import Responses
 from streamrl.producers.episodes.endpoint.tasks import TaskDesk
-from streamrl.producers.episodes.session import SampledTurn
+from streamrl.producers.episodes.session import ContextOverflow, SampledTurn
 
 logger = logging.getLogger(__name__)
 MAX_CALL_BYTES: Final = 8 << 20
@@ -130,11 +130,11 @@ class AgentEndpoint:
 
     def _asking(self, api: AgentApi) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            door = self._door(request)
-            with door.place():
+            door, gone = self._door(request), _gone(request)
+            async with door.place(gone):
                 body = await _body(request)
-                call = api.read(body)
-                asked = await door.ask(call, request.path.encode() + b"\n" + body, request.headers, _gone(request))
+                call = api.read(body, door.ignored)
+                asked = await door.ask(call, request.path.encode() + b"\n" + body, request.headers, gone)
             turn = _turn(asked)
             said = api.answer(call, turn, f"{door.name}-{turn.number}")
             response = _answer(said)
@@ -151,9 +151,9 @@ class AgentEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         door = self._door(request)
-        with door.place():
+        async with door.place(_gone(request)):
             body = await _body(request)
-            return _answer({"input_tokens": door.count(_APIS[_COUNT].read(body), body)})
+            return _answer({"input_tokens": door.count(_APIS[_COUNT].read(body, door.ignored), body)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._door(request)
@@ -197,6 +197,8 @@ def _turn(asked: PendingCall) -> SampledTurn:
         raise CallRefused(410, "the episode of this key has ended", "episode_over")
     try:
         return asked.task.result()
+    except ContextOverflow as over:
+        raise CallRefused(400, over.message, OVERFLOW) from over
     except EpisodeOver as over:
         raise CallRefused(410, over.message, "episode_over") from over
     except DataError as error:
@@ -244,7 +246,7 @@ async def _explain(request: web.Request, handler: _Handler) -> web.StreamRespons
         logger.exception("the agent endpoint failed at a request", extra={"path": request.path})
         refused = CallRefused(500, "the endpoint failed; the log of the replica says why", "internal")
     api = _APIS.get(request.path, _APIS["/v1/chat/completions"])
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(refused.status, {})
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
     return _answer(api.error(refused), refused.status, headers)
 
 
