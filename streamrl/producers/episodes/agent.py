@@ -1,10 +1,9 @@
-"""A program as an agent: a command with a process of its own for each sample, or a remote one that fetches tasks."""
+"""A program as an agent: a command with a process of its own for each sample."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -17,19 +16,14 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
 from streamrl.errors import PluginError, StreamrlError
-from streamrl.http import read_key
 from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
-from streamrl.producers.episodes.endpoint.tasks import TaskDesk
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.session import EpisodeSession
-from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score
 from streamrl.waits import first_of
-
-logger = logging.getLogger(__name__)
 
 TASK_FILE: Final = "STREAMRL_TASK"
 """Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
@@ -38,7 +32,7 @@ _LAST_SECONDS: Final = 10.0
 
 
 class AgentFailed(StreamrlError):
-    """The agent said so, ended with an exit code other than 0, or could not be started."""
+    """The agent ended with an exit code other than 0, or could not be started."""
 
 
 class AgentEpisode(Episode):
@@ -119,70 +113,6 @@ class AgentEpisode(Episode):
             "ANTHROPIC_API_KEY": key,
             TASK_FILE: str(folder / "task.json"),
         }
-
-
-class RemoteEpisode(Episode):
-    """Hands the task of each sample to a program that fetches it, and waits until that says that it has finished.
-
-    Time in which no program asks for the task does not count. `name` is that of the process, whose number is added to
-    the port.
-    """
-
-    def __init__(self, config: RunConfig, name: str) -> None:
-        assert config.episode.agent is not None
-        self._agent: AgentConfig = config.episode.agent
-        self._context = config.model.context
-        number = name.rpartition(".")[2]
-        self._port = self._agent.port + (int(number) if number.isdecimal() else 0)
-        self._open = contextlib.AsyncExitStack()
-        self._desk: TaskDesk | None = None
-        self._endpoint: AgentEndpoint | None = None
-
-    @override
-    def places(self) -> int:
-        return 0 if self._desk is None else self._desk.places
-
-    @override
-    async def open(self) -> None:
-        agent, self._desk = self._agent, TaskDesk()
-        token = await asyncio.to_thread(read_key, "episode.agent.token_file", agent.token_file)
-        serving = AgentEndpoint.open(agent.host, self._port, self._desk, token)
-        self._endpoint = await self._open.enter_async_context(serving)
-        logger.info("programs fetch tasks", extra={"url": f"{self._endpoint.url}/v1/streamrl/task"})
-
-    @override
-    async def close(self) -> None:
-        await self._open.aclose()
-
-    @override
-    async def run(self, task: Task, chat: Chat) -> float | Score | None:
-        assert self._endpoint is not None
-        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
-        with self._endpoint.serving(door) as key:
-            try:
-                await self._accompany(task, chat.session, door, key)
-            except CannotNow as error:
-                chat.session.fault = error
-                raise
-            finally:
-                await door.close()
-        return chat.session.posted
-
-    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, key: str) -> None:
-        assert self._desk is not None
-        assert self._endpoint is not None
-        described = _described(task, answer=self._agent.answer)
-        body = {"task": described, "api_key": key, "base_url": f"{self._endpoint.url}/v1"}
-        async with self._desk.played(body, session.clock.standing(), session.journal.waits):
-            try:
-                async with session.part("start"):
-                    await first_of(door.done.wait(), door.called.wait())
-            except EpisodeOver as over:  # the next attempt gets another program
-                raise AgentFailed("the program that fetched the task has made no call") from over
-            await _attend(session, door, door.done.wait, door.done.is_set)
-        _check_end(session)
-        if door.error:
-            raise AgentFailed(f"the program says: {door.error}")
 
 
 async def _attend(

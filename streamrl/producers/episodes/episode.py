@@ -123,10 +123,6 @@ class Episode(ABC):
         del task, stop
         return None
 
-    def places(self) -> int | None:
-        """How many episodes those who play them can play at the same time; None: as many as the engine can serve."""
-        return None
-
     async def open(self) -> None:  # noqa: B027 (may be left out)
         """Prepare, once for each process, before the first episode."""
 

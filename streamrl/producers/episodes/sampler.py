@@ -61,11 +61,11 @@ def sampler_of(
     """
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name), name, blocked=blocked)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name, blocked=blocked)
 
 
-def episode_of(config: RunConfig, name: str = "") -> Episode:
-    """The episode that the run file names, imported and built; `name` is that of the process.
+def episode_of(config: RunConfig) -> Episode:
+    """The episode that the run file names, imported and built.
 
     `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
     endpoint, its `run` finds the sample in `chat.session`.
@@ -80,9 +80,9 @@ def episode_of(config: RunConfig, name: str = "") -> Episode:
     if episode.environment is not None:
         return _user_environment(episode.environment, episode.args, paths)
     if episode.agent is not None:
-        from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
+        from streamrl.producers.episodes.agent import AgentEpisode  # with the server of the endpoint
 
-        return RemoteEpisode(config, name) if episode.agent.remote else AgentEpisode(config)
+        return AgentEpisode(config)
     return ToolEpisode([_tool(use, episode, paths) for use in episode.tools])
 
 
@@ -184,10 +184,7 @@ class EpisodeSampler(Sampler):
 
     @override
     def capacity(self, slots: int) -> int:
-        if not slots:
-            return 0
-        most, places = self._config.episode.concurrent or 2 * slots, self._episode.places()
-        return most if places is None else min(most, places)
+        return (self._config.episode.concurrent or 2 * slots) if slots else 0
 
     @override
     def figures(self) -> Mapping[str, int | float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from streamrl.errors import DataError, PluginError, Unreachable
 from streamrl.producers.engines.hf import HfEngine
@@ -182,6 +183,17 @@ async def test_an_agent_that_fails_is_named_with_what_it_printed_and_without_its
 async def test_a_command_that_is_no_program_stops_the_run_at_its_start():
     with pytest.raises(PluginError, match="no-such-agent is no program"):
         await played("no-such-agent --flag 'a b'")
+
+
+@pytest.mark.parametrize("key", [{"remote": True}, {"command": "x", "port": 1}, {"command": "x", "token_file": "t"}])
+def test_keys_of_programs_that_fetch_tasks_are_refused(key):
+    with pytest.raises(ValidationError, match=r"use `agent: \{command: \[ssh, HOST, PROGRAM\]\}`"):
+        config_of({"agent": key})
+
+
+def test_what_was_saved_with_the_defaults_of_these_keys_can_be_read():
+    saved = {"command": ["x"], "remote": False, "port": 0, "token_file": None}
+    assert config_of({"agent": saved}).episode.agent.command == ("x",)
 
 
 async def test_an_agent_that_never_ends_is_killed_with_its_children(tmp_path):
