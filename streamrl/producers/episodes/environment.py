@@ -82,7 +82,7 @@ class EnvironmentEpisode(Episode):
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         async with chat.session.part("start"):
-            environment = await in_thread(self._factory)
+            environment = await in_thread(self._factory, "an environment")
             if _restores(type(environment)):
                 deadline = chat.session.limits.tool_deadline
                 chat.session.journal.keep_state_of(_StateOf(environment, deadline))
@@ -118,11 +118,11 @@ class _StateOf:
 
     async def state(self) -> Any:
         async with asyncio.timeout(self._deadline):
-            return await call_function(self._environment.get_state, {})
+            return await call_function(self._environment.get_state, {}, "get_state")
 
     async def restore(self, state: Any) -> None:
         async with asyncio.timeout(self._deadline):
-            await call_function(partial(self._environment.set_state, state), {})
+            await call_function(partial(self._environment.set_state, state), {}, "set_state")
 
 
 def check_environment(kind: type[Any]) -> None:
@@ -185,4 +185,4 @@ async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:
     parameters = inspect.signature(method).parameters
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {key: value for key, value in given.items() if key in parameters}
-    return await call_function(method, given)
+    return await call_function(method, given, f"{type(environment).__name__}.{name}")

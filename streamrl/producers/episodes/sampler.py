@@ -29,7 +29,7 @@ from streamrl.producers.episodes.rendering import ChatRenderer
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
-from streamrl.producers.episodes.tools import Tool
+from streamrl.producers.episodes.tools import Tool, in_task, left_behind
 from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.sandbox import SandboxSettings
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _OPEN_SHARE: Final = 0.5
 """Part of `supervisor.start_deadline` that the user's `open` may take: a replica that has it all is killed, unsaid."""
 _CLOSE_SECONDS: Final = 10.0
+_GRACE: Final = 30.0
+"""Seconds that code of the user has to end after its cancellation: it may have to end a process or close a browser."""
 
 
 class EpisodeFailed(StreamrlError):
@@ -143,6 +145,7 @@ class EpisodeSampler(Sampler):
         self._engine = engine
         self._tokenizer = tokenizer
         self._episode = episode
+        self._what = type(episode).__name__
         self._name = name
         self._deterministic = config.episode.deterministic or episode.deterministic
         self._renderer: ChatRenderer | None = None
@@ -156,13 +159,13 @@ class EpisodeSampler(Sampler):
     @override
     async def __aenter__(self) -> Self:
         self._renderer = await asyncio.to_thread(renderer_of, self._tokenizer, self._config.episode.tool_format)
-        what, longest = type(self._episode).__name__, _OPEN_SHARE * self._config.supervisor.start_deadline
+        what, longest = self._what, _OPEN_SHARE * self._config.supervisor.start_deadline
         try:
             async with asyncio.timeout(longest) as limit:
                 await self._episode.open()
         except StreamrlError:
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if limit.expired():
                 why = f"episode {what} was not open after {longest:g} s"
                 raise DeadlineExceeded(why, "mend its `open`, or raise supervisor.start_deadline") from error
@@ -180,7 +183,7 @@ class EpisodeSampler(Sampler):
                 await self._episode.close()
         except Exception:
             # Its samples are made: the error that ended them, or an orderly end, counts for more.
-            logger.exception("an episode did not close", extra={"episode": type(self._episode).__name__})
+            logger.exception("an episode did not close", extra={"episode": self._what})
 
     @override
     def capacity(self, slots: int) -> int:
@@ -192,6 +195,7 @@ class EpisodeSampler(Sampler):
             "episodes": len(self._running),
             "generating": sum(session.generating for session in self._running),
             "forks": self._forks,
+            "hanging": len(left_behind),
         }
 
     @override
@@ -230,14 +234,16 @@ class EpisodeSampler(Sampler):
         """Run the user's code; its score. If a limit ended it and it gave none, what an agent posted, else 0."""
         try:
             async with self._guarded(session), session.clock.whole():
-                return _score_of(await self._episode.run(task, Chat(session)))
+                running = self._episode.run(task, Chat(session))
+                return _score_of(await in_task(running, f"{self._what}.run", _GRACE))
         except EpisodeOver as over:
             session.end(over.stop)
         stop = session.stop
         assert stop is not None
         try:
             async with self._guarded(session), session.part("scoring"):
-                given = _score_of(await self._episode.cut_short(task, stop))
+                scoring = self._episode.cut_short(task, stop)
+                given = _score_of(await in_task(scoring, f"{self._what}.cut_short", _GRACE))
         except EpisodeOver:
             given = None
         return given or Score(session.posted or 0.0)
@@ -267,8 +273,7 @@ class EpisodeSampler(Sampler):
         worst = next((each for each in found if not isinstance(each, DataError)), found[0])
         if isinstance(worst, DataError):
             return worst
-        what = type(self._episode).__name__
-        return EpisodeFailed(f"episode {what} failed: {type(worst).__name__}: {worst}")
+        return EpisodeFailed(f"episode {self._what} failed: {type(worst).__name__}: {worst}")
 
 
 def _score_of(value: Any) -> Score | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from streamrl.producers.episodes.tools import left_behind
 from streamrl.wire import Sample, ToolUse
 
 _NEWEST: Final = 32
@@ -12,6 +13,7 @@ _NEWEST: Final = 32
 _LEAST: Final = 8
 """Fewer calls or samples say nothing."""
 _SLOW_SECONDS: Final = 1.0
+_LASTING_SECONDS: Final = 10.0
 _MOST_TOOLS: Final = 256
 """Agents name their tools themselves."""
 
@@ -33,11 +35,13 @@ class ToolFigures:
     def trouble(self) -> str:
         """Name the tools that fail in half of their newest calls; empty: none.
 
-        Those that are slow are named while episodes wait for tools most of their time.
+        Those that are slow are named while episodes wait for tools most of their time, and code that was given up while
+        it goes on.
         """
         tools, model = (sum(part) for part in zip(*self._seconds, strict=True)) if self._seconds else (0.0, 0.0)
         wait = len(self._seconds) >= _LEAST and tools > model
-        found = []
+        hanging = left_behind.lasting(_LASTING_SECONDS)
+        found = [f"{what}: {calls} calls were cancelled and go on" for what, calls in sorted(hanging.items())]
         for name, uses in sorted(self._uses.items()):
             if len(uses) < _LEAST:
                 continue
