@@ -26,7 +26,7 @@ from streamrl.score import Score
 from streamrl.waits import first_of
 
 TASK_FILE: Final = "STREAMRL_TASK"
-"""Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
+"""Environment variable with the path of the task: `text`, `messages`, `rendered`, `metadata`, `line`, `evaluation`."""
 _LAST_SECONDS: Final = 10.0
 """How long an agent may go on after a limit of its episode: it may post a reward or leave a message."""
 
@@ -142,6 +142,7 @@ def _described(task: Task, *, answer: bool) -> dict[str, Any]:
     known: dict[str, Any] = {
         "text": task.text,
         "messages": task.messages,
+        "rendered": task.rendered,
         "metadata": task.metadata,
         "line": task.line,
         "evaluation": task.evaluation,

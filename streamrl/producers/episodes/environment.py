@@ -89,7 +89,8 @@ class EnvironmentEpisode(Episode):
             chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
-                begin(task, await _called(environment, "reset", row(task)))
+                known = {"text": task.text, "rendered": task.rendered, **row(task)}
+                begin(task, await _called(environment, "reset", known))
             try:
                 await act(chat, task.messages, lambda: bool(getattr(environment, "done", False)))
             except EpisodeOver as over:
@@ -149,8 +150,9 @@ def _restores(kind: type[Any]) -> bool:
 
 
 def row(task: Task) -> dict[str, Any]:
-    """The line of the data set, as keyword arguments."""
-    return {**task.metadata, "prompt": task.text, "messages": task.messages, "answer": task.answer}
+    """The line of the data set, as keyword arguments. `prompt` is what the line has: text, or messages."""
+    prompt = task.messages if task.rendered else task.text
+    return {**task.metadata, "prompt": prompt, "messages": task.messages, "answer": task.answer}
 
 
 def begin(task: Task, text: Any) -> None:

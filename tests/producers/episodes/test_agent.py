@@ -166,6 +166,8 @@ post("/streamrl/reward", {"reward": 0.5})
     assert "secret" not in seen.values()
     assert "STREAMRL_OWN" not in seen
     assert (seen["task"]["text"], seen["task"]["answer"], seen["task"]["line"]) == ("what is 1 + 2?", "3", 7)
+    assert seen["task"]["messages"] == [{"role": "user", "content": "what is 1 + 2?"}]
+    assert seen["task"]["rendered"].startswith("<|im_start|>user\nwhat is 1 + 2?<|im_end|>")
     assert not Path(seen["cwd"]).exists()
     assert not Path(seen["STREAMRL_TASK"]).exists()
 
