@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, field_validator, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
 
@@ -46,6 +46,14 @@ class AgentConfig(Section):
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
     answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
+    failed: Literal["score", "drop"] = Field(
+        "score",
+        description="an agent that fails after a reply of the model has the score that it posted, else failed_score;"
+        " drop: its sample is a dead letter",
+    )
+    failed_score: FiniteFloat | None = Field(
+        None, description="score of an agent that fails and has posted none; empty: none, for other rewards to score"
+    )
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent at the same time; more are answered with 429")
 
@@ -58,6 +66,12 @@ class AgentConfig(Section):
         if any(values.get(name) for name in _GONE):
             raise ValueError("programs no longer fetch tasks: use `agent: {command: [ssh, HOST, PROGRAM]}`")
         return {name: value for name, value in values.items() if name not in _GONE}
+
+    @model_validator(mode="after")
+    def _check_failed(self) -> AgentConfig:
+        if self.failed == "drop" and self.failed_score is not None:
+            raise ValueError("failed_score is for `failed: score`; with `failed: drop` there is nothing to score")
+        return self
 
     @field_validator("command", mode="before")
     @classmethod

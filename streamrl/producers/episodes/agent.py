@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
-from streamrl.errors import PluginError, StreamrlError
+from streamrl.errors import DataError, PluginError, StreamrlError
 from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -25,6 +26,8 @@ from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.score import Score
 from streamrl.waits import first_of
 
+logger = logging.getLogger(__name__)
+
 TASK_FILE: Final = "STREAMRL_TASK"
 """Environment variable with the path of the task: `text`, `messages`, `rendered`, `metadata`, `line`, `evaluation`."""
 _LAST_SECONDS: Final = 10.0
@@ -32,16 +35,17 @@ _LAST_SECONDS: Final = 10.0
 
 
 class AgentFailed(StreamrlError):
-    """The agent ended with an exit code other than 0, or could not be started."""
+    """The agent ended with an exit code other than 0 before the model said anything."""
 
 
 class AgentEpisode(Episode):
     """Runs `episode.agent.command` once for each sample, for as long as `open` to `close`.
 
     The process gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `STREAMRL_TASK`,
-    a working directory, and no standard input. Exit code 0 ends the episode. Any other fails it, with the end of what
-    the agent printed, unless a limit had ended the episode already. At the end the process is killed with all that it
-    has started, also when this process dies.
+    a working directory, and no standard input. Exit code 0 ends the episode. Any other says that the agent failed,
+    unless a limit had ended the episode already: before the first reply that fails the episode, afterwards
+    `episode.agent.failed` decides. At the end the process is killed with all that it has started, also when this
+    process dies.
 
     PluginError: there is no such program.
     """
@@ -73,18 +77,30 @@ class AgentEpisode(Episode):
         try:
             with self._endpoint.serving(door) as key:
                 try:
-                    await self._accompany(task, chat.session, door, folder, key)
+                    failure = await self._accompany(task, chat.session, door, folder, key)
                 finally:
                     await door.close()
-            return chat.session.posted
+            return self._failed(task, chat.session, failure) if failure else chat.session.posted
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> None:
-        """Start the process and return at its end.
+    def _failed(self, task: Task, session: EpisodeSession, failure: str) -> float | None:
+        """The score of an agent that failed. What the model said may be the cause, so it is not asked again.
+
+        AgentFailed: the model has said nothing. DataError: `episode.agent.failed` is drop.
+        """
+        if not session.replied:
+            raise AgentFailed(failure)
+        session.end("agent_failed")
+        if self._agent.failed == "drop":
+            raise DataError(failure, "episode.agent.failed: drop makes a dead letter of it")
+        logger.warning("an agent failed", extra={"line": task.line, "why": failure})
+        return self._agent.failed_score if session.posted is None else session.posted
+
+    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> str:
+        """Start the process and return at its end; how it failed, empty: it did not.
 
         Raises:
-            AgentFailed: it could not be started, or it failed.
             EpisodeOver: a limit ended the episode, and the agent with it.
         """
         process = AgentProcess(folder, self._beside)
@@ -97,8 +113,7 @@ class AgentEpisode(Episode):
         finally:
             await process.kill()
         _check_end(session)
-        if process.code != 0:
-            raise AgentFailed(f"the agent {self._agent.command[0]} {process.cause}")
+        return f"the agent {self._agent.command[0]} {process.cause}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
         (folder / "task.json").write_bytes(orjson.dumps(_described(task, answer=self._agent.answer)))

@@ -196,6 +196,7 @@ class EpisodeSampler(Sampler):
             "generating": sum(session.generating for session in self._running),
             "forks": self._forks,
             "hanging": len(left_behind),
+            "agents_failed": self._tools.agents_failed,
         }
 
     @override
@@ -228,6 +229,7 @@ class EpisodeSampler(Sampler):
         finally:
             self._running.discard(session)
             self._forks += session.forks
+            self._tools.ended(session.stop)
             await session.close()
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:

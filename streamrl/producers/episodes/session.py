@@ -131,6 +131,11 @@ class EpisodeSession:
         """Branches that were begun besides the first."""
         return self._history.forks
 
+    @property
+    def replied(self) -> bool:
+        """Whether the record has a sampled turn."""
+        return any(turn.sampled for turn in self._history.turns)
+
     async def sampled(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), max_tokens: int | None = None
     ) -> SampledTurn:

@@ -1,4 +1,4 @@
-"""How the tools of a replica's episodes fare: the newest calls of each, and in words what is wrong with them."""
+"""How tools and agents of a replica's episodes fare: the newest calls of each, and in words what is wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final
 
 from streamrl.producers.episodes.tools import left_behind
-from streamrl.wire import Sample, ToolUse
+from streamrl.wire import Sample, StopReason, ToolUse
 
 _NEWEST: Final = 32
 """Calls of a tool, and samples, that are looked at."""
@@ -19,9 +19,14 @@ _MOST_TOOLS: Final = 256
 
 
 class ToolFigures:
-    """Hears of each sample that was made; `trouble` is for `streamrl status`."""
+    """Hears of each sample that was made; `trouble` is for `streamrl status`.
+
+    `agents_failed` counts the episodes whose agent failed after a reply.
+    """
 
     def __init__(self) -> None:
+        self.agents_failed = 0
+        self._stops: deque[StopReason | None] = deque(maxlen=_NEWEST)
         self._uses: dict[str, deque[ToolUse]] = {}
         self._seconds: deque[tuple[float, float]] = deque(maxlen=_NEWEST)
 
@@ -31,6 +36,11 @@ class ToolFigures:
         for use in (use for turn in turns for use in turn.tools if use.outcome not in {"unknown", "malformed"}):
             if use.name in self._uses or len(self._uses) < _MOST_TOOLS:
                 self._uses.setdefault(use.name, deque(maxlen=_NEWEST)).append(use)
+
+    def ended(self, stop: StopReason | None) -> None:
+        """Hear of the end of any episode."""
+        self._stops.append(stop)
+        self.agents_failed += stop == "agent_failed"
 
     def trouble(self) -> str:
         """Name the tools that fail in half of their newest calls; empty: none.
@@ -42,6 +52,9 @@ class ToolFigures:
         wait = len(self._seconds) >= _LEAST and tools > model
         hanging = left_behind.lasting(_LASTING_SECONDS)
         found = [f"{what}: {calls} calls were cancelled and go on" for what, calls in sorted(hanging.items())]
+        failed = self._stops.count("agent_failed")
+        if len(self._stops) >= _LEAST and failed * 2 >= len(self._stops):
+            found.append(f"the agent failed in {failed} of the last {len(self._stops)} episodes")
         for name, uses in sorted(self._uses.items()):
             if len(uses) < _LEAST:
                 continue

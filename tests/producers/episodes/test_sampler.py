@@ -425,7 +425,7 @@ async def test_episodes_are_counted_apart_from_what_the_engine_generates():
         assert (sampler.capacity(64), sampler.capacity(0)) == (1, 0)
         tasks = [asyncio.create_task(sampler.sample(order_of(TOKENIZER))) for _ in range(2)]
         await started.wait()
-        counted = {"episodes": 1, "generating": 0, "forks": 0, "hanging": len(left_behind)}
+        counted = {"episodes": 1, "generating": 0, "forks": 0, "hanging": len(left_behind), "agents_failed": 0}
         assert sampler.figures() == counted
         going_on.set()
         await asyncio.gather(*tasks)

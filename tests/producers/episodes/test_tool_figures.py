@@ -78,6 +78,15 @@ async def test_code_that_goes_on_after_it_was_given_up_is_named(
     assert told() == "Shop.reset: 1 calls were cancelled and go on; tool search: 2 calls were cancelled and go on"
 
 
+def test_agents_that_fail_in_half_of_the_newest_episodes_are_named():
+    figures = ToolFigures()
+    for stop in ("completed", None, "agent_failed", "agent_failed") * 2:
+        figures.ended(stop)
+    assert figures.trouble() == "the agent failed in 4 of the last 8 episodes"
+    figures.ended("max_turns")
+    assert (figures.trouble(), figures.agents_failed) == ("", 4)
+
+
 def test_tools_that_are_not_there_are_no_trouble_of_a_tool():
     assert told(*[sample(use("unknown"), use("malformed"))] * 20) == ""
     assert told() == ""
