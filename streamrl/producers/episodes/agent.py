@@ -56,7 +56,7 @@ class AgentEpisode(Episode):
         self._context = config.model.context
         self._beside = config.plugin_paths
         program = self._agent.command[0]
-        if shutil.which(program, path=search_path(self._agent)) is None:
+        if shutil.which(program, path=search_path(self._agent.variables)) is None:
             raise PluginError(f"the agent {program} is no program that can be run", COMMAND_HINT)
         self._endpoint: AgentEndpoint | None = None
         self._open = contextlib.AsyncExitStack()

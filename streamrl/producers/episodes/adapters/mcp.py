@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from streamrl.errors import ConfigError, Unreachable, leaves, need_packages
+from streamrl.producers.episodes.agent_process import search_path
 from streamrl.producers.episodes.environment import act
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.tools import Tool, as_text
@@ -39,8 +40,8 @@ class MCPEpisode(Episode):
     of the episodes that use it fail, and the next episode starts it anew.
 
     Args:
-        command: program and arguments of a server that talks over stdin and stdout. It gets HOME, PATH and a few more
-            variables, and those that `variables` names.
+        command: program and arguments of a server that talks over stdin and stdout; `python` is that of the replica, as
+            in `episode.agent.command`. It gets HOME, PATH and a few more variables, and those that `variables` names.
         url: of a server that talks streamable HTTP.
         shared: one connection (and one process of `command`) for all episodes of a replica; False: one for each
             sample, for tools that keep a state.
@@ -75,6 +76,7 @@ class MCPEpisode(Episode):
         self._dial: Callable[[contextlib.AsyncExitStack], Awaitable[Client]]
         if url is None:
             passed = {name: os.environ[name] for name in variables}
+            passed["PATH"] = search_path(passed)
             self._dial = partial(_start, list(command), passed, directory)
             self._name = Path(command[0]).name
         else:
