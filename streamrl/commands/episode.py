@@ -105,8 +105,8 @@ def trial(
     failed = sum(row["error"] is not None for row in rows)
     agents_failed = sum(row["stop"] == "agent_failed" for row in rows)
     if json:
-        result = {"episodes": rows, "failed": failed, "agents_failed": agents_failed}
-        output.write_json("streamrl.episode.test/1", result)
+        counts = {"failed": failed, "agents_failed": agents_failed}
+        output.write_json("streamrl.episode.test/1", {"episodes": rows, **counts})
     else:
         for row in rows:
             output.write("\n".join(_lines(row, width)))
@@ -198,25 +198,22 @@ def _tool_errors() -> Iterator[list[str]]:
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            error = record.exc_info[1] if record.exc_info else None
-            if error is not None:
-                notes.append(f"tool {getattr(record, 'tool', '')}:\n{_last_lines(error)}")
+            about = [str(getattr(record, name)) for name in ("tool", "what", "why") if hasattr(record, name)]
+            if record.exc_info and record.exc_info[1] is not None:
+                notes.append(f"tool {about[0] if about else ''}:\n{_last_lines(record.exc_info[1])}")
             elif record.levelno >= logging.WARNING:
-                about = [getattr(record, name) for name in ("tool", "what", "why") if hasattr(record, name)]
                 notes.append(": ".join([record.getMessage(), *about]))
 
-    loggers = [logging.getLogger(f"streamrl.producers.episodes.{name}") for name in ("tools", "agent")]
-    before, handler = [(logger.level, logger.propagate) for logger in loggers], Collector()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)  # with tracebacks
-        logger.propagate = False
+    logger, handler = logging.getLogger("streamrl.producers.episodes"), Collector()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)  # with tracebacks
+    logger.propagate = False
     try:
         yield notes
     finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.level, logger.propagate = level, propagate
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
 
 
 def _last_lines(error: BaseException) -> str:

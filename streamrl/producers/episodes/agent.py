@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from typing_extensions import override
@@ -109,14 +109,20 @@ class AgentEpisode(Episode):
                 await asyncio.to_thread(self._write_task, task, folder)
                 await process.start(self._agent, self._variables(key, folder), key)
                 await first_of(process.wait(), door.called.wait())
-            await _attend(session, door, process.wait, lambda: process.ended)
+            await _attend(session, door, process)
         finally:
             await process.kill()
-        _check_end(session)
+        if session.fault is not None:
+            raise session.fault
+        if session.stop is not None:
+            raise EpisodeOver(session.stop)
         return f"the agent {self._agent.command[0]} {process.cause}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
-        (folder / "task.json").write_bytes(orjson.dumps(_described(task, answer=self._agent.answer)))
+        known = dataclasses.asdict(task)
+        if not self._agent.answer:
+            del known["answer"]
+        (folder / "task.json").write_bytes(orjson.dumps(known))
 
     def _variables(self, key: str, folder: Path) -> dict[str, str]:
         assert self._endpoint is not None
@@ -130,36 +136,11 @@ class AgentEpisode(Episode):
         }
 
 
-async def _attend(
-    session: EpisodeSession,
-    door: AgentDoor,
-    wait: Callable[[], Coroutine[Any, Any, object]],
-    ended: Callable[[], bool],
-) -> None:
+async def _attend(session: EpisodeSession, door: AgentDoor, process: AgentProcess) -> None:
     """Return when the agent has ended, or some time after its episode has; while it thinks, `tools` runs."""
-    while not (ended() or door.over.is_set()):
-        await first_of(wait(), door.over.wait(), door.idle.wait())
+    while not (process.ended or door.over.is_set()):
+        await first_of(process.wait(), door.over.wait(), door.idle.wait())
         async with session.part("tools"):
-            await first_of(wait(), door.over.wait(), door.busy.wait())
+            await first_of(process.wait(), door.over.wait(), door.busy.wait())
     if session.fault is None:
-        await first_of(wait(), asyncio.sleep(_LAST_SECONDS))
-
-
-def _check_end(session: EpisodeSession) -> None:
-    """EpisodeOver: a limit ended it; else the fault of the session."""
-    if session.fault is not None:
-        raise session.fault
-    if session.stop is not None:
-        raise EpisodeOver(session.stop)
-
-
-def _described(task: Task, *, answer: bool) -> dict[str, Any]:
-    known: dict[str, Any] = {
-        "text": task.text,
-        "messages": task.messages,
-        "rendered": task.rendered,
-        "metadata": task.metadata,
-        "line": task.line,
-        "evaluation": task.evaluation,
-    }
-    return {**known, "answer": task.answer} if answer else known
+        await first_of(process.wait(), asyncio.sleep(_LAST_SECONDS))

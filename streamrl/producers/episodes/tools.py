@@ -254,7 +254,7 @@ class LeftBehind:
 
     def add(self, work: asyncio.Future[Any], what: str) -> None:
         """Keep `work` until its end, which nobody awaits, also not the end of the process."""
-        work.add_done_callback(partial(self._ended, what))
+        work.add_done_callback(self._ended)
         if work.done():
             return
         self._going_on[work] = what, time.monotonic()
@@ -263,12 +263,10 @@ class LeftBehind:
             asyncio.tasks._unregister_task(work)  # noqa: SLF001 (documented: asyncio.run would wait for its end)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # or the interpreter's end would wait for its `close`
 
-    def _ended(self, what: str, work: asyncio.Future[Any]) -> None:
+    def _ended(self, work: asyncio.Future[Any]) -> None:
         self._going_on.pop(work, None)
-        error = None if work.cancelled() else work.exception()
-        if error is not None:
-            why = f"{type(error).__name__}: {error}"
-            logger.warning("code of an episode failed after it was given up", extra={"what": what, "why": why})
+        if not work.cancelled():
+            work.exception()  # nobody asks for it
 
     def lasting(self, seconds: float) -> Counter[str]:
         """How many go on for longer than `seconds`, by what they are."""
@@ -293,7 +291,7 @@ async def in_task(code: Coroutine[Any, Any, _T], what: str, grace: float) -> _T:
 
     RuntimeError: it raised what ends a task or a process (CancelledError, SystemExit).
     """
-    return await _result(asyncio.create_task(_contained(code), name=what), what, grace)
+    return await result_of(asyncio.create_task(_contained(code), name=what), what, grace)
 
 
 async def _contained(code: Coroutine[Any, Any, _T]) -> _T:
@@ -306,7 +304,8 @@ async def _contained(code: Coroutine[Any, Any, _T]) -> _T:
         raise _as_error(error) from error
 
 
-async def _result(work: asyncio.Future[_T], what: str, grace: float) -> _T:
+async def result_of(work: asyncio.Future[_T], what: str, grace: float = 0.0) -> _T:
+    """Await a task, or what a thread does. It is left behind if the caller is cancelled and it goes on for `grace`."""
     try:
         await asyncio.wait([work])
     except asyncio.CancelledError:
@@ -329,7 +328,7 @@ async def in_thread(work: Callable[[], Any], what: str) -> Any:
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     _run_in_thread(partial(contextvars.copy_context().run, run_for, future, work))
-    return await _result(future, what, 0)
+    return await result_of(future, what)
 
 
 _IDLE: Final = 64
