@@ -51,7 +51,7 @@ class ToolFigures:
         tools, model = (sum(part) for part in zip(*self._seconds, strict=True)) if self._seconds else (0.0, 0.0)
         wait = len(self._seconds) >= _LEAST and tools > model
         hanging = left_behind.lasting(_LASTING_SECONDS)
-        found = [f"{what}: {calls} calls were cancelled and go on" for what, calls in sorted(hanging.items())]
+        found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
         failed = self._stops.count("agent_failed")
         if len(self._stops) >= _LEAST and failed * 2 >= len(self._stops):
             found.append(f"the agent failed in {failed} of the last {len(self._stops)} episodes")

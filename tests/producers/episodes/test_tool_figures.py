@@ -75,7 +75,7 @@ async def test_code_that_goes_on_after_it_was_given_up_is_named(
         left.add(work, what)
     assert told() == "", "it may end soon"
     monkeypatch.setattr(tool_figures, "_LASTING_SECONDS", 0)
-    assert told() == "Shop.reset: 1 calls were cancelled and go on; tool search: 2 calls were cancelled and go on"
+    assert told() == "Shop.reset goes on after its cancellation, 1x; tool search goes on after its cancellation, 2x"
 
 
 def test_agents_that_fail_in_half_of_the_newest_episodes_are_named():
