@@ -19,10 +19,7 @@ _MOST_TOOLS: Final = 256
 
 
 class ToolFigures:
-    """Hears of each sample that was made; `trouble` is for `streamrl status`.
-
-    `agents_failed` counts the episodes whose agent failed after a reply.
-    """
+    """Hears of each sample that was made; `trouble` is for `streamrl status`, `agents_failed` counts failed agents."""
 
     def __init__(self) -> None:
         self.agents_failed = 0
