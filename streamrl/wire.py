@@ -94,8 +94,9 @@ StopReason: TypeAlias = Literal[
     "context_overflow",
     "parse_error",
     "rollout_timeout",
+    "agent_failed",
 ]
-"""Why an episode ended, in the words of tinker-cookbook (`tinker_cookbook/rl/types.py`)."""
+"""Why an episode ended, in the words of tinker-cookbook (`tinker_cookbook/rl/types.py`), and `agent_failed`."""
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

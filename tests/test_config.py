@@ -167,7 +167,6 @@ WITH = {
     "engine.api_key_file": ["engine.url=[http://a:1]"],
     "recording.path": ["recording.mode=read"],
     "episode.agent.directory": ["episode.agent.command=[agent]"],
-    "episode.agent.token_file": ["episode.agent.remote=true", "episode.agent.port=1"],
 }
 """What else has to be set so that a key may be."""
 

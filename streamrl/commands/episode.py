@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,19 @@ from streamrl.commands.options import JsonOption, SetOption
 from streamrl.commands.turns import Decode, episode_data, episode_lines
 from streamrl.config import RunConfig
 from streamrl.config.episode import RUN_PYTHON
-from streamrl.errors import DataError, DeadlineExceeded, ExitCode, UsageError, need_packages, unwrapped
+from streamrl.errors import (
+    DataError,
+    DeadlineExceeded,
+    ExitCode,
+    StreamrlError,
+    UsageError,
+    need_packages,
+    unwrapped,
+)
 from streamrl.monitor.lines import duration, folded, printable, shortened
 from streamrl.plugin_import import import_plugin, look_in
 from streamrl.runfile import load
-from streamrl.wire import PROMPT, Prompt, Sample, decode
+from streamrl.wire import PROMPT, Prompt, Sample, SampleScore, decode
 
 if TYPE_CHECKING:
     from streamrl.producers.sampler import Sampler
@@ -43,7 +51,10 @@ def episodes() -> None:
 
 @dataclass(slots=True)
 class Played:
-    """One episode: `failure` says why there is no sample; `notes` are the errors of its tools, with tracebacks."""
+    """One episode: `failure` says why there is no sample, or no score of the run; `notes` are errors of its tools.
+
+    `score` is that of the run's rewards, None if they could not be applied.
+    """
 
     prompt: Prompt
     sample: Sample | None
@@ -51,6 +62,7 @@ class Played:
     failure: str = ""
     detail: str = ""
     notes: list[str] = field(default_factory=list)
+    score: SampleScore | None = None
 
 
 @app.command("test")
@@ -79,23 +91,46 @@ def trial(
 ) -> int:
     """Play one episode for each line against the model, in this process, and show its turns. Exit code 1 if one fails.
 
-    It shows who said what, with tokens, tools, times and rewards, why the episode ended, and errors of your code with
-    their tracebacks. The model is that of the run file; transformers samples, whatever engine the run file names.
+    It shows who said what, with tokens, tools and times, why the episode ended, the score by the rewards of the run
+    file, and errors of your code with their tracebacks. The model is that of the run file; transformers samples,
+    whatever engine the run file names.
     """
     need_packages("training", "torch", "transformers")
     config = _chosen(load(file, overrides or ()).config, episode)
     with unwrapped():
         tokenizer, played = asyncio.run(_play_all(config, task or config.data.train, limit))
+        _score(config, played)
 
     rows = [_data(each, lambda ids: tokenizer.decode(ids, special=True)) for each in played]
     failed = sum(row["error"] is not None for row in rows)
+    agents_failed = sum(row["stop"] == "agent_failed" for row in rows)
     if json:
-        output.write_json("streamrl.episode.test/1", {"episodes": rows, "failed": failed})
+        counts = {"failed": failed, "agents_failed": agents_failed}
+        output.write_json("streamrl.episode.test/1", {"episodes": rows, **counts})
     else:
         for row in rows:
             output.write("\n".join(_lines(row, width)))
-        output.write(f"{len(rows) - failed} played, {failed} failed")
-    return int(ExitCode.FAILURE if failed else ExitCode.OK)
+        agents = f", the agent of {agents_failed} failed" if agents_failed else ""
+        output.write(f"{len(rows) - failed} played, {failed} failed{agents}")
+    return int(ExitCode.FAILURE if failed or agents_failed else ExitCode.OK)
+
+
+def _score(config: RunConfig, played: Sequence[Played]) -> None:
+    """Score the samples with the rewards of the run; if these cannot be opened here, a warning says why."""
+    from streamrl.commands.reward import score_once
+    from streamrl.consumers.reward import RewardSample
+
+    made = {n: RewardSample.of(each.prompt, each.sample, n) for n, each in enumerate(played) if each.sample is not None}
+    try:
+        trials = asyncio.run(score_once(config, list(made.values())))
+    except StreamrlError as error:
+        output.note(f"warning: the rewards of the run are not applied: {error.message}")
+        return
+    for each, trial in zip((played[n] for n in made), trials, strict=True):
+        if isinstance(trial.end, SampleScore):
+            each.score = trial.end
+        else:
+            each.failure, each.detail = f"no score: {trial.end.message}", trial.end.detail
 
 
 def _chosen(config: RunConfig, use: str | None) -> RunConfig:
@@ -158,16 +193,18 @@ async def _play(sampler: Sampler, prompt: Prompt) -> Played:
 
 @contextmanager
 def _tool_errors() -> Iterator[list[str]]:
-    """Collect what goes wrong in tools, which only the model is told otherwise."""
+    """Collect what goes wrong in tools and agents, which only the model or a log is told otherwise."""
     notes: list[str] = []
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            error = record.exc_info[1] if record.exc_info else None
-            if error is not None:
-                notes.append(f"tool {getattr(record, 'tool', '')}:\n{_last_lines(error)}")
+            about = [str(getattr(record, name)) for name in ("tool", "what", "why") if hasattr(record, name)]
+            if record.exc_info and record.exc_info[1] is not None:
+                notes.append(f"tool {about[0] if about else ''}:\n{_last_lines(record.exc_info[1])}")
+            elif record.levelno >= logging.WARNING:
+                notes.append(": ".join([record.getMessage(), *about]))
 
-    logger, handler = logging.getLogger("streamrl.producers.episodes.tools"), Collector()
+    logger, handler = logging.getLogger("streamrl.producers.episodes"), Collector()
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)  # with tracebacks
@@ -196,6 +233,8 @@ def _data(each: Played, decode: Decode) -> dict[str, Any]:
         "stop": found.get("stop"),
         "score": None if score is None else score.value,
         "parts": {} if score is None else score.parts,
+        "run_score": None if each.score is None else each.score.value,
+        "run_parts": {} if each.score is None else each.score.parts,
         "seconds": round(each.seconds, 4),
         "tool_errors": each.notes,
         "error": each.failure or None,
@@ -204,7 +243,9 @@ def _data(each: Played, decode: Decode) -> dict[str, Any]:
 
 
 def _lines(row: dict[str, Any], width: int) -> Iterator[str]:
-    score = "" if row["score"] is None else f", score {row['score']:.4g}"
+    score = "" if row["run_score"] is None else f", score {row['run_score']:.4g}"
+    if row["score"] not in (None, row["run_score"]):
+        score += f", own score {row['score']:.4g}"
     end = "played" if row["error"] is None else f"failed: {printable(row['error'])}"
     yield f"line {row['line']}: {end}{score}, {duration(row['seconds'])}"
     if any(turn["parent"] == PROMPT for turn in row["turns"]):

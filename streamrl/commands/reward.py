@@ -62,6 +62,7 @@ _ARGS: Final = {"sample": "ignore_case: true", "group": "spread: 1.0"}
 _FOLDERS: Final = "streamrl-reward-"
 _SHOWN_TRACEBACKS: Final = 5
 _TEXT: Final = 60
+_WAIT_SECONDS: Final = 30.0
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -171,7 +172,7 @@ def trial(
     wait: Annotated[
         float,
         typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a service that does not answer."),
-    ] = 30.0,
+    ] = _WAIT_SECONDS,
     json: JsonOption = False,
 ) -> int:
     """Score samples as a worker would; show scores, times, errors with tracebacks. Exit code 1 if one has no score.
@@ -211,6 +212,12 @@ def _once(config: RunConfig) -> RunConfig:
             "reward_worker": config.reward_worker.model_copy(update=once),
         }
     )
+
+
+async def score_once(config: RunConfig, samples: Sequence[RewardSample]) -> list[Trial]:
+    """Score samples with the rewards of a run file, which has not to run. UsageError: their models have no servers."""
+    _expect_servers(config)
+    return await _try(_once(config), samples, None, _WAIT_SECONDS)
 
 
 def _expect_servers(config: RunConfig) -> None:

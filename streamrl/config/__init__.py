@@ -438,10 +438,6 @@ class RunConfig(Section):
                 f" which an episode may also wait for another to end: set lease.max_hold to {2 * episode.deadline:g}s"
                 " or more"
             )
-        if episode.agent is not None and episode.agent.remote and self.evaluation.final_prompts:
-            raise ValueError(
-                "evaluation.final_prompts are measured after the run, without remote programs: set it to 0"
-            )
         if episode.processes and self.rollout.placement == "colocated":
             raise ValueError(
                 "rollout.placement colocated: replicas leave their devices in the middle of calls; set"

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, field_validator, model_validator
 
 from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
 
@@ -34,18 +34,14 @@ def _tool(value: str) -> str:
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 ToolName = Annotated[str, AfterValidator(_tool)]
 Share = Annotated[Fraction, Field(gt=0)]
+_GONE: Final = ("remote", "port", "token_file")
 
 
 class AgentConfig(Section):
-    """A program that acts through the OpenAI-compatible endpoint of its sample: a command, or remote ones."""
+    """A program that acts through the OpenAI-compatible endpoint of its sample."""
 
     command: tuple[str, ...] = Field(
-        (), description="program and arguments, without a shell; STREAMRL_TASK is the path of its task"
-    )
-    remote: bool = Field(False, description="no program is started: programs anywhere fetch tasks at `port`")
-    port: Natural = Field(0, le=65535, description="port of remote, plus the number of the process; 0: any (command)")
-    token_file: Path | None = Field(
-        None, description="file with the bearer token of programs that fetch tasks; empty: RUN_DIR/agent.token"
+        min_length=1, description="program and arguments, without a shell; STREAMRL_TASK is the path of its task"
     )
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
@@ -56,19 +52,31 @@ class AgentConfig(Section):
         " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
     )
     ignore: tuple[str, ...] = Field((), description="options of calls that are ignored instead of refused, by name")
+    failed: Literal["score", "drop"] = Field(
+        "score",
+        description="an agent that fails after a reply of the model has the score that it posted, else failed_score;"
+        " drop: its sample is a dead letter",
+    )
+    failed_score: FiniteFloat | None = Field(
+        None, description="score of an agent that fails and has posted none; empty: none, for other rewards to score"
+    )
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent that are answered at the same time; others wait")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_remote(cls, values: object) -> object:
+        """Keys of an earlier version; runs that were saved with their defaults can be looked at."""
+        if not isinstance(values, dict):
+            return values
+        if any(values.get(name) for name in _GONE):
+            raise ValueError("programs no longer fetch tasks: use `agent: {command: [ssh, HOST, PROGRAM]}`")
+        return {name: value for name, value in values.items() if name not in _GONE}
+
     @model_validator(mode="after")
-    def _check_remote(self) -> AgentConfig:
-        if bool(self.command) == self.remote:
-            raise ValueError("an agent is either a `command`, or `remote`: set one of them")
-        if not self.remote and (self.port or self.token_file):
-            raise ValueError("port and token_file are of programs that fetch tasks: set remote")
-        if self.remote and (self.directory or self.variables):
-            raise ValueError("directory and variables are of a command; a remote program has its own")
-        if self.remote and not self.port:
-            raise ValueError("remote programs need a port that they know: set episode.agent.port")
+    def _check_failed(self) -> AgentConfig:
+        if self.failed == "drop" and self.failed_score is not None:
+            raise ValueError("failed_score is for `failed: score`; with `failed: drop` there is nothing to score")
         return self
 
     @field_validator("command", mode="before")

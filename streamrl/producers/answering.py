@@ -81,7 +81,7 @@ class Answering:
         self._behind = behind
         self._news = news
         self._more = figures
-        self._sampler = sampler_of(config, engine, tokenizer, role.name, role.say_blocked, run_dir=role.run_dir)
+        self._sampler = sampler_of(config, engine, tokenizer, role.name, role.say_blocked)
         self._numbers = count()
         self._missing = 0
         self._opened = 0

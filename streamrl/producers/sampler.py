@@ -34,7 +34,7 @@ class TurnJournal(Protocol):
         ...
 
     def progressed(self) -> None:
-        """A turn is finished, whether it is kept or not, or nobody is at work: `lease.max_hold` begins anew."""
+        """A turn is finished, whether it is kept or not: `lease.max_hold` begins anew."""
 
 
 @dataclass(frozen=True, slots=True)

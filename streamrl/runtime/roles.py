@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -70,20 +71,31 @@ def run(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = F
     if kind == "redis":
         code = _become_redis(run_dir)
     else:
-        code = asyncio.Runner().run(serve(kind, index, run_dir, until_finished=until_finished))
+        status = StatusPipe()
+        try:
+            code = asyncio.Runner().run(serve(kind, index, run_dir, until_finished=until_finished, status=status))
+        except (KeyboardInterrupt, SystemExit) as error:  # no signal: code of the user raised it in a task of its own
+            code = _ended_by_code(error, status)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-async def serve(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False) -> ExitCode:
+async def serve(
+    kind: str,
+    index: int | None,
+    run_dir: Path,
+    *,
+    until_finished: bool = False,
+    status: StatusPipe | None = None,
+) -> ExitCode:
     """Run one role until it is finished, stopped or failed, and return the exit code of its process.
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
     logging, signals and the lifeline.
     """
-    status = StatusPipe()
+    status = status or StatusPipe()
     log_as_json(kind if index is None else f"{kind}.{index}")
     allow_many_files()
     faulthandler.enable()
@@ -238,6 +250,14 @@ def _verdict(error: Exception, status: StatusPipe) -> ExitCode:
         return worst.exit_code
     status.error(f"{type(worst).__name__}: {worst}")
     logger.critical("role crashed: this is a bug", exc_info=error)
+    return ExitCode.FAILURE
+
+
+def _ended_by_code(error: BaseException, status: StatusPipe) -> ExitCode:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    why = f"code raised {type(error).__name__} at {place.filename}:{place.lineno} in {place.name}"
+    status.error(why)
+    logger.critical("role crashed", extra={"why": why}, exc_info=error)
     return ExitCode.FAILURE
 
 

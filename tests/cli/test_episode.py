@@ -30,6 +30,10 @@ class Agent(Episode):
         return float(task.answer)
 
 
+def is_one(sample):
+    return float(sample.prompt.answer == "1")
+
+
 class Broken(Episode):
     async def run(self, task, chat):
         await chat(task.messages)
@@ -60,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"path": "model", "context": 1024},
         "sampling": {"max_new_tokens": 16},
         "engine": {"slots": 4, "threads": 1},
+        "rewards": [{"use": "episode"}, {"use": "my_agent:is_one", "weight": 0.5}],
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     return folder
@@ -71,9 +76,13 @@ def test_the_turns_of_an_episode_are_shown_with_their_rewards_and_tools(folder: 
     assert done.returncode == 0, done
     data = data_of(done.stdout, "streamrl.episode.test/1")
     assert data["failed"] == 0
-    assert [(each["line"], each["score"], each["stop"]) for each in data["episodes"]] == [
-        (0, 0.0, "completed"),
-        (1, 1.0, "completed"),
+    assert [(each["line"], each["score"], each["run_score"], each["stop"]) for each in data["episodes"]] == [
+        (0, 0.0, 0.0, "completed"),
+        (1, 1.0, 1.5, "completed"),
+    ]
+    assert [each["run_parts"] for each in data["episodes"]] == [
+        {"episode": 0.0, "my_agent:is_one": 0.0},
+        {"episode": 1.0, "my_agent:is_one": 1.0},
     ]
     for each in data["episodes"]:
         first, said, answered, last = each["turns"]
@@ -91,7 +100,7 @@ def test_the_turns_of_an_episode_are_shown_with_their_rewards_and_tools(folder: 
     shown = cli(*asked, cwd=folder)
     assert shown.returncode == 0
     for text in (
-        "line 1: played, score 1",
+        "line 1: played, score 1.5, own score 1",
         "tool add: error",
         "tool subtract: unknown",
         "KeyError: 1",
@@ -112,9 +121,43 @@ def test_an_error_of_the_users_code_is_shown_with_its_traceback(folder: Path):
 def test_environments_and_tools_are_played_as_they_are(folder: Path):
     for use, score in (("my_agent:Environment", 0.25), ("my_agent:add", None)):
         done = cli("episode", "test", use, "--task", "tasks.jsonl", "--json", cwd=folder)
+        assert ("gave itself no score" in done.stdout) == (score is None)
         [played] = data_of(done.stdout, "streamrl.episode.test/1")["episodes"]
         assert played["score"] == score or played["stop"] != "completed"
         assert played["turns"][1]["role"] == "assistant"
+
+
+AGENT = """
+import json, os, sys, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+body = json.dumps({"messages": json.load(open(os.environ["STREAMRL_TASK"]))["messages"]}).encode()
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+sys.exit("I cannot read this")
+"""
+
+
+def test_an_agent_that_fails_is_shown_with_what_it_printed_and_scored_by_the_rewards(folder: Path):
+    (folder / "fails.py").write_text(AGENT)
+    agent = ("--set", "episode.agent.command=[python, fails.py]", "--task", "tasks.jsonl")
+    done = cli("episode", "test", *agent, "--set", "rewards=[{use: my_agent:is_one}]", cwd=folder)
+    assert done.returncode == 1, done
+    for text in (
+        "line 0: played, score 0",
+        "ended: agent_failed",
+        "an agent failed: the agent python exited with code 1",
+    ):
+        assert text in done.stdout
+    assert "I cannot read this" in done.stdout
+    assert "1 played, 0 failed, the agent of 1 failed" in done.stdout
+    unscored = cli("episode", "test", *agent, cwd=folder).stdout
+    assert "failed: no score: DataError: the agent of line 0 of the data set failed and posted no score" in unscored
+
+
+def test_rewards_that_cannot_be_opened_here_are_a_warning(folder: Path):
+    rewards = ("--set", "rewards=[{use: my_agent:is_two}]")
+    done = cli("episode", "test", "my_agent:Agent", "--task", "tasks.jsonl", *rewards, cwd=folder)
+    assert "warning: the rewards of the run are not applied: " in done.stderr
+    assert "line 0: played, own score 0," in done.stdout
 
 
 def test_the_built_in_tool_is_played_by_its_name(tmp_path: Path, folder: Path):

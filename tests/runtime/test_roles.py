@@ -112,6 +112,22 @@ def test_what_a_restart_cannot_mend_is_said_and_has_its_exit_code(redis_run, tmp
         assert process.wait(30) == 78
 
 
+def test_code_that_raises_keyboard_interrupt_in_a_task_of_its_own_is_named(redis_run, tmp_path):
+    """Its task hands that to the event loop, which ends."""
+    (tmp_path / "interrupting.py").write_text(
+        "import asyncio\n"
+        "async def interrupt():\n"
+        "    raise KeyboardInterrupt\n"
+        "async def score(text):\n"
+        "    return 0.0\n"
+        "asyncio.get_running_loop().create_task(interrupt())\n"
+    )
+    save_run(make_config(redis_run.config, "interrupting:score", plugin_paths=[str(tmp_path)]), tmp_path)
+    with role("reward", tmp_path) as (process, status, _):
+        assert f"ERROR=code raised KeyboardInterrupt at {tmp_path / 'interrupting.py'}:3 in interrupt\n" in status
+        assert process.wait(30) == ExitCode.FAILURE
+
+
 def test_a_role_waits_for_the_runs_redis_and_leaves_when_it_is_to_stop_before(tmp_path):
     save_run(make_config(), tmp_path)
     with role("reward", tmp_path) as (first, _, _), role("reward", tmp_path) as (second, status, _):

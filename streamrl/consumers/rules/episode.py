@@ -33,6 +33,11 @@ class EpisodeScore(Reward):
 
     @override
     async def score(self, sample: RewardSample) -> Score:
+        if sample.score is None and sample.stop == "agent_failed":
+            raise DataError(
+                f"the agent of line {sample.prompt.line} of the data set failed and posted no score",
+                "set episode.agent.failed_score to what that is worth, or let the agent post a score before it fails",
+            )
         if sample.score is None:
             raise DataError(
                 f"the episode of line {sample.prompt.line} of the data set gave itself no score",

@@ -1,53 +1,51 @@
-"""A program as an agent: a command with a process of its own for each sample, or a remote one that fetches tasks."""
+"""A program as an agent: a command with a process of its own for each sample."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
-from streamrl.errors import PluginError, StreamrlError
-from streamrl.http import own_key
+from streamrl.errors import DataError, PluginError, StreamrlError
 from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
-from streamrl.producers.episodes.endpoint.tasks import TaskDesk
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.session import EpisodeSession
-from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score
 from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 
 TASK_FILE: Final = "STREAMRL_TASK"
-"""Environment variable with the path of the task: `text`, `messages`, `metadata`, `line`, `evaluation` as JSON."""
+"""Environment variable with the path of the task: `text`, `messages`, `rendered`, `metadata`, `line`, `evaluation`."""
 _LAST_SECONDS: Final = 10.0
 """How long an agent may go on after a limit of its episode: it may post a reward or leave a message."""
 
 
 class AgentFailed(StreamrlError):
-    """The agent said so, ended with an exit code other than 0, or could not be started."""
+    """The agent ended with an exit code other than 0 before the model said anything."""
 
 
 class AgentEpisode(Episode):
     """Runs `episode.agent.command` once for each sample, for as long as `open` to `close`.
 
     The process gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `STREAMRL_TASK`,
-    a working directory, and no standard input. Exit code 0 ends the episode. Any other fails it, with the end of what
-    the agent printed, unless a limit had ended the episode already. At the end the process is killed with all that it
-    has started, also when this process dies.
+    a working directory, and no standard input. Exit code 0 ends the episode. Any other says that the agent failed,
+    unless a limit had ended the episode already: before the first reply that fails the episode, afterwards
+    `episode.agent.failed` decides. At the end the process is killed with all that it has started, also when this
+    process dies.
 
     PluginError: there is no such program.
     """
@@ -58,7 +56,7 @@ class AgentEpisode(Episode):
         self._context = config.model.context
         self._beside = config.plugin_paths
         program = self._agent.command[0]
-        if shutil.which(program, path=search_path(self._agent)) is None:
+        if shutil.which(program, path=search_path(self._agent.variables)) is None:
             raise PluginError(f"the agent {program} is no program that can be run", COMMAND_HINT)
         self._endpoint: AgentEndpoint | None = None
         self._open = contextlib.AsyncExitStack()
@@ -79,18 +77,30 @@ class AgentEpisode(Episode):
         try:
             with self._endpoint.serving(door) as key:
                 try:
-                    await self._accompany(task, chat.session, door, folder, key)
+                    failure = await self._accompany(task, chat.session, door, folder, key)
                 finally:
                     await door.close()
-            return chat.session.posted
+            return self._failed(task, chat.session, failure) if failure else chat.session.posted
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> None:
-        """Start the process and return at its end.
+    def _failed(self, task: Task, session: EpisodeSession, failure: str) -> float | None:
+        """The score of an agent that failed. What the model said may be the cause, so it is not asked again.
+
+        AgentFailed: the model has said nothing. DataError: `episode.agent.failed` is drop.
+        """
+        if not session.replied:
+            raise AgentFailed(failure)
+        session.end("agent_failed")
+        if self._agent.failed == "drop":
+            raise DataError(failure, "episode.agent.failed: drop makes a dead letter of it")
+        logger.warning("an agent failed", extra={"line": task.line, "why": failure})
+        return self._agent.failed_score if session.posted is None else session.posted
+
+    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> str:
+        """Start the process and return at its end; how it failed, empty: it did not.
 
         Raises:
-            AgentFailed: it could not be started, or it failed.
             EpisodeOver: a limit ended the episode, and the agent with it.
         """
         process = AgentProcess(folder, self._beside)
@@ -99,15 +109,21 @@ class AgentEpisode(Episode):
                 await asyncio.to_thread(self._write_task, task, folder)
                 await process.start(self._agent, self._variables(key, folder), key)
                 await first_of(process.wait(), door.called.wait())
-            await _attend(session, door, process.wait, lambda: process.ended)
+            await _attend(session, door, process)
         finally:
             await process.kill()
-        _check_end(session)
-        if process.code != 0:
-            raise AgentFailed(f"the agent {self._agent.command[0]} {process.cause}")
+        if session.fault is not None:
+            raise session.fault
+        session.check_overflow()
+        if session.stop is not None:
+            raise EpisodeOver(session.stop)
+        return f"the agent {self._agent.command[0]} {process.cause}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
-        (folder / "task.json").write_bytes(orjson.dumps(_described(task, answer=self._agent.answer)))
+        known = dataclasses.asdict(task)
+        if not self._agent.answer:
+            del known["answer"]
+        (folder / "task.json").write_bytes(orjson.dumps(known))
 
     def _variables(self, key: str, folder: Path) -> dict[str, str]:
         assert self._endpoint is not None
@@ -121,102 +137,11 @@ class AgentEpisode(Episode):
         }
 
 
-class RemoteEpisode(Episode):
-    """Hands the task of each sample to a program that fetches it, and waits until that says that it has finished.
-
-    Time in which no program asks for the task does not count. `name` is that of the process, whose number is added to
-    the port. They show the token of `episode.agent.token_file`, else of `agent.token` in `run_dir`.
-    """
-
-    def __init__(self, config: RunConfig, name: str, run_dir: Path) -> None:
-        assert config.episode.agent is not None
-        self._agent: AgentConfig = config.episode.agent
-        self._context = config.model.context
-        number = name.rpartition(".")[2]
-        self._run_dir = run_dir
-        self._port = self._agent.port + (int(number) if number.isdecimal() else 0)
-        self._open = contextlib.AsyncExitStack()
-        self._desk: TaskDesk | None = None
-        self._endpoint: AgentEndpoint | None = None
-
-    @override
-    def places(self) -> int:
-        return 0 if self._desk is None else self._desk.places
-
-    @override
-    async def open(self) -> None:
-        agent, self._desk = self._agent, TaskDesk()
-        default = self._run_dir / "agent.token"
-        token = await asyncio.to_thread(own_key, "episode.agent.token_file", agent.token_file, default)
-        serving = AgentEndpoint.open(agent.host, self._port, self._desk, token)
-        self._endpoint = await self._open.enter_async_context(serving)
-        logger.info("programs fetch tasks", extra={"url": f"{self._endpoint.url}/v1/streamrl/task"})
-
-    @override
-    async def close(self) -> None:
-        await self._open.aclose()
-
-    @override
-    async def run(self, task: Task, chat: Chat) -> float | Score | None:
-        assert self._endpoint is not None
-        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
-        with self._endpoint.serving(door) as key:
-            try:
-                await self._accompany(task, chat.session, door, key)
-            except CannotNow as error:
-                chat.session.fault = error
-                raise
-            finally:
-                await door.close()
-        return chat.session.posted
-
-    async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, key: str) -> None:
-        assert self._desk is not None
-        assert self._endpoint is not None
-        described = _described(task, answer=self._agent.answer)
-        body = {"task": described, "api_key": key, "base_url": f"{self._endpoint.url}/v1"}
-        async with self._desk.played(body, session.clock.standing(), session.journal.waits):
-            try:
-                async with session.part("start"):
-                    await first_of(door.done.wait(), door.called.wait())
-            except EpisodeOver as over:  # the next attempt gets another program
-                raise AgentFailed("the program that fetched the task has made no call") from over
-            await _attend(session, door, door.done.wait, door.done.is_set)
-        _check_end(session)
-        if door.error:
-            raise AgentFailed(f"the program says: {door.error}")
-
-
-async def _attend(
-    session: EpisodeSession,
-    door: AgentDoor,
-    wait: Callable[[], Coroutine[Any, Any, object]],
-    ended: Callable[[], bool],
-) -> None:
+async def _attend(session: EpisodeSession, door: AgentDoor, process: AgentProcess) -> None:
     """Return when the agent has ended, or some time after its episode has; while it thinks, `tools` runs."""
-    while not (ended() or door.over.is_set()):
-        await first_of(wait(), door.over.wait(), door.idle.wait())
+    while not (process.ended or door.over.is_set()):
+        await first_of(process.wait(), door.over.wait(), door.idle.wait())
         async with session.part("tools"):
-            await first_of(wait(), door.over.wait(), door.busy.wait())
+            await first_of(process.wait(), door.over.wait(), door.busy.wait())
     if session.fault is None:
-        await first_of(wait(), asyncio.sleep(_LAST_SECONDS))
-
-
-def _check_end(session: EpisodeSession) -> None:
-    """EpisodeOver: a limit ended it; else the fault of the session."""
-    if session.fault is not None:
-        raise session.fault
-    session.check_overflow()
-    if session.stop is not None:
-        raise EpisodeOver(session.stop)
-
-
-def _described(task: Task, *, answer: bool) -> dict[str, Any]:
-    known: dict[str, Any] = {
-        "text": task.text,
-        "messages": task.messages,
-        "metadata": task.metadata,
-        "line": task.line,
-        "evaluation": task.evaluation,
-    }
-    return {**known, "answer": task.answer} if answer else known
+        await first_of(process.wait(), asyncio.sleep(_LAST_SECONDS))

@@ -131,9 +131,9 @@ class AgentProcess:
 _SIGNALS: Final = frozenset(int(number) for number in signal.Signals)
 
 
-def search_path(agent: AgentConfig) -> str:
+def search_path(variables: Mapping[str, str]) -> str:
     """Where programs are looked for: `python` is the interpreter of this process, also if no environment is active."""
-    return agent.variables.get("PATH", f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+    return variables.get("PATH", f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
 
 
 def _environment(agent: AgentConfig, variables: Mapping[str, str]) -> dict[str, str]:
@@ -142,4 +142,4 @@ def _environment(agent: AgentConfig, variables: Mapping[str, str]) -> dict[str, 
     host = variables["OPENAI_BASE_URL"].split("/")[2].rpartition(":")[0].strip("[]")
     for name in ("NO_PROXY", "no_proxy"):
         environ[name] = ",".join(filter(None, [environ.get(name), host]))
-    return {**environ, **agent.variables, **variables, "PATH": search_path(agent)}
+    return {**environ, **agent.variables, **variables, "PATH": search_path(agent.variables)}

@@ -86,19 +86,6 @@ class EpisodeClock:
             else:
                 self._spent[name] += self._now() - since
 
-    @asynccontextmanager
-    async def standing(self) -> AsyncIterator[None]:
-        """Let no time pass for the episode during the block, which is before its first part."""
-        since = self._now()
-        self._stop_alarm()
-        try:
-            yield
-        finally:
-            self._begun += self._now() - since
-            self._reached = max(self._reached, self._begun)
-            if self._whole is not None:
-                self._set_alarm()
-
     def _end(self, *, scoring: bool = False) -> float:
         """When the episode ends, with or without the time that is kept for `scoring`."""
         return self._begun + self._deadline * (1 if scoring else 1 - self._shares.scoring)

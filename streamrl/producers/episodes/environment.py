@@ -82,14 +82,15 @@ class EnvironmentEpisode(Episode):
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         async with chat.session.part("start"):
-            environment = await in_thread(self._factory)
+            environment = await in_thread(self._factory, "an environment")
             if _restores(type(environment)):
                 deadline = chat.session.limits.tool_deadline
                 chat.session.journal.keep_state_of(_StateOf(environment, deadline))
             chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
-                begin(task, await _called(environment, "reset", row(task)))
+                known = {"text": task.text, "rendered": task.rendered, **row(task)}
+                begin(task, await _called(environment, "reset", known))
             try:
                 await act(chat, task.messages, lambda: bool(getattr(environment, "done", False)))
             except EpisodeOver as over:
@@ -118,11 +119,11 @@ class _StateOf:
 
     async def state(self) -> Any:
         async with asyncio.timeout(self._deadline):
-            return await call_function(self._environment.get_state, {})
+            return await call_function(self._environment.get_state, {}, "get_state")
 
     async def restore(self, state: Any) -> None:
         async with asyncio.timeout(self._deadline):
-            await call_function(partial(self._environment.set_state, state), {})
+            await call_function(partial(self._environment.set_state, state), {}, "set_state")
 
 
 def check_environment(kind: type[Any]) -> None:
@@ -149,8 +150,9 @@ def _restores(kind: type[Any]) -> bool:
 
 
 def row(task: Task) -> dict[str, Any]:
-    """The line of the data set, as keyword arguments."""
-    return {**task.metadata, "prompt": task.text, "messages": task.messages, "answer": task.answer}
+    """The line of the data set, as keyword arguments. `prompt` is what the line has: text, or messages."""
+    prompt = task.messages if task.rendered else task.text
+    return {**task.metadata, "prompt": prompt, "messages": task.messages, "answer": task.answer}
 
 
 def begin(task: Task, text: Any) -> None:
@@ -185,4 +187,4 @@ async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:
     parameters = inspect.signature(method).parameters
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {key: value for key, value in given.items() if key in parameters}
-    return await call_function(method, given)
+    return await call_function(method, given, f"{type(environment).__name__}.{name}")

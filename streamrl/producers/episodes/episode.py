@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from streamrl.errors import DataError
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message, Reply
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import Toolbox, ToolsLike
@@ -19,7 +20,8 @@ from streamrl.wire import Prompt, StopReason
 class Task:
     """One line of the data set, as an episode gets it.
 
-    `messages` are those of the line, or its text as one message of the user. `text` is the prompt as text. `line` is
+    `messages` are those of the line, or its text as one message of the user. `text` is that text, or what the user says
+    last. `rendered` is what the chat template makes of the messages of the line; empty: the line has text. `line` is
     the line of the data set, from 0. `evaluation` marks held-out prompts.
     """
 
@@ -29,12 +31,17 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     line: int = 0
     evaluation: bool = False
+    rendered: str = ""
 
     @classmethod
     def of(cls, prompt: Prompt) -> Task:
         """The task of a prompt; its messages are copies that may be changed."""
-        messages = [dict(message) for message in prompt.messages or [{"role": "user", "content": prompt.text}]]
-        return cls(prompt.text, messages, prompt.answer, prompt.metadata, prompt.line, prompt.evaluation)
+        text, rendered = prompt.text, ""
+        if prompt.messages:
+            said = [message.get("content") for message in prompt.messages if message["role"] == "user"]
+            text, rendered = text_of(said[-1] if said else None), prompt.text
+        messages = [dict(message) for message in prompt.messages or [{"role": "user", "content": text}]]
+        return cls(text, messages, prompt.answer, prompt.metadata, prompt.line, prompt.evaluation, rendered)
 
 
 class Chat:
@@ -122,10 +129,6 @@ class Episode(ABC):
     async def cut_short(self, task: Task, stop: StopReason) -> float | Score | None:
         """Score an episode whose `run` was ended by a limit; None: 0, where the reward `episode` asks for a score."""
         del task, stop
-        return None
-
-    def places(self) -> int | None:
-        """How many episodes those who play them can play at the same time; None: as many as the engine can serve."""
         return None
 
     async def open(self) -> None:  # noqa: B027 (may be left out)

@@ -225,11 +225,6 @@ class EpisodeJournal:
             await self._restore()
         return [ToolResult(message, use) for message, use in entry.results]
 
-    def waits(self) -> None:
-        """Nobody is at work on this sample: `lease.max_hold` begins anew."""
-        if self._store is not None:
-            self._store.progressed()
-
     async def add_reply(self, key: bytes, completion: Completion) -> None:
         """Keep a finished turn."""
         if self._store is not None:

@@ -29,7 +29,7 @@ from streamrl.producers.episodes.rendering import ChatRenderer
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
-from streamrl.producers.episodes.tools import Tool
+from streamrl.producers.episodes.tools import Tool, in_task, left_behind
 from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.sandbox import SandboxSettings
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _OPEN_SHARE: Final = 0.5
 """Part of `supervisor.start_deadline` that the user's `open` may take: a replica that has it all is killed, unsaid."""
 _CLOSE_SECONDS: Final = 10.0
+_GRACE: Final = 30.0
+"""Seconds that code of the user has to end after its cancellation: it may have to end a process or close a browser."""
 
 
 class EpisodeFailed(StreamrlError):
@@ -53,8 +55,6 @@ def sampler_of(
     tokenizer: Tokenizer,
     name: str = "",
     blocked: Callable[[str], None] | None = None,
-    *,
-    run_dir: Path = Path(),
 ) -> Sampler:
     """What makes the samples of a run; PluginError: the episode cannot be loaded.
 
@@ -63,11 +63,11 @@ def sampler_of(
     """
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config, name, run_dir), name, blocked=blocked)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name, blocked=blocked)
 
 
-def episode_of(config: RunConfig, name: str = "", run_dir: Path = Path()) -> Episode:
-    """The episode that the run file names, imported and built; `name` is that of the process.
+def episode_of(config: RunConfig) -> Episode:
+    """The episode that the run file names, imported and built.
 
     `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
     endpoint, its `run` finds the sample in `chat.session`.
@@ -82,9 +82,9 @@ def episode_of(config: RunConfig, name: str = "", run_dir: Path = Path()) -> Epi
     if episode.environment is not None:
         return _user_environment(episode.environment, episode.args, paths)
     if episode.agent is not None:
-        from streamrl.producers.episodes.agent import AgentEpisode, RemoteEpisode  # with the server of the endpoint
+        from streamrl.producers.episodes.agent import AgentEpisode  # with the server of the endpoint
 
-        return RemoteEpisode(config, name, run_dir) if episode.agent.remote else AgentEpisode(config)
+        return AgentEpisode(config)
     return ToolEpisode([_tool(use, episode, paths) for use in episode.tools])
 
 
@@ -145,6 +145,7 @@ class EpisodeSampler(Sampler):
         self._engine = engine
         self._tokenizer = tokenizer
         self._episode = episode
+        self._what = type(episode).__name__
         self._name = name
         self._deterministic = config.episode.deterministic or episode.deterministic
         self._renderer: ChatRenderer | None = None
@@ -158,13 +159,13 @@ class EpisodeSampler(Sampler):
     @override
     async def __aenter__(self) -> Self:
         self._renderer = await asyncio.to_thread(renderer_of, self._tokenizer, self._config.episode.tool_format)
-        what, longest = type(self._episode).__name__, _OPEN_SHARE * self._config.supervisor.start_deadline
+        what, longest = self._what, _OPEN_SHARE * self._config.supervisor.start_deadline
         try:
             async with asyncio.timeout(longest) as limit:
                 await self._episode.open()
         except StreamrlError:
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if limit.expired():
                 why = f"episode {what} was not open after {longest:g} s"
                 raise DeadlineExceeded(why, "mend its `open`, or raise supervisor.start_deadline") from error
@@ -182,14 +183,11 @@ class EpisodeSampler(Sampler):
                 await self._episode.close()
         except Exception:
             # Its samples are made: the error that ended them, or an orderly end, counts for more.
-            logger.exception("an episode did not close", extra={"episode": type(self._episode).__name__})
+            logger.exception("an episode did not close", extra={"episode": self._what})
 
     @override
     def capacity(self, slots: int) -> int:
-        if not slots:
-            return 0
-        most, places = self._config.episode.concurrent or 2 * slots, self._episode.places()
-        return most if places is None else min(most, places)
+        return (self._config.episode.concurrent or 2 * slots) if slots else 0
 
     @override
     def figures(self) -> Mapping[str, int | float]:
@@ -199,6 +197,8 @@ class EpisodeSampler(Sampler):
             "forks": self._forks,
             "dropped_turns": self._dropped,
             "auxiliary_turns": self._auxiliary,
+            "hanging": len(left_behind),
+            "agents_failed": self._tools.agents_failed,
         }
 
     @override
@@ -233,13 +233,15 @@ class EpisodeSampler(Sampler):
             self._forks += session.forks
             self._dropped += session.dropped
             self._auxiliary += session.auxiliary
+            self._tools.ended(session.stop)
             await session.close()
 
     async def _play(self, session: EpisodeSession, task: Task) -> Score | None:
         """Run the user's code; its score. If a limit ended it and it gave none, what an agent posted, else 0."""
         try:
             async with self._guarded(session), session.clock.whole():
-                score = _score_of(await self._episode.run(task, Chat(session)))
+                running = self._episode.run(task, Chat(session))
+                score = _score_of(await in_task(running, f"{self._what}.run", _GRACE))
                 session.check_overflow()
                 return score
         except EpisodeOver as over:
@@ -248,7 +250,8 @@ class EpisodeSampler(Sampler):
         assert stop is not None
         try:
             async with self._guarded(session), session.part("scoring"):
-                given = _score_of(await self._episode.cut_short(task, stop))
+                scoring = self._episode.cut_short(task, stop)
+                given = _score_of(await in_task(scoring, f"{self._what}.cut_short", _GRACE))
         except EpisodeOver:
             given = None
         return given or Score(session.posted or 0.0)
@@ -278,8 +281,7 @@ class EpisodeSampler(Sampler):
         worst = next((each for each in found if not isinstance(each, DataError)), found[0])
         if isinstance(worst, DataError):
             return worst
-        what = type(self._episode).__name__
-        return EpisodeFailed(f"episode {what} failed: {type(worst).__name__}: {worst}")
+        return EpisodeFailed(f"episode {self._what} failed: {type(worst).__name__}: {worst}")
 
 
 def _score_of(value: Any) -> Score | None:

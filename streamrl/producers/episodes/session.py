@@ -142,6 +142,11 @@ class EpisodeSession:
         """Branches that were begun besides the first."""
         return self._history.forks
 
+    @property
+    def replied(self) -> bool:
+        """Whether the record has a sampled turn."""
+        return any(turn.sampled for turn in self._history.turns)
+
     async def sampled(
         self,
         messages: Sequence[Message],

@@ -1,25 +1,29 @@
-"""How the tools of a replica's episodes fare: the newest calls of each, and in words what is wrong with them."""
+"""How tools and agents of a replica's episodes fare: the newest calls of each, and in words what is wrong."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Final
 
-from streamrl.wire import Sample, ToolUse
+from streamrl.producers.episodes.tools import left_behind
+from streamrl.wire import Sample, StopReason, ToolUse
 
 _NEWEST: Final = 32
 """Calls of a tool, and samples, that are looked at."""
 _LEAST: Final = 8
 """Fewer calls or samples say nothing."""
 _SLOW_SECONDS: Final = 1.0
+_LASTING_SECONDS: Final = 10.0
 _MOST_TOOLS: Final = 256
 """Agents name their tools themselves."""
 
 
 class ToolFigures:
-    """Hears of each sample that was made; `trouble` is for `streamrl status`."""
+    """Hears of each sample that was made; `trouble` is for `streamrl status`, `agents_failed` counts failed agents."""
 
     def __init__(self) -> None:
+        self.agents_failed = 0
+        self._stops: deque[StopReason | None] = deque(maxlen=_NEWEST)
         self._uses: dict[str, deque[ToolUse]] = {}
         self._seconds: deque[tuple[float, float]] = deque(maxlen=_NEWEST)
 
@@ -30,14 +34,24 @@ class ToolFigures:
             if use.name in self._uses or len(self._uses) < _MOST_TOOLS:
                 self._uses.setdefault(use.name, deque(maxlen=_NEWEST)).append(use)
 
+    def ended(self, stop: StopReason | None) -> None:
+        """Hear of the end of any episode."""
+        self._stops.append(stop)
+        self.agents_failed += stop == "agent_failed"
+
     def trouble(self) -> str:
         """Name the tools that fail in half of their newest calls; empty: none.
 
-        Those that are slow are named while episodes wait for tools most of their time.
+        Those that are slow are named while episodes wait for tools most of their time, and code that was given up while
+        it goes on.
         """
         tools, model = (sum(part) for part in zip(*self._seconds, strict=True)) if self._seconds else (0.0, 0.0)
         wait = len(self._seconds) >= _LEAST and tools > model
-        found = []
+        hanging = left_behind.lasting(_LASTING_SECONDS)
+        found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
+        failed = self._stops.count("agent_failed")
+        if len(self._stops) >= _LEAST and failed * 2 >= len(self._stops):
+            found.append(f"the agent failed in {failed} of the last {len(self._stops)} episodes")
         for name, uses in sorted(self._uses.items()):
             if len(uses) < _LEAST:
                 continue

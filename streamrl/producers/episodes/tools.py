@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import difflib
 import inspect
 import logging
 import re
 import textwrap
 import threading
+import time
 import typing
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -33,16 +35,18 @@ _SECTION: Final = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|
 _ARGUMENT: Final = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _T = TypeVar("_T")
 _OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_GRACE: Final = 1.0
+"""Seconds that a tool has to end after its cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call.
 
-    A sync function runs in a thread, an async one in the event loop of the replica. A tool that may kill its process,
-    or that may never return, starts a process of its own (`asyncio.create_subprocess_exec`): a thread cannot be ended,
-    and a replica that dies begins all its episodes again. A tool that raises `EpisodeOver("tool_stopped")` ends the
-    episode.
+    A sync function runs in a thread, an async one in a task of the replica's event loop. What goes on after its
+    deadline (a thread, or a task that swallows cancellation) is left behind. A tool that may kill its process, or that
+    may never return, starts a process of its own (`asyncio.create_subprocess_exec`). A tool that raises
+    `EpisodeOver("tool_stopped")` ends the episode.
 
     Attributes:
         name: that the model calls.
@@ -207,7 +211,8 @@ class Toolbox:
             return "malformed", f"error: the arguments do not fit: {error}"
         try:
             async with tool.slots or contextlib.nullcontext(), asyncio.timeout(deadline) as limit:
-                value = await call_function(tool.function, arguments)
+                calling = call_function(tool.function, arguments, f"tool {tool.name}")
+                value = await in_task(calling, f"tool {tool.name}", _GRACE)
             return "ok", as_text(value)
         except EpisodeOver:
             raise
@@ -216,20 +221,15 @@ class Toolbox:
                 logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
                 return "timeout", f"error: no answer within {deadline:g} s"
             return "error", _told(tool, error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the model is told)
+        except Exception as error:  # noqa: BLE001 (the model is told)
             return "error", _told(tool, error)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return "error", _told(tool, error)  # the tool cancelled itself
 
 
 ToolsLike: TypeAlias = Toolbox | Sequence[Callable[..., Any] | Tool | ToolSchema]
 """What is taken as tools: functions, tools, or schemas whose calls the episode answers itself."""
 
 
-def _told(tool: Tool, error: BaseException) -> str:
+def _told(tool: Tool, error: Exception) -> str:
     detail = error if logger.isEnabledFor(logging.DEBUG) else None
     logger.info("a tool failed", extra={"tool": tool.name, "why": f"{type(error).__name__}: {error}"}, exc_info=detail)
     return f"error: {type(error).__name__}: {error}"
@@ -243,22 +243,92 @@ def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(checked, name) for name in tool.arguments.__struct_fields__}
 
 
-async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call code of a user by name of its arguments: an async function in the event loop, another in a thread."""
+class LeftBehind:
+    """Code of users that was given up and goes on: threads, and tasks that swallow cancellation."""
+
+    def __init__(self) -> None:
+        self._going_on: dict[asyncio.Future[Any], tuple[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._going_on)
+
+    def add(self, work: asyncio.Future[Any], what: str) -> None:
+        """Keep `work` until its end, which nobody awaits, also not the end of the process."""
+        work.add_done_callback(self._ended)
+        if work.done():
+            return
+        self._going_on[work] = what, time.monotonic()
+        if isinstance(work, asyncio.Task):
+            logger.warning("code of an episode swallows its cancellation and is left behind", extra={"what": what})
+            asyncio.tasks._unregister_task(work)  # noqa: SLF001 (documented: asyncio.run would wait for its end)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # or the interpreter's end would wait for its `close`
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._going_on.pop(work, None)
+        if not work.cancelled():
+            work.exception()  # nobody asks for it
+
+    def lasting(self, seconds: float) -> Counter[str]:
+        """How many go on for longer than `seconds`, by what they are."""
+        before = time.monotonic() - seconds
+        return Counter(what for what, since in self._going_on.values() if since <= before)
+
+
+left_behind: Final = LeftBehind()
+"""Of this process, as its threads are."""
+
+
+async def call_function(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> Any:
+    """Call code of a user by name of its arguments: an async function in this task, another in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(**arguments)
-    value = await in_thread(lambda: function(**arguments))
+    value = await in_thread(lambda: function(**arguments), what)
     return await value if inspect.isawaitable(value) else value
 
 
-async def in_thread(work: Callable[[], Any]) -> Any:
+async def in_task(code: Coroutine[Any, Any, _T], what: str, grace: float) -> _T:
+    """Await code of a user in a task of its own. If the caller is cancelled, it has `grace` seconds to end.
+
+    RuntimeError: it raised what ends a task or a process (CancelledError, SystemExit).
+    """
+    return await result_of(asyncio.create_task(_contained(code), name=what), what, grace)
+
+
+async def _contained(code: Coroutine[Any, Any, _T]) -> _T:
+    """A task hands KeyboardInterrupt and SystemExit to the event loop, which ends then."""
+    try:
+        return await code
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _as_error(error) from error
+
+
+async def result_of(work: asyncio.Future[_T], what: str, grace: float = 0.0) -> _T:
+    """Await a task, or what a thread does. It is left behind if the caller is cancelled and it goes on for `grace`."""
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        if isinstance(work, asyncio.Task):
+            work.cancel()
+        try:
+            await asyncio.wait([work], timeout=grace)
+        finally:
+            left_behind.add(work, what)
+        raise
+    if work.cancelled():
+        raise RuntimeError("it raised CancelledError")
+    return work.result()
+
+
+async def in_thread(work: Callable[[], Any], what: str) -> Any:
     """Run code of a user in a thread, which is left behind if the caller is cancelled.
 
     A pool would be full after some calls that never return, and the process could not end.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     _run_in_thread(partial(contextvars.copy_context().run, run_for, future, work))
-    return await future
+    return await result_of(future, what)
 
 
 _IDLE: Final = 64
@@ -284,7 +354,7 @@ def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
 
 
 def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:
-    """Run `work` in this thread for a future of an event loop in another: what it returns, or whatever it raises."""
+    """Run `work` in this thread for a future of an event loop in another: what it returns, or its error."""
     loop = future.get_loop()
 
     def give(put: Callable[[Any], None], outcome: Any) -> None:
@@ -293,12 +363,19 @@ def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:
 
     try:
         value = work()
-    except StopIteration:
-        give(future.set_exception, RuntimeError("StopIteration"))  # which a future refuses
-    except BaseException as raised:  # noqa: BLE001 (SystemExit too: handed to the caller)
-        give(future.set_exception, raised)
+    except BaseException as raised:  # noqa: BLE001 (handed to the caller)
+        give(future.set_exception, _as_error(raised))
     else:
         give(future.set_result, value)
+
+
+def _as_error(raised: BaseException) -> Exception:
+    """What code of a user raised, as an error that ends its call alone: SystemExit would end the process."""
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    error = RuntimeError(f"it raised {type(raised).__name__}: {raised}")
+    error.__cause__ = raised
+    return error
 
 
 def as_text(value: Any) -> str:

@@ -121,5 +121,6 @@ def config_of(episode, **sections):
 def order_of(tokenizer, text="what is 1 + 2?", **fields):
     messages = [{"role": "user", "content": text}]
     ids = renderer_of(tokenizer).render(messages)
-    prompt = Prompt(tokens=pack_int32(ids), text=text, messages=messages, answer="3", metadata={"level": 1}, line=7)
+    rendered = tokenizer._backend.decode(ids)
+    prompt = Prompt(tokens=pack_int32(ids), text=rendered, messages=messages, answer="3", metadata={"level": 1}, line=7)
     return SampleOrder(prompt, id="rollout.0-1", affinity="g0", **fields)

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import replica_kit
+import torch
+from producer_kit import until as until_true
+from pydantic import ValidationError
+from replica_kit import Learner, admit, replica_on
+from transformers import AutoModelForCausalLM
 
+from streamrl.consumers.reward import RewardSample
+from streamrl.consumers.rules.episode import EpisodeScore
 from streamrl.errors import DataError, PluginError, Unreachable
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler, episode_of
@@ -94,9 +102,6 @@ def written(file):
 
 async def test_an_unchanged_agent_of_the_openai_package_with_a_real_model(tmp_path):
     """What was sampled has the log-probabilities of a forward pass over the branch."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     save_talker(tmp_path, calls=[ADD])
     (tmp_path / "agent.py").write_text(OPENAI_AGENT)
     config = config_of(
@@ -165,12 +170,14 @@ post("/streamrl/reward", {"reward": 0.5})
     assert "secret" not in seen.values()
     assert "STREAMRL_OWN" not in seen
     assert (seen["task"]["text"], seen["task"]["answer"], seen["task"]["line"]) == ("what is 1 + 2?", "3", 7)
+    assert seen["task"]["messages"] == [{"role": "user", "content": "what is 1 + 2?"}]
+    assert seen["task"]["rendered"].startswith("<|im_start|>user\nwhat is 1 + 2?<|im_end|>")
     assert not Path(seen["cwd"]).exists()
     assert not Path(seen["STREAMRL_TASK"]).exists()
 
 
 async def test_an_agent_that_fails_is_named_with_what_it_printed_and_without_its_key(tmp_path):
-    code = "ask(); print('my key', os.environ['OPENAI_API_KEY']); sys.exit('out of ideas')"
+    code = "print('my key', os.environ['OPENAI_API_KEY']); sys.exit('out of ideas')"
     with pytest.raises(EpisodeFailed, match="exited with code 1; it printed last") as caught:
         await played(agent(tmp_path, code))
     assert "out of ideas" in str(caught.value)
@@ -179,9 +186,74 @@ async def test_an_agent_that_fails_is_named_with_what_it_printed_and_without_its
         await played(agent(tmp_path, "os.kill(os.getpid(), 9)"))
 
 
+FAILS = "ask(); sys.exit('I cannot read this')"
+POSTS = f"post('/streamrl/reward', {{'reward': 0.25}}); {FAILS}"
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "score"),
+    [
+        (POSTS, {}, 0.25),
+        (POSTS, {"failed_score": 0}, 0.25),
+        (FAILS, {"failed_score": 0}, 0.0),
+        (FAILS, {"failed_score": -1.5}, -1.5),
+        (FAILS, {}, None),
+    ],
+)
+async def test_an_agent_that_fails_after_a_reply_has_a_score_only_if_it_or_the_run_says_so(
+    tmp_path, caplog, code, settings, score
+):
+    sample = await played(agent(tmp_path, code), agent=settings)
+    assert (sample.stop, sample.text) == ("agent_failed", "six")
+    assert (None if sample.score is None else sample.score.value) == score
+    (record,) = [record for record in caplog.records if record.message == "an agent failed"]
+    assert "I cannot read this" in record.why
+    if score is None:  # the words are for other rewards; this one has no number
+        with pytest.raises(DataError, match="failed and posted no score"):
+            await EpisodeScore().score(RewardSample.of(order_of(TOKENIZER).prompt, sample))
+
+
+async def test_an_agent_that_fails_may_be_a_dead_letter_at_once(run, tmp_path, monkeypatch):
+    """Another try would shield the model from what it said: each agent has run once."""
+    save_talker(tmp_path / "talker")
+    code = f"ask(); Path({str(tmp_path)!r}, 'ran' + str(os.getpid())).touch(); sys.exit('no JSON')"
+    run.set("model", path=str(tmp_path / "talker"), context=512).set("engine", threads=1, slots=4)
+    run.set("episode", agent={"command": agent(tmp_path, code), "failed": "drop"})
+    run.set("sampling", group_size=2, max_new_tokens=16)
+    async with run.open() as ledgers:
+        learner = await Learner.of(run, ledgers, version=None)
+        talker = AutoModelForCausalLM.from_pretrained(tmp_path / "talker", dtype=torch.float32)
+        monkeypatch.setattr(replica_kit, "tiny_model", lambda seed: talker)
+        await learner.publish(1)
+        await admit(run, ledgers.train, 1)
+        async with replica_on(run, ledgers) as (_, role, _, _):
+            await until_true(lambda: letters_of(ledgers.train))
+        assert role.status["agents_failed"] == 2
+        letters = await letters_of(ledgers.train)
+    assert len(letters) == len(list(tmp_path.glob("ran*"))) == 2
+    assert all("exited with code 1" in letter.why and "no JSON" in letter.why for letter in letters)
+
+
+async def letters_of(ledger):
+    """Of all samples of the group, once they are there."""
+    letters = [letter for letter in await ledger.dead_letters() if letter.sample is not None]
+    return letters if len(letters) == 2 else []
+
+
 async def test_a_command_that_is_no_program_stops_the_run_at_its_start():
     with pytest.raises(PluginError, match="no-such-agent is no program"):
         await played("no-such-agent --flag 'a b'")
+
+
+@pytest.mark.parametrize("key", [{"remote": True}, {"command": "x", "port": 1}, {"command": "x", "token_file": "t"}])
+def test_keys_of_programs_that_fetch_tasks_are_refused(key):
+    with pytest.raises(ValidationError, match=r"use `agent: \{command: \[ssh, HOST, PROGRAM\]\}`"):
+        config_of({"agent": key})
+
+
+def test_what_was_saved_with_the_defaults_of_these_keys_can_be_read():
+    saved = {"command": ["x"], "remote": False, "port": 0, "token_file": None}
+    assert config_of({"agent": saved}).episode.agent.command == ("x",)
 
 
 async def test_an_agent_that_never_ends_is_killed_with_its_children(tmp_path):

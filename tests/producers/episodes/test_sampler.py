@@ -29,6 +29,7 @@ from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler, episode_of, sampler_of
+from streamrl.producers.episodes.tools import left_behind
 from streamrl.producers.sampler import SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.runtime.preflight import look_at_episode
@@ -375,6 +376,42 @@ def test_code_that_blocks_is_named(caplog):
     assert __file__ in record.place
 
 
+async def test_code_that_swallows_its_cancellation_stalls_nothing(monkeypatch):
+    monkeypatch.setattr(sampler_module, "_GRACE", 0.1)
+    tasks = []
+
+    async def run(self, task, chat):
+        await chat(task.messages)
+        tasks.append(asyncio.current_task())
+        while tasks:
+            try:
+                await asyncio.sleep(60)
+            except:  # noqa: E722
+                continue
+
+    before = len(left_behind)
+    sample = await sampled(episode(run), ["a"], {"deadline": 0.3})
+    assert (sample.stop, sample.score.value) == ("rollout_timeout", 0.0)
+    assert len(left_behind) == before + 1
+    tasks.pop().cancel()
+    await until(lambda: len(left_behind) == before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+async def test_what_would_end_the_process_fails_the_episode_that_raised_it(error):
+    async def run(self, task, chat):
+        raise error
+
+    async def opens(self):
+        raise error
+
+    with pytest.raises(EpisodeFailed, match=f"episode Mine failed: RuntimeError: it raised {error.__name__}"):
+        await sampled(episode(run), [])
+    if error is not asyncio.CancelledError:
+        with pytest.raises(PluginError, match=f"episode Mine cannot be opened: {error.__name__}"):
+            await sampled(episode(run, open=opens), [])
+
+
 async def test_episodes_are_counted_apart_from_what_the_engine_generates():
     started, going_on = asyncio.Event(), asyncio.Event()
 
@@ -388,8 +425,9 @@ async def test_episodes_are_counted_apart_from_what_the_engine_generates():
         assert (sampler.capacity(64), sampler.capacity(0)) == (1, 0)
         tasks = [asyncio.create_task(sampler.sample(order_of(TOKENIZER))) for _ in range(2)]
         await started.wait()
-        idle = {"forks": 0, "dropped_turns": 0, "auxiliary_turns": 0}
-        assert sampler.figures() == {"episodes": 1, "generating": 0, **idle}
+        counted = {"episodes": 1, "generating": 0, "forks": 0, "dropped_turns": 0, "auxiliary_turns": 0}
+        counted |= {"hanging": len(left_behind), "agents_failed": 0}
+        assert sampler.figures() == counted
         going_on.set()
         await asyncio.gather(*tasks)
     assert EpisodeSampler(config_of({"tools": ["m:f"]}), None, TOKENIZER, episode(waits)).capacity(8) == 16

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from streamrl.producers.episodes import tool_figures
 from streamrl.producers.episodes.tool_figures import ToolFigures
+from streamrl.producers.episodes.tools import LeftBehind
 from streamrl.wire import SCHEMA, Outcome, Sample, ToolUse, Turn, pack_float32, pack_int32
+
+
+@pytest.fixture(autouse=True)
+def left(monkeypatch: pytest.MonkeyPatch) -> LeftBehind:
+    """What the process of these tests has left behind."""
+    monkeypatch.setattr(tool_figures, "left_behind", left := LeftBehind())
+    return left
 
 
 def sample(*uses: ToolUse, model: float = 1.0) -> Sample:
@@ -52,6 +65,26 @@ def test_a_slow_tool_is_named_while_episodes_wait_for_tools_most_of_their_time()
     assert told(*slow) == "tool search: 3.0 s a call, and tools are 75% of the episodes' time"
     assert told(*[sample(use(seconds=3.0), model=4.0)] * 8) == ""
     assert told(*[sample(*[use(seconds=0.5)] * 4)] * 8) == "", "many quick calls are no slow tool"
+
+
+async def test_code_that_goes_on_after_it_was_given_up_is_named(
+    left: LeftBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [asyncio.get_running_loop().create_future() for _ in range(3)]
+    for work, what in zip(works, ("tool search", "tool search", "Shop.reset"), strict=True):
+        left.add(work, what)
+    assert told() == "", "it may end soon"
+    monkeypatch.setattr(tool_figures, "_LASTING_SECONDS", 0)
+    assert told() == "Shop.reset goes on after its cancellation, 1x; tool search goes on after its cancellation, 2x"
+
+
+def test_agents_that_fail_in_half_of_the_newest_episodes_are_named():
+    figures = ToolFigures()
+    for stop in ("completed", None, "agent_failed", "agent_failed") * 2:
+        figures.ended(stop)
+    assert figures.trouble() == "the agent failed in 4 of the last 8 episodes"
+    figures.ended("max_turns")
+    assert (figures.trouble(), figures.agents_failed) == ("", 4)
 
 
 def test_tools_that_are_not_there_are_no_trouble_of_a_tool():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
@@ -59,6 +60,25 @@ def leaves(x: int = 0) -> str:
     sys.exit(3)
 
 
+async def interrupts(x: int = 0) -> str:
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+
+def interrupts_thread(x: int = 0) -> str:
+    """Raise what Ctrl-C raises, in a thread."""
+    raise KeyboardInterrupt
+
+
+released = threading.Event()
+
+
+def block(x: int = 0) -> str:
+    """Block a thread."""
+    released.wait()
+    return "late"
+
+
 async def cancels(x: int = 0) -> str:
     """Cancel itself."""
     raise asyncio.CancelledError
@@ -94,7 +114,8 @@ def stops(x: int = 0) -> str:
     raise EpisodeOver("tool_stopped")
 
 
-BOX = Toolbox.of([search, slow, hang, fails, leaves, cancels, picture, thing, long, found, half, stops])
+FAILING = [fails, leaves, interrupts, interrupts_thread, cancels, picture, thing]
+BOX = Toolbox.of([search, slow, hang, *FAILING, long, found, half, stops])
 
 
 def test_the_schema_is_the_signature_and_the_docstring():
@@ -153,8 +174,10 @@ def called(name, status="ok", **arguments):
         (called("found"), "ok", '{"a":[1,null,true]}'),
         (called("half"), "ok", "?"),
         (called("fails"), "error", "error: KeyError: 'no such thing'"),
-        (called("leaves"), "error", "error: SystemExit: 3"),
-        (called("cancels"), "error", "error: CancelledError"),
+        (called("leaves"), "error", "it raised SystemExit: 3"),
+        (called("interrupts"), "error", "it raised KeyboardInterrupt"),
+        (called("interrupts_thread"), "error", "it raised KeyboardInterrupt"),
+        (called("cancels"), "error", "it raised CancelledError"),
         (called("picture"), "error", "4 bytes where text is expected"),
         (called("thing"), "error", "returned a object, which is no text"),
         (called("hang"), "timeout", "no answer within 0.2 s"),
@@ -194,6 +217,62 @@ async def test_a_tool_may_end_the_episode_and_is_cancelled_with_it():
     assert time.monotonic() - begun < 10
 
 
+class Swallowing:
+    """A tool with a retry loop that swallows cancellation; it ends when `let_go` is set."""
+
+    def __init__(self):
+        self.let_go = False
+
+    async def fetch(self, x: int = 0) -> str:
+        """Fetch."""
+        while not self.let_go:
+            try:
+                await asyncio.sleep(60)
+            except:  # noqa: E722
+                continue
+        return "late"
+
+
+async def test_a_tool_that_swallows_cancellation_is_left_behind_counted_and_named(monkeypatch):
+    monkeypatch.setattr(tools, "left_behind", left := tools.LeftBehind())
+    swallowing = Swallowing()
+    box = Toolbox.of([swallowing.fetch, block])
+    result = await box.call(called("fetch"), deadline=0.1, longest=200)
+    assert (result.use.outcome, result.message["content"]) == ("timeout", "error: no answer within 0.1 s")
+    assert (await box.call(called("block"), deadline=0.1, longest=200)).use.outcome == "timeout"
+    assert left.lasting(0) == {"tool fetch": 1, "tool block": 1}
+    assert left.lasting(60) == {}
+    swallowing.let_go = True
+    for task in list(left._going_on):
+        task.cancel()
+    released.set()
+    await until(lambda: not left)
+
+
+LEAVE_BEHIND = """
+import asyncio
+from streamrl.producers.episodes.rendering import ToolCall
+from streamrl.producers.episodes.tools import Toolbox
+
+async def fetch() -> str:
+    'Fetch.'
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except:
+            continue
+
+asyncio.run(Toolbox.of([fetch]).call(ToolCall("1", "fetch", {}, "ok", ""), deadline=0.1, longest=200))
+print("ended")
+"""
+
+
+def test_what_is_left_behind_does_not_hold_the_end_of_its_event_loop():
+    ran = subprocess.run([sys.executable, "-c", LEAVE_BEHIND], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "ended\n"
+    assert "destroyed" not in ran.stderr
+
+
 async def test_waiting_for_a_slot_is_not_time_of_the_call():
     released = asyncio.Event()
 
@@ -219,12 +298,12 @@ async def test_threads_of_tools_are_used_again_and_hold_nothing():
 
     environment = Environment()
     held = weakref.ref(environment)
-    assert await in_thread(environment.move) == "tool"
+    assert await in_thread(environment.move, "move") == "tool"
     del environment
     await until(lambda: held() is None)
     before = tool_threads()
     for _ in range(20):
-        await in_thread(str)
+        await in_thread(str, "str")
         await until(lambda: tools._idle)
     assert tool_threads() <= before
 
@@ -233,7 +312,7 @@ async def test_threads_above_the_limit_end_with_their_work(monkeypatch):
     monkeypatch.setattr(tools, "_IDLE", 0)
     monkeypatch.setattr(tools, "_idle", deque())
     before, together = tool_threads(), threading.Barrier(9)
-    calls = [asyncio.create_task(in_thread(together.wait)) for _ in range(8)]
+    calls = [asyncio.create_task(in_thread(together.wait, "wait")) for _ in range(8)]
     await until(lambda: together.n_waiting == 8)
     assert tool_threads() == before + 8
     together.wait()

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from streamrl.errors import ConfigError, Unreachable, leaves, need_packages
+from streamrl.producers.episodes.agent_process import search_path
 from streamrl.producers.episodes.environment import act
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.tools import Tool, as_text
@@ -22,7 +23,6 @@ from streamrl.score import Score
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.client.stdio import StdioServerParameters
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class MCPEpisode(Episode):
     of the episodes that use it fail, and the next episode starts it anew.
 
     Args:
-        command: program and arguments of a server that talks over stdin and stdout. It gets HOME, PATH and a few more
-            variables, and those that `variables` names.
+        command: program and arguments of a server that talks over stdin and stdout; `python` is that of the replica, as
+            in `episode.agent.command`. It gets HOME, PATH and a few more variables, and those that `variables` names.
         url: of a server that talks streamable HTTP.
         shared: one connection (and one process of `command`) for all episodes of a replica; False: one for each
             sample, for tools that keep a state.
@@ -75,6 +75,7 @@ class MCPEpisode(Episode):
         self._dial: Callable[[contextlib.AsyncExitStack], Awaitable[Client]]
         if url is None:
             passed = {name: os.environ[name] for name in variables}
+            passed["PATH"] = search_path(passed)
             self._dial = partial(_start, list(command), passed, directory)
             self._name = Path(command[0]).name
         else:
@@ -235,11 +236,8 @@ class _Connection:
         for _ in range(_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                function = {
-                    "name": tool.name,
-                    "description": tool.description or tool.title or "",
-                    "parameters": tool.input_schema,
-                }
+                about = tool.description or tool.title or ""
+                function = {"name": tool.name, "description": about, "parameters": tool.input_schema}
                 schema = {"type": "function", "function": function}
                 tools.append(Tool(tool.name, schema, self._function(tool.name)))
             cursor = page.next_cursor
@@ -270,10 +268,7 @@ async def _start(
     from mcp.client.stdio import StdioServerParameters
 
     del stack
-    parameters: StdioServerParameters = StdioServerParameters(
-        command=command[0], args=list(command[1:]), env=variables, cwd=directory
-    )
-    return Client(parameters)
+    return Client(StdioServerParameters(command=command[0], args=list(command[1:]), env=variables, cwd=directory))
 
 
 async def _dial(url: str, token_file: Path | None, stack: contextlib.AsyncExitStack) -> Client:
@@ -284,10 +279,8 @@ async def _dial(url: str, token_file: Path | None, stack: contextlib.AsyncExitSt
     token = None if token_file is None else (await asyncio.to_thread(token_file.read_text)).strip()
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     # Longer reads are ended by the deadline of the call.
-    for name in ("httpx2", "mcp.client.streamable_http"):
-        logging.getLogger(name).setLevel(
-            logging.WARNING
-        )  # they write addresses and ids of sessions, which may be secret
+    for name in ("httpx2", "mcp.client.streamable_http"):  # they write addresses and ids of sessions: perhaps secret
+        logging.getLogger(name).setLevel(logging.WARNING)
     http = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30.0, read=None))
     return Client(streamable_http_client(url, http_client=await stack.enter_async_context(http)))
 
@@ -323,8 +316,5 @@ def _told(name: str, error: BaseException) -> Exception:
 def _why(error: BaseException) -> str:
     """The first error, without addresses and headers: errors of HTTP clients may hold a secret."""
     first = next(leaves(error), error)
-    return (
-        type(first).__name__
-        if type(first).__module__.startswith(("httpx", "httpcore"))
-        else f"{type(first).__name__}: {first}"
-    )
+    name, module = type(first).__name__, type(first).__module__
+    return name if module.startswith(("httpx", "httpcore")) else f"{name}: {first}"

@@ -22,7 +22,7 @@ from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
-from streamrl.producers.episodes.tools import run_for
+from streamrl.producers.episodes.tools import result_of, run_for
 from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score, finite
 from streamrl.wire import StopReason
@@ -161,6 +161,7 @@ class _InThread:
     """
 
     def __init__(self, name: str, make: Callable[[], SteppedEnvironment]) -> None:
+        self._name = name
         self._make = make
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._instance: SteppedEnvironment | None = None
@@ -194,7 +195,7 @@ class _InThread:
     async def _submit(self, work: Callable[[], _T]) -> _T:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._work.put(partial(run_for, future, work))
-        return await future
+        return await result_of(future, self._name)
 
     def _serve(self) -> None:
         while self._open:

@@ -140,8 +140,6 @@ class VerifiersEpisode(Episode):
 
         kind = self._taskset.task_type()
         fields = row(task)
-        if task.messages != [{"role": "user", "content": task.text}]:
-            fields["prompt"] = task.messages
         if self._taskset.system_prompt is not None:
             fields["system_prompt"] = self._taskset.system_prompt
         data = kind.data_type()

@@ -71,9 +71,8 @@ class AgentDoor:
 
     `context` is that of the model: a call far above it is not tokenized, which would hold the event loop. `called` is
     set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
-    session refused a call for good: a limit was reached, or its engine failed. `done` is set when a remote program says
-    that it has finished, with `error` if it failed. `name` tells the ids of its answers from those of other samples.
-    `ignored` are options of calls that the run ignores.
+    session refused a call for good: a limit was reached, or its engine failed. `name` tells the ids of its answers from
+    those of other samples. `ignored` are options of calls that the run ignores.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
@@ -85,12 +84,11 @@ class AgentDoor:
         self._tasks: set[asyncio.Task[SampledTurn]] = set()
         self._answered: dict[int, _Answered] = {}
         self._closed = False
-        self.called, self.busy, self.idle, self.over, self.done = (asyncio.Event() for _ in range(5))
+        self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
         self.idle.set()
         agent = session.limits.agent
         self._used = agent is not None and agent.keep == "used"
         self.ignored: Collection[str] = agent.ignore if agent is not None else ()
-        self.error = ""
         self.name = token_hex(4)
 
     @contextlib.asynccontextmanager
@@ -156,14 +154,6 @@ class AgentDoor:
             self._session.reward(value, turn)
         else:
             raise CallRefused(400, f"turn {turn} is no answer to a call; the answers say theirs in `streamrl`")
-
-    def finish(self, error: str) -> None:
-        """The program has finished, or failed. A repeat does nothing; CallRefused: the episode has ended."""
-        if self._closed:
-            self.check_open()
-        if not self.done.is_set():
-            self.error = error
-            self.done.set()
 
     async def close(self) -> None:
         """Refuse further calls, give up those that are being sampled, and drop what is no part of the record."""

@@ -7,8 +7,6 @@ POST /v1/messages             Anthropic, streaming and not         anthropic.py
 POST /v1/messages/count_tokens
 GET  /v1/models
 POST /v1/streamrl/reward      {"reward": 0.5} for the episode; with "turn": N for a sampled turn
-POST /v1/streamrl/task        {"wait": 20}: a task for a remote program, with the key of its sample
-POST /v1/streamrl/done        {}, or {"error": "why"}: the program has finished, or failed
 ```
 The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. Errors have the
 shape of the API: 400 cannot be done or too long for the context, 401 wrong key, 408 slow body, 410 the episode has
@@ -19,14 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -40,7 +36,6 @@ from streamrl.producers.episodes.endpoint.calls import MODEL, OVERFLOW, AgentApi
 from streamrl.producers.episodes.endpoint.chat_completions import ChatCompletions
 from streamrl.producers.episodes.endpoint.door import AgentDoor, Gone, PendingCall
 from streamrl.producers.episodes.endpoint.responses import Responses
-from streamrl.producers.episodes.endpoint.tasks import TaskDesk
 from streamrl.producers.episodes.session import ContextOverflow, SampledTurn
 
 logger = logging.getLogger(__name__)
@@ -57,37 +52,21 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     turn: int | None = None
 
 
-class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
-    wait: Annotated[float, msgspec.Meta(ge=1, le=60)] = 20.0
-
-
-class _Done(msgspec.Struct, forbid_unknown_fields=True):
-    error: Annotated[str, msgspec.Meta(max_length=2000)] = ""
-
-
 class AgentEndpoint:
     """Made in `open`, which serves for as long as its block; `url` has no path."""
 
-    def __init__(self, desk: TaskDesk | None, token: str) -> None:
+    def __init__(self) -> None:
         self.url = ""
-        self._desk = desk
-        self._token = token
         self._doors: dict[bytes, AgentDoor] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(
-        cls, host: str, port: int = 0, desk: TaskDesk | None = None, token: str = ""
-    ) -> AsyncIterator[AgentEndpoint]:
-        """Serve on a port of `host`, 0: any free one. CannotCreate: it cannot listen there.
-
-        With a `desk`, remote programs fetch tasks, with the `token`.
-        """
-        endpoint = cls(desk, token)
-        async with listen(
-            endpoint._app(), host, port, what="agents", hint="set episode.agent.host and port to free ones of this host"
-        ) as url:
+    async def open(cls, host: str) -> AsyncIterator[AgentEndpoint]:
+        """Serve on a free port of `host`. CannotCreate: it cannot listen there."""
+        endpoint = cls()
+        hint = "set episode.agent.host to an address of this host"
+        async with listen(endpoint._app(), host, 0, what="agents", hint=hint) as url:
             endpoint.url = url
             yield endpoint
 
@@ -112,9 +91,6 @@ class AgentEndpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._models)
         app.router.add_post("/v1/streamrl/reward", self._reward)
-        if self._desk is not None:
-            app.router.add_post("/v1/streamrl/task", partial(self._task, self._desk))
-            app.router.add_post("/v1/streamrl/done", self._done)
         return app
 
     def _door(self, request: web.Request) -> AgentDoor:
@@ -166,20 +142,6 @@ class AgentEndpoint:
         asked = decoded(await _body(request, MAX_REWARD_BYTES), _Reward)
         door.reward(asked.reward, asked.turn)
         return _answer({"object": "reward"})
-
-    async def _task(self, desk: TaskDesk, request: web.Request) -> web.StreamResponse:
-        if not self._token or not hmac.compare_digest(_known(_bearer(request)), _known(self._token)):
-            logger.warning("a task asked for without the token", extra={"peer": request.remote})
-            why = "the token of episode.agent.token_file (else of RUN_DIR/agent.token) is missing or wrong"
-            raise CallRefused(401, why, "invalid_api_key")
-        asked = decoded(await _body(request, MAX_REWARD_BYTES) or b"{}", _TaskRequest)
-        task = await desk.fetch(asked.wait, _gone(request))
-        return _answer({"object": "task", "task": None} if task is None else {"object": "task", **task})
-
-    async def _done(self, request: web.Request) -> web.StreamResponse:
-        door = self._door(request)
-        door.finish(decoded(await _body(request, MAX_REWARD_BYTES) or b"{}", _Done).error)
-        return _answer({"object": "done"})
 
 
 _COUNT: Final = "/v1/messages/count_tokens"

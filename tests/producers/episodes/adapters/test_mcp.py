@@ -110,6 +110,16 @@ async def test_only_named_variables_reach_the_server(pids, monkeypatch, caplog):
     assert not [line for line in ours if "hush-7" in line]
 
 
+async def test_python_is_that_of_the_replica_whatever_the_path_says(pids, tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = await played(MCPEpisode(command=["python", *pids.command()[1:]]), [asks("count"), "done"])
+    assert found.uses == [("count", "ok")]
+    with pytest.raises(Unreachable, match="does not answer"):  # unless the run names its own
+        await MCPEpisode(command=["python", *pids.command()[1:]], variables=["PATH"]).open()
+
+
 @contextlib.asynccontextmanager
 async def serving(pids, port):
     process = await asyncio.create_subprocess_exec(*pids.command("http", port))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 
+from streamrl import wire
 from streamrl.errors import DataError, PluginError
+from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.episodes.adapters.trl import TRLEpisode
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
+from streamrl.producers.sampler import SampleOrder
 
-from .adapter_kit import asks, opened, order_with, played, real_model
+from .adapter_kit import TOKENIZER, asks, opened, order_with, played, real_model
 
 HERE = "trl_environments"
 
@@ -22,6 +28,41 @@ async def test_the_class_of_the_documentation_is_an_environment():
     assert "Value to add to the counter." in found.prompts[0]
     assert "<tool_response>\n5\n</tool_response>" in found.prompts[2]
     assert found.sample.score is None  # no get_reward: others score it
+
+
+SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({"prompt": "what is 2+2?"}, "what is 2+2?"),
+        ({"prompt": [{"role": "user", "content": "2+2?"}]}, "2+2?"),
+        ({"messages": SYSTEM, "rendered": "mine"}, "2+2?"),
+        ({"messages": SYSTEM[:1]}, ""),
+    ],
+    ids=["text", "prompt of messages", "parts", "no user"],
+)
+async def test_reset_gets_what_the_line_says_and_not_what_the_template_makes_of_it(tmp_path, line, text):
+    class Remembers:
+        def reset(self, **row):
+            given.update(copy.deepcopy(row))
+
+    given = {}
+    (tmp_path / "data.jsonl").write_text(json.dumps(line))
+    data = load_prompts(tmp_path / "data.jsonl", TOKENIZER, PromptLimits(512, 1024))
+    order = SampleOrder(wire.decode(data.prompts[0], wire.Prompt), id="1")
+    await played(EnvironmentEpisode(Remembers), ["done"], order)
+    prompt = line.get("prompt") or line["messages"]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    assert (given["prompt"], given["text"]) == (prompt, text)
+    assert given["messages"] == messages
+    if isinstance(prompt, str):
+        assert given["rendered"] == ""
+    elif "rendered" not in line:
+        assert given["rendered"].startswith(f"<|im_start|>{prompt[0]['role']}\n")
+    else:
+        assert given["rendered"] == "mine", "a field of the line"
 
 
 async def test_lines_choose_among_several_factories_and_see_only_its_tools():
