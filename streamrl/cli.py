@@ -177,7 +177,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    _open_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_streams() -> None:
+    """Open closed streams on /dev/null (`streamrl up >&-`), because the next file would get their number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _global_first(arguments: list[str]) -> list[str]:
