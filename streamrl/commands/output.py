@@ -101,9 +101,7 @@ def _put(stream: TextIO, text: str) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is sys.stdout:
-            note(
-                "nobody reads the output any more; the run goes on: `streamrl logs -f` shows it, `streamrl down` ends it"
-            )
+            note("nobody reads this any more; the run goes on (`streamrl logs -f` shows it, `streamrl down` ends it)")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
