@@ -198,7 +198,10 @@ def plain_line(board: Board) -> str:
     for name, side in sorted(progress.rollouts.items()):
         if states.get(name) not in {"starting", "backoff"}:  # the figures are those of its last life
             parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
-    parts += [f"{name} {state}" for name, state in states.items() if state not in {"ready", "stopped"}]
+    for name, known in board.sorted_roles():
+        if known.state not in {"ready", "stopped"}:
+            since = f" {duration(time.time() - known.since)}" if known.state == "starting" else ""
+            parts.append(f"{name} {known.state}{since}")
     if board.snapshot is not None:
         shown = board.snapshot.roles.items()
         parts += [f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked"]

@@ -83,8 +83,8 @@ def test_what_is_worth_a_line():
         "rollout.0: server died, rollout.0.server1, exit 9; its log ends with: ... b",
         False,
     )
-    dead = line("warning", "sample is dead", group=0, sample=3, why="ValueError: no")
-    assert describe(LogLine("reward.0", dead))[0] == "reward.0: sample is dead (group 0 sample 3), ValueError: no"
+    dead = line("warning", "samples failed: 9", group=0, sample=3, why="ValueError: no")
+    assert describe(LogLine("reward.0", dead))[0] == "reward.0: samples failed: 9 (group 0 sample 3), ValueError: no"
     assert describe(Notice("stopping", hint="again to kill")) == ("stopping (again to kill)", False)
 
 
