@@ -42,7 +42,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
     "reward": ("reward:app", "Rewards: write one with its test, try it on samples; servers."),
     "episode": ("episode:app", "Episodes: play one against the model, and show its turns."),
-    "score": ("groups:app", "Scores of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
     "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }

@@ -97,13 +97,17 @@ def _as_of_now(saved: Any) -> Any:
     """What an earlier version saved, without what is gone; a run that was started with it can be looked at."""
     config = saved.get("config") if isinstance(saved, dict) else None
     learner = config.get("learner") if isinstance(config, dict) else None
-    if isinstance(learner, dict):
+    if isinstance(config, dict) and isinstance(learner, dict):
+        learner.setdefault("report_to", learner.pop("sinks", ()))
         if learner.get("matmul_precision") == "auto":
             learner["matmul_precision"] = "highest"
         if isinstance(critic := learner.get("critic"), dict):
             critic.pop("coefficient", None)
             if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
                 critic["kind"] = "model"
+        if isinstance(archive := config.get("archive"), dict) and "files" in archive:
+            archive["max_bytes"] = None  # it kept so many files, whatever their size
+            archive.pop("files")
     return saved
 
 

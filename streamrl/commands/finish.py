@@ -116,7 +116,7 @@ def expect_some(done: str, found: Audit, run_dir: Path) -> None:
         raise Refused(
             f"nothing was {done}: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
             f" {asyncio.run(most_died_of(find_run(run_dir)))}",
-            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`, then `streamrl up"
             " --resume`",
         )
 

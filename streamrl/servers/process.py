@@ -228,7 +228,7 @@ class ManagedServer:
                     raise _PortTakenError(cause)
                 if self._process is not None and self._process.returncode == _USAGE and (said := self._refusal()):
                     section = self._settings.section
-                    hint = f"mend {section}.flags and {section}.variables; the whole log: {self.log}"
+                    hint = f"fix {section}.flags and {section}.variables; the whole log: {self.log}"
                     raise ConfigError(f"{self.name} does not take its command line: {said}", hint)
                 raise Unreachable(f"{self.name} did not start: {cause}", f"the whole log: {self.log}")
             if not asking.done():

@@ -45,7 +45,7 @@ TREE = wire.Sample(
 def run_dir(tmp_path_factory, tiny: Path) -> Path:
     """A stopped run: group 0 is open with one episode and one that goes on; group 7 is in the archive."""
     folder = tmp_path_factory.mktemp("turns") / "demo"
-    config = make_run(folder, f"model.path={tiny / 'model'}", "archive.enabled=true")
+    config = make_run(folder, f"model.path={tiny / 'model'}")
 
     async def fill():
         async with embedded.running(config.redis, folder), open_ledgers(config, folder) as ledgers:

@@ -66,6 +66,11 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert len(commands) == 3
     for command in commands:
         assert cli(*command, cwd=tmp_path).returncode == 0, command
+    trained = data_of(cli("trace", "3", "--json", cwd=tmp_path).stdout, "streamrl.trace/1")
+    assert (trained["state"], trained["source"], trained["prompt"]["answer"]) == ("trained", "archive", "6")
+    assert [list(response["parts"]) for response in trained["responses"]] == [["spread"]] * 4
+    assert [response["score"] for response in trained["responses"]] == trained["record"]["rewards"]
+    assert all(response["text"] for response in trained["responses"])
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
     assert data["evaluated"] == summary["groups_evaluated"]
@@ -192,7 +197,9 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     text = done.stdout + done.stderr
     assert done.returncode == 78, text
     # The learner may see the end of the data before the feeder has looked at the letters.
-    ends = r"(died alike, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
+    ends = (
+        r"(with the same error, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
+    )
     assert re.search(ends, " ".join(text.split())), text
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])
