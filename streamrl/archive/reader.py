@@ -28,7 +28,6 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 import zstandard
-from typing_extensions import deprecated
 
 from streamrl import wire
 from streamrl.errors import ConfigError, WireError
@@ -246,12 +245,6 @@ class ArchivedGroup:
     causes: dict[int, str]
     header: Header
     raw: RecordedGroup
-
-    @property
-    @deprecated("use `group_id`")
-    def gid(self) -> int:
-        """Former name of `group_id`."""
-        return self.group_id
 
 
 class ArchiveReading:

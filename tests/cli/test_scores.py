@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import time
 from pathlib import Path
@@ -132,7 +131,7 @@ def test_export_as_json_lines(run_dir, tmp_path):
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(out), "--json")
     data = data_of(done.stdout, "streamrl.archive.export/1")
     rows = [json.loads(line) for line in out.read_bytes().splitlines()]
-    assert (data["rows"], data["format"], len(rows)) == (40, "jsonl", 40)
+    assert (data["rows"], len(rows)) == (40, 40)
     dead = [row for row in rows if row["cause"] is not None]
     assert [(row["group"], row["sample"], row["score"], row["text"]) for row in dead] == [(3, 2, None, None)]
     first = rows[0]
@@ -176,35 +175,13 @@ def test_export_to_stdout_since_a_moment(run_dir):
     assert "tokens" not in rows[0]
     later = cli("archive", "export", "--run", str(run_dir), "--out", "-", "--since", "2999-01-01")
     assert (later.returncode, later.stdout) == (0, "")
-    for bad in (("--format", "parquet"), ("--since", "soon")):
-        assert cli("archive", "export", "--run", str(run_dir), "--out", "-", *bad).returncode == 2
+    assert cli("archive", "export", "--run", str(run_dir), "--out", "-", "--since", "soon").returncode == 2
 
 
-def test_export_as_parquet(run_dir, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    out = tmp_path / "all.parquet"
-    done = cli("archive", "export", "--run", str(run_dir), "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    table = parquet.read_table(out)
-    rows = table.to_pylist()
-    assert len(rows) == 40
-    dead = [row for row in rows if row["cause"] is not None]
-    assert [(row["group"], row["sample"], row["score"], row["parts"], row["tokens"]) for row in dead] == [
-        (3, 2, None, None, None)
-    ]
-    first = rows[0]
-    assert json.loads(first["answer"]) == "1"
-    assert json.loads(first["metadata"]) == {"level": 0}
-    assert (first["parts"], first["versions"]) == ([("exact_match", 1.0)], [{"first": 0, "version": 3}])
-    assert (first["tokens"], first["logprobs"]) == ([5], [-0.25])
-
-
-def test_parquet_without_pyarrow_says_what_to_install(run_dir, tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None if name == "pyarrow" else real(name))
+def test_there_is_no_parquet(run_dir, tmp_path):
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(tmp_path / "x.parquet"))
-    assert done.returncode == 78
-    assert "pip install 'streamrl[parquet]'" in done.stderr
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "name a .jsonl file" in done.stderr
 
 
 def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path):
