@@ -64,6 +64,7 @@ def test_the_plain_viewer_prints_news_only(tmp_path: Path, capsys):
     with viewer_of(PlainViewer, tmp_path) as viewer:
         for event in EVENTS:
             viewer.on_event(event)
+    assert viewer.board.footer == "Ctrl-C stops now"
     shown = capsys.readouterr().out
     assert "! " in shown
     for words in ("redis ready", "rollout.0 backoff: exit 1: no memory, again in 0.5 s", "run finished"):
