@@ -280,7 +280,7 @@ class StepLoggers:
         except Exception as error:
             # A foreign library may raise anything; training goes on without it.
             self._loggers.pop(name, None)
-            logger.exception("logger left out", extra={"logger": name, "error": str(error)})
+            logger.exception("logger left out", extra={"tracker": name, "error": str(error)})
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
