@@ -63,13 +63,17 @@ def _rewrite(file: Path, one_in: int) -> int:
     header, groups = read_file(file)
     assert header is not None
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-    with draft.open("wb") as raw:
-        with compressor.stream_writer(raw, closefd=False) as out, contextlib.suppress(WireError):  # damaged from there
-            out.write(msgspec.msgpack.encode(msgspec.structs.replace(header, one_in=one_in)))
-            for group in groups:
-                if one_in <= _MOST and zlib.crc32(b"%d" % group.group_id) % one_in == 0:
-                    out.write(msgspec.msgpack.encode(group))
-                    count += 1
-        os.fsync(raw.fileno())
-    draft.replace(file)
+    try:
+        with draft.open("wb") as raw:
+            # A WireError: the file is damaged from there on.
+            with compressor.stream_writer(raw, closefd=False) as out, contextlib.suppress(WireError):
+                out.write(msgspec.msgpack.encode(msgspec.structs.replace(header, one_in=one_in)))
+                for group in groups:
+                    if one_in <= _MOST and zlib.crc32(b"%d" % group.group_id) % one_in == 0:
+                        out.write(msgspec.msgpack.encode(group))
+                        count += 1
+            os.fsync(raw.fileno())
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)  # it would take room from a full disk
     return count
