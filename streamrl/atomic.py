@@ -70,13 +70,17 @@ def finish_durably(draft: Path, final: Path) -> None:
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield an empty draft of a directory, which replaces `path` when the block ends.
 
-    If the block raises, the old content stays and the draft is removed.
+    If the block raises, the old content stays and the draft is removed. The files get the mode that the umask gives:
+    safetensors makes them for their owner alone.
     """
     draft = draft_of(path)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         yield draft
+        for file in draft.rglob("*"):
+            if file.is_file():
+                file.chmod(draft.stat().st_mode & 0o666)
         if path.exists():
             shutil.rmtree(path)
         draft.rename(path)

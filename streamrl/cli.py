@@ -42,7 +42,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "engines": ("engines:app", "Engine servers: environments, checks, members of a run."),
     "reward": ("reward:app", "Rewards: write one with its test, try it on samples; servers."),
     "episode": ("episode:app", "Episodes: play one against the model, and show its turns."),
-    "score": ("groups:app", "Scores of each response of a group."),
     "archive": ("archive:app", "The archive: groups with their scores, kept in files."),
     "weights": ("weights:app", "Versions of the weights: list, show, keep."),
 }
@@ -177,7 +176,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    _open_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_streams() -> None:
+    """Open closed streams on /dev/null (`streamrl up >&-`), because the next file would get their number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _global_first(arguments: list[str]) -> list[str]:

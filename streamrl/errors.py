@@ -20,7 +20,7 @@ StreamrlError            70  a bug in streamrl, unless a subclass says otherwise
 └── Forgotten            75  Redis lost its last seconds and does not know this process: restart
 ```
 
-Every error says what happened and where; `hint` says how to mend it. All take positional arguments only, so that they
+Every error says what happened and where; `hint` says how to fix it. All take positional arguments only, so that they
 can cross process boundaries.
 """
 
@@ -32,7 +32,7 @@ from enum import IntEnum, StrEnum
 from importlib.util import find_spec
 from typing import Final
 
-UNKNOWN_NAME: Final = "this host does not know that name: mend it, or its DNS or /etc/hosts; an IP address works too"
+UNKNOWN_NAME: Final = "this host does not know that name: fix it, or its DNS or /etc/hosts; an IP address works too"
 """Hint for an address whose host name does not resolve."""
 
 
@@ -86,7 +86,7 @@ class StreamrlError(Exception):
 
     Args:
         message: what happened and where, one sentence.
-        hint: how to mend it; empty when there is nothing a person can do.
+        hint: how to fix it; empty when there is nothing a person can do.
     """
 
     exit_code: ExitCode = ExitCode.INTERNAL

@@ -94,7 +94,7 @@ class HttpClient:
     """A session with one server; made and used in one event loop.
 
     `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
-    `key_option` is the configuration key that names its file. `hint` says how to mend a server that does not answer.
+    `key_option` is the configuration key that names its file. `hint` says how to fix a server that does not answer.
     Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts; `direct`: not for this server.
     """
 

@@ -1,4 +1,4 @@
-"""From an import path in the run file (`module:Name`) to the object of the user, with errors that say what to mend."""
+"""From an import path in the run file (`module:Name`) to the object of the user, with errors that say what to fix."""
 
 from __future__ import annotations
 

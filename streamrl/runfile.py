@@ -97,16 +97,20 @@ def _as_of_now(saved: Any) -> Any:
     """What an earlier version saved, without what is gone; a run that was started with it can be looked at."""
     config = saved.get("config") if isinstance(saved, dict) else None
     learner = config.get("learner") if isinstance(config, dict) else None
-    if isinstance(learner, dict):
+    if isinstance(config, dict) and isinstance(learner, dict):
+        learner.setdefault("report_to", learner.pop("sinks", ()))
         if learner.get("matmul_precision") == "auto":
             learner["matmul_precision"] = "highest"
         if isinstance(critic := learner.get("critic"), dict):
             critic.pop("coefficient", None)
             if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
                 critic["kind"] = "model"
-    if isinstance(config, dict) and isinstance(worker := config.get("reward_worker"), dict):
-        for key in ("gateway_port", "gateway_host", "gateway_token_file"):
-            worker.pop(key, None)
+        if isinstance(worker := config.get("reward_worker"), dict):
+            for key in ("gateway_port", "gateway_host", "gateway_token_file"):
+                worker.pop(key, None)
+        if isinstance(archive := config.get("archive"), dict) and "files" in archive:
+            archive["max_bytes"] = None  # it kept so many files, whatever their size
+            archive.pop("files")
     return saved
 
 

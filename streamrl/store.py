@@ -45,7 +45,7 @@ class ObjectStore:
             ) from error
         except Exception as error:  # packages of stores raise errors of their own
             raise Unreachable(
-                f"{key} {url} does not answer: {error}", "mend its address or credentials (docs/guides/resume.md)"
+                f"{key} {url} does not answer: {error}", "fix its address or credentials (docs/guides/resume.md)"
             ) from error
         self._root = str(root).rstrip("/")
         self._is_directory = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)

@@ -283,7 +283,7 @@ def decode(data: bytes, kind: type[_M]) -> _M:
 
 
 def _reason(data: bytes, error: Exception) -> str:
-    """A newer schema is named, because people can mend that."""
+    """A newer schema is named, because people can fix that."""
     try:
         version = _header.decode(data).v
     except (msgspec.DecodeError, RecursionError):

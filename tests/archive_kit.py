@@ -11,7 +11,7 @@ from streamrl.queues.records import ClosedGroup
 
 
 def configured(**archive) -> RunConfig:
-    return RunConfig(name="kept", archive=ArchiveConfig(enabled=True, **archive))
+    return RunConfig(name="kept", archive=ArchiveConfig(**{"max_bytes": None, **archive}))
 
 
 def prompt_of(group_id: int, *, evaluation: bool = False) -> wire.Prompt:

@@ -6,7 +6,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from streamrl.atomic import whole_directory, write_durably, write_whole
 
@@ -71,3 +73,14 @@ def test_a_directory_is_replaced_whole_or_stays(tmp_path: Path):
         raise ValueError("no")
     assert [entry.name for entry in folder.iterdir()] == ["second"]
     assert [entry.name for entry in folder.parent.iterdir()] == ["folder"]
+
+
+def test_files_of_a_directory_follow_the_umask(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        with whole_directory(tmp_path / "model") as draft:
+            (draft / "adapter").mkdir()
+            save_file({"w": np.zeros(3, np.float32)}, draft / "adapter" / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model" / "adapter" / "model.safetensors").stat().st_mode & 0o777 == 0o640

@@ -48,6 +48,8 @@ def test_precedence_and_origin(tmp_path: Path):
         ("seed.x=1", "seed"),
         ("learner=[", "not a YAML value"),
         ("lease.seconds=-1", "lease.seconds"),
+        ("learner.sinks=[wandb]", "write learner.report_to"),
+        ("archive.files=3", "set max_bytes"),
     ],
 )
 def test_wrong_keys_and_values_name_themselves(override, message):

@@ -61,8 +61,8 @@ def test_the_image_has_what_rewards_and_reading_commands_can_need():
     tested, _for_the_site = re.findall(r"'\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= set(known)
-    # Redis has a container of its own; pyarrow comes to the tests with `dev`.
-    assert set(tested.split(",")) - {"embedded", "dev"} | {"parquet"} == set(extras.split(","))
+    # Redis has a container of its own.
+    assert set(tested.split(",")) - {"embedded", "dev"} == set(extras.split(","))
 
 
 class Container(ForeignRedis):

@@ -134,9 +134,9 @@ def test_a_store_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_stores_that_work_are_named_and_left_empty(tmp_path: Path):
-    sections = {"checkpoint": {"store": f"{tmp_path}/c"}, "archive": {"enabled": True, "store": f"{tmp_path}/a"}}
+    sections = {"checkpoint": {"store": f"{tmp_path}/c"}, "archive": {"store": f"{tmp_path}/a"}}
     assert look_at_stores(config(**sections)) == f"{tmp_path}/c/r, {tmp_path}/a/r"
-    assert look_at_stores(config(archive={"store": f"{tmp_path}/off"})) == "none"
+    assert look_at_stores(config(archive={"enabled": False, "store": f"{tmp_path}/off"})) == "none"
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -2,8 +2,8 @@
 
 A file is copied when the next one is begun or its writer closes, the oldest first. What a process that was killed did
 not copy, the next one on its host does: whether a file is there is seen by its size, and a repeat replaces it. Each
-recording has a folder named by its id, so that files of two hosts never meet under one name. Local files stay; those
-above `archive.files` go only when they are copied.
+recording has a folder named by its id, so that files of two hosts never meet under one name. Local files are thinned
+only when they are copied.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ArchiveCopies:
             try:
                 self._put(file)
             except OSError as error:
-                if file.exists():  # else another process removed it (`archive.files`)
+                if file.exists():  # else it was removed meanwhile (`archive.max_bytes`)
                     self._wait(error)
                     return
             self.copied.add(file.name)
@@ -70,8 +70,8 @@ class ArchiveCopies:
         except ConfigError as error:
             logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
             return
-        if header is None:
-            return  # its writer died before it wrote anything
+        if header is None or header.one_in > 1:
+            return  # its writer died before it wrote anything, or it is thinned, and copied before that
         name = f"{self._name}/{header.id}/{file.name}"
         if not self._store.has(name) or self._store.size(name) != file.stat().st_size:
             self._store.put(file, name)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 import zstandard
-from typing_extensions import deprecated
 
 from streamrl import wire
 from streamrl.errors import ConfigError, WireError
@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What all groups of a recording have in common.
 
     `id` is the recording's; responses were sampled with `model` and `temperature`. Without `logprobs` the
-    log-probabilities are zeros, and such groups cannot be trained.
+    log-probabilities are zeros, and such groups cannot be trained. A thinned file holds one in `one_in` of its groups.
     """
 
     schema: str = _SCHEMA
@@ -62,6 +62,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     temperature: float
     logprobs: bool = True
+    one_in: int = 1
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,12 +246,6 @@ class ArchivedGroup:
     header: Header
     raw: RecordedGroup
 
-    @property
-    @deprecated("use `group_id`")
-    def gid(self) -> int:
-        """Former name of `group_id`."""
-        return self.group_id
-
 
 class ArchiveReading:
     """Iterates over groups in the order in which they were written, each once; may be iterated again.
@@ -273,11 +268,9 @@ class ArchiveReading:
         self.problems: list[str] = []
 
     def __iter__(self) -> Iterator[ArchivedGroup]:
-        last: dict[tuple[int, int], int] = {}
-        for place, (_, group) in enumerate(self._read()):
-            last[group.group_id, group.attempt] = place
+        last = {(group.group_id, group.attempt): place for place, _, group in self._read()}
         self.problems.clear()
-        for place, (header, group) in enumerate(self._read()):
+        for place, header, group in self._read():
             if last.get((group.group_id, group.attempt)) != place:
                 continue
             if group.lost:
@@ -293,7 +286,7 @@ class ArchiveReading:
         self.problems.clear()
         found: dict[int, ArchivedGroup] = {}
         lost: dict[int, str] = {}
-        for header, group in self._read():
+        for _, header, group in self._read():
             if group.group_id != group_id:
                 continue
             if group.lost:
@@ -309,14 +302,19 @@ class ArchiveReading:
         self.problems += lost.values()
         return [found[attempt] for attempt in sorted(found)]
 
-    def _read(self) -> Iterator[tuple[Header, RecordedGroup]]:
+    def _read(self) -> Iterator[tuple[tuple[Path, int], Header, RecordedGroup]]:
+        """All groups with their places: the file, and how many versions of the group are before it in that file."""
         for file in self.files:
+            versions: Counter[tuple[int, int]] = Counter()  # thinning the file changes none of these numbers
             try:
                 header, groups = read_file(file)
-                if header is not None:
-                    yield from ((header, group) for group in groups)
+                if header is None:
+                    continue
+                for group in groups:
+                    versions[group.group_id, group.attempt] += 1
+                    yield (file, versions[group.group_id, group.attempt]), header, group
             except FileNotFoundError:
-                continue  # `archive.files` removed it meanwhile
+                continue  # the last of its groups went meanwhile (`archive.max_bytes`)
             except (WireError, ConfigError) as error:
                 self.problems.append(error.message)
 

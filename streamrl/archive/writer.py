@@ -1,6 +1,7 @@
 """Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
-The archive (`archive.enabled`) holds every group that closed, with its scores, for people and for scoring it again.
+The archive holds the groups that closed, with their scores, for people and for scoring them again: all of them up to
+`archive.max_bytes`, then the newest and a sample of the older ones (`archive.thinning`).
 The first reader of a closed group (rank 0 of the learner; the feeder for held-out groups) adds it before it decides
 anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
@@ -20,6 +21,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +43,7 @@ from streamrl.archive.reader import (
     read_header,
     recording_files,
 )
+from streamrl.archive.thinning import thin
 from streamrl.atomic import fsync_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, WireError
@@ -55,6 +58,8 @@ MAX_WAITING: Final = 64 << 20
 _WRITE_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1 << 16
 _TRIES: Final = 3
+_FILES: Final = 8
+"""Files that an archive with a limit has at least."""
 
 
 class RecordingWriter:
@@ -268,7 +273,7 @@ class Archive:
             if durable:
                 writer.sync()
                 self._dirty = self._refused = False
-                self._remove_oldest()
+                self._make_room(writer)
         except OSError as error:
             self._complain(str(error))
             self._forget_newest()
@@ -276,11 +281,12 @@ class Archive:
     def _begin(self) -> RecordingWriter:
         """A file of its own for this process; another one may begin at the same time."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        header = self._header()
+        header, limit = self._header(), self._limit(recording_files(self._folder))
+        file_bytes = min(self._config.file_bytes, self._config.file_bytes if limit is None else limit // _FILES)
         for _ in range(_TRIES):
             epoch = greatest_epoch(self._folder) + 1
             try:
-                return RecordingWriter(self._folder, epoch, header, self._config.file_bytes)
+                return RecordingWriter(self._folder, epoch, header, file_bytes)
             except CannotCreate as error:
                 if not isinstance(error.__cause__, FileExistsError):
                     raise
@@ -302,8 +308,8 @@ class Archive:
             temperature=config.sampling.temperature,
             logprobs=self._config.logprobs,
         )
-        same = there is not None and msgspec.structs.replace(there, id=here.id) == here
-        return there if there is not None and same else here
+        mine = here if there is None else msgspec.structs.replace(here, id=there.id)
+        return mine if there is not None and msgspec.structs.replace(there, one_in=1) == mine else here
 
     def _forget_newest(self) -> None:
         """Hold what the disk did not take: the oldest groups, as many as there is memory for."""
@@ -322,12 +328,21 @@ class Archive:
         again = [group for group in lost if (group.group_id, group.attempt) in self._again]
         return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
 
-    def _remove_oldest(self) -> None:
-        if self._config.files is None:
+    def _limit(self, files: Sequence[Path]) -> int | None:
+        """Bytes that all files may take: a quarter of what the disk has for them, because the run needs it more."""
+        if self._config.max_bytes is None:
+            return None
+        taken = sum(file.stat().st_size for file in files)
+        return min(self._config.max_bytes, (taken + shutil.disk_usage(self._folder).free) // 4)
+
+    def _make_room(self, writer: RecordingWriter) -> None:
+        files = recording_files(self._folder)
+        if (limit := self._limit(files)) is None:
             return
-        for file in recording_files(self._folder)[: -self._config.files]:
-            if self._copies is None or file.name in self._copies.copied:
-                file.unlink(missing_ok=True)
+        own = self._folder / writer.file
+        copied = None if self._copies is None else self._copies.copied
+        finished = [file for file in files if file != own and (copied is None or file.name in copied)]
+        thin(finished, max(0, limit - own.stat().st_size))
 
     def _close(self) -> None:
         if left := _number(self._pending):

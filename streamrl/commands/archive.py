@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import itertools
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 import orjson
@@ -20,13 +19,11 @@ from streamrl.archive.reader import ArchivedGroup, ArchiveReading, archive_files
 from streamrl.commands import output
 from streamrl.commands.options import EvalOption, JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, need_packages, writing
+from streamrl.errors import CannotCreate, ConfigError, ExitCode, UsageError, WireError, writing
 from streamrl.monitor.lines import date_time, duration, size
 from streamrl.wire import Prompt, Turn
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_ROWS_AT_ONCE: Final = 512
-"""Rows of one row group of Parquet; so many are held in memory."""
 _ARRAYS: Final = ("prompt_tokens", "tokens", "logprobs")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -38,9 +35,6 @@ SinceOption = Annotated[
     str | None,
     typer.Option("--since", metavar="TIME", help="Only groups closed since then: 30m, 2h, 1d, or 2026-01-31T12:00."),
 ]
-
-
-RowFormat = Literal["jsonl", "parquet"]
 
 
 @app.command("ls")
@@ -100,34 +94,31 @@ def export(
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write; -: JSON lines to stdout.")],
     run: RunOption = None,
     source: FromOption = None,
-    kind: Annotated[
-        RowFormat | None, typer.Option("--format", help="Left out: parquet for FILE.parquet, else JSON lines.")
-    ] = None,
     since: SinceOption = None,
     evaluation: EvalOption = False,
     tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="With token ids and log-probabilities.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Write archived groups as rows, one for each response: prompt, text, tokens, score, parts, versions.
+    """Write archived groups as JSON lines, one for each response: prompt, text, tokens, score, parts, versions.
 
-    A response that failed has a cause and no score. Parquet needs pyarrow. Exit code 1 if the rest of a damaged file
-    could not be read.
+    A response that failed has a cause and no score. Exit code 1 if the rest of a damaged file could not be read.
     """
     path = None if out == "-" else Path(out)
-    kind = kind or ("parquet" if path is not None and path.suffix == ".parquet" else "jsonl")
-    if path is None and (kind == "parquet" or json):
+    if path is None and json:
         raise UsageError("--out - writes JSON lines and nothing else", "name a file")
+    if path is not None and path.suffix == ".parquet":
+        raise UsageError("archives are exported as JSON lines", "name a .jsonl file: duckdb and pandas read it")
     reading = read_archive(source or find_run(run).path, evaluation=evaluation)
     started = time.monotonic()
-    count = export_rows(later_than(reading, since_of(since)), path, kind, tokens=tokens, force=force)
+    count = export_rows(later_than(reading, since_of(since)), path, tokens=tokens, force=force)
     note_problems(reading)
     code = int(ExitCode.FAILURE if reading.problems else ExitCode.OK)
     if path is None:
         return code
     written, took = path.stat().st_size, duration(time.monotonic() - started)
-    data = {"file": str(path.resolve()), "format": kind, "rows": count, "bytes": written, "problems": reading.problems}
-    said = f"{count} responses are in {path} ({kind}, {size(written)}, {took})"
+    data = {"file": str(path.resolve()), "rows": count, "bytes": written, "problems": reading.problems}
+    said = f"{count} responses are in {path} ({size(written)}, {took})"
     output.answer("streamrl.archive.export/1", data, [said], json=json)
     return code
 
@@ -223,26 +214,19 @@ def _shared(group: ArchivedGroup) -> dict[str, Any]:
     }
 
 
-def export_rows(
-    groups: Iterable[ArchivedGroup], out: Path | None, kind: RowFormat, *, tokens: bool, force: bool
-) -> int:
+def export_rows(groups: Iterable[ArchivedGroup], out: Path | None, *, tokens: bool, force: bool) -> int:
     """Write rows to a file, or to stdout (None), and return their number. A failure leaves no file."""
     rows = (row for group in groups for row in rows_of(group, tokens=tokens))
     if out is None:
         binary = getattr(sys.stdout, "buffer", None)  # UTF-8 whatever the locale is
         return _to_jsonl(rows, binary.write if binary else lambda line: sys.stdout.write(line.decode()))
-    if kind == "parquet":
-        need_packages("Parquet", "pyarrow", extra="parquet", otherwise="--format jsonl")
     if out.exists() and not force:
         raise CannotCreate(f"{out} is there already", "name another file, or replace it with --force")
     draft = out.with_name(f".{out.name}.draft")
     try:
         with writing(out):
-            if kind == "parquet":
-                count = _to_parquet(rows, draft, tokens=tokens)
-            else:
-                with draft.open("wb") as file:
-                    count = _to_jsonl(rows, file.write)
+            with draft.open("wb") as file:
+                count = _to_jsonl(rows, file.write)
             draft.replace(out)
     finally:
         with contextlib.suppress(OSError):
@@ -256,83 +240,3 @@ def _to_jsonl(rows: Iterable[dict[str, Any]], write: Callable[[bytes], object]) 
         write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
         count += 1
     return count
-
-
-def _to_parquet(rows: Iterable[dict[str, Any]], path: Path, *, tokens: bool) -> int:
-    """Columns with any JSON in them (`messages`, `answer`, `metadata`) are JSON text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = _schema(pa, tokens=tokens)
-    count = 0
-    flat = map(_flat, rows)
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while block := list(itertools.islice(flat, _ROWS_AT_ONCE)):
-            writer.write_table(pa.Table.from_pylist(block, schema=schema))
-            count += len(block)
-    return count
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: None if row[name] is None else orjson.dumps(row[name]).decode() for name in _JSON}
-    versions = row["versions"] and [{"first": first, "version": version} for first, version in row["versions"]]
-    parts = row["parts"] and list(row["parts"].items())
-    return {**row, **texts, "versions": versions, "parts": parts}
-
-
-_JSON: Final = ("messages", "answer", "metadata")
-
-
-def _schema(pa: Any, *, tokens: bool) -> Any:
-    run = pa.struct([("first", pa.int64()), ("version", pa.int64())])
-    kinds = {
-        "run": pa.string(),
-        "evaluation": pa.bool_(),
-        "group": pa.int64(),
-        "attempt": pa.int32(),
-        "version": pa.int64(),
-        "at": pa.float64(),
-        "line": pa.int64(),
-        "prompt": pa.string(),
-        "messages": pa.string(),
-        "answer": pa.string(),
-        "metadata": pa.string(),
-        "sample": pa.int32(),
-        "text": pa.string(),
-        "finish": pa.string(),
-        "greedy": pa.bool_(),
-        "engine": pa.string(),
-        "versions": pa.list_(run),
-        "score": pa.float64(),
-        "parts": pa.map_(pa.string(), pa.float64()),
-        "seconds": pa.float64(),
-        "cause": pa.string(),
-        "stop": pa.string(),
-        "replayed": pa.int64(),
-        "restarts": pa.int64(),
-        "turns": pa.list_(_turn_schema(pa, tokens=tokens)),
-    }
-    if tokens:
-        kinds |= {"prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32())}
-        kinds["logprobs"] = pa.list_(pa.float32())
-    return pa.schema(list(kinds.items()))
-
-
-def _turn_schema(pa: Any, *, tokens: bool) -> Any:
-    use = pa.struct([("name", pa.string()), ("outcome", pa.string()), ("seconds", pa.float64())])
-    kinds = {
-        "parent": pa.int32(),
-        "role": pa.string(),
-        "sampled": pa.int64(),
-        "observed": pa.int64(),
-        "finish": pa.string(),
-        "reward": pa.float64(),
-        "tools": pa.list_(use),
-        "media": pa.list_(pa.string()),
-        "model_seconds": pa.float64(),
-        "tool_seconds": pa.float64(),
-        "cached": pa.int64(),
-    }
-    if tokens:
-        kinds["observed_tokens"] = pa.list_(pa.int32())
-    return pa.struct(list(kinds.items()))

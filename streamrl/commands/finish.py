@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from streamrl.archive.reader import FOLDER, recording_files
 from streamrl.commands import output
@@ -16,7 +17,8 @@ from streamrl.learner.checkpoint_store import CheckpointStore
 from streamrl.monitor.lines import duration, number, percent, size
 from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
-from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, measure, write_summary
+from streamrl.runtime.roles import stop_signals
+from streamrl.runtime.summary import CURVE_FILE, SUMMARY_FILE, Accuracies, measure, write_summary
 from streamrl.store import run_store
 
 
@@ -25,21 +27,51 @@ def finish(config: RunConfig, run_dir: Path) -> bool:
 
     A failure to measure the versions is raised only after everything is shown.
     """
-    _bring_here(config, run_dir)
-    found = asyncio.run(audit_run(find_run(run_dir)))
+    with _Skip() as skip:
+        _bring_here(config, run_dir)
+        found = asyncio.run(audit_run(find_run(run_dir)))
+        accuracies = asyncio.run(skip.measure(config, run_dir))
     names = ("admitted", "trained", "dropped", "dead", "evaluated", "dead_samples")
     counts = {name: getattr(found, name) for name in names}
-    with output.ProgressLine() as progress:
-
-        def measured(label: str, done: int, total: int) -> None:
-            progress.show(f"measuring the {label}: {done}/{total}", last=done == total)
-
-        accuracies = asyncio.run(measure(config, run_dir, measured))
     show(config, run_dir, write_summary(config, run_dir, counts, accuracies), found)
     if accuracies.failure is not None:
         raise accuracies.failure
     expect_some("trained", found, run_dir)
     return found.proved
+
+
+class _Skip:
+    """The first signal to stop skips the measurement, and nothing else; the next one ends this process."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._measuring: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sign, handler in self._before.items():
+            signal.signal(sign, handler)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+        self.__exit__()
+        if self._measuring is not None:
+            self._measuring.get_loop().call_soon_threadsafe(self._measuring.cancel)
+
+    async def measure(self, config: RunConfig, run_dir: Path) -> Accuracies:
+        if self._asked or not config.evaluation.final_prompts:
+            return Accuracies()
+        self._measuring = asyncio.current_task()
+        output.note("measuring the first and the last version on held-out prompts; Ctrl-C skips that")
+        with output.ProgressLine() as progress:
+
+            def measured(label: str, done: int, total: int) -> None:
+                progress.show(f"measuring the {label}: {done}/{total}", last=done == total)
+
+            return await measure(config, run_dir, measured)
 
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:
@@ -84,7 +116,7 @@ def expect_some(done: str, found: Audit, run_dir: Path) -> None:
         raise Refused(
             f"nothing was {done}: {found.dead} groups and {found.dead_samples} responses are dead, most of them:"
             f" {asyncio.run(most_died_of(find_run(run_dir)))}",
-            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`, then `streamrl up"
             " --resume`",
         )
 
@@ -105,13 +137,14 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
     for label, value in rows(summary):
         table.add_row(label, value)
     console = output.console()
-    console.print()
-    console.print(table)
-    if not found.proved:
-        console.print(f"AUDIT: {found.lost} lost, {found.twice} trained twice", style="bold red")
-        for reason in found.unproved:
-            console.print(f"AUDIT: {reason}", style="bold red")
-    output.write("")
+    with console.capture() as drawn:  # rich ends the process when nobody reads
+        console.print()
+        console.print(table)
+        if not found.proved:
+            console.print(f"AUDIT: {found.lost} lost, {found.twice} trained twice", style="bold red")
+            for reason in found.unproved:
+                console.print(f"AUDIT: {reason}", style="bold red")
+    output.write(drawn.get())
     output.write(f"learning curve  {run_dir / CURVE_FILE}")
     output.write(f"figures         {run_dir / SUMMARY_FILE}")
     if (run_dir / "model").is_dir():

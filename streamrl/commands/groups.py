@@ -1,4 +1,4 @@
-"""`streamrl trace` and `streamrl score show`: one prompt group, from Redis, the archive and the files of its run."""
+"""`streamrl trace`: one prompt group, from Redis, the archive and the files of its run."""
 
 from __future__ import annotations
 
@@ -21,64 +21,56 @@ from streamrl.monitor.lines import duration, printable, shortened
 from streamrl.queues.records import DeadLetter, LedgerState
 
 _BYTES: Final = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
-_WIDTH: Final = 100
 _Parts = tuple[Mapping[int, bytes], Mapping[int, bytes], Mapping[int, str]]
 """Payloads, scores and causes of death by the number of the response."""
 _Show = Callable[[wire.Sample], dict[str, Any]]
 """What is shown of a response besides its text."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
-
 
 def trace(
+    *,
     group: GroupArgument,
     run: RunOption = None,
     evaluation: EvalOption = False,
-    turns: Annotated[
-        bool, typer.Option("--turns", help="The turns of each response, also of an archived group, as a tree.")
-    ] = False,
+    turns: Annotated[bool, typer.Option("--turns", help="The turns of each response, as a tree.")] = False,
+    width: Annotated[
+        int, typer.Option("--width", metavar="N", min=10, help="At most N characters of each text.")
+    ] = 200,
     json: JsonOption = False,
 ) -> int:
-    """Show all that is known of one prompt group, in Redis and in the run's files.
+    """Show all that is known of one prompt group: prompt, responses, scores with their parts, causes of death.
 
-    Exit code 1 if nothing is known of the group.
+    A live group is read from Redis, an older one from the archive or the recording of the run, and its training from
+    the checkpoints. Scores of `streamrl rescore` are shown beside the original ones. --json shows the whole texts. Exit
+    code 1 if nothing is known of the group.
     """
     target = find_run(run)
     show = _episodes(target) if turns else None
-    known, state = asyncio.run(_known(target, group, evaluation=evaluation, show=show))
-    found = {"group": group, "evaluation": evaluation, "letters": [], "record": None, **known}
-    if show is not None and "responses" not in found:
-        archived = _archived(target.path, group, evaluation=evaluation, show=show)
-        found |= {"prompt": archived.get("prompt"), "responses": archived.get("responses", [])}
+    found: dict[str, Any] = {"group": group, "evaluation": evaluation, "source": None, "earlier_attempts": 0}
+    found |= {"attempt": None, "letters": [], "record": None, "prompt": None, "responses": []}
+    state = failure = None
+    try:
+        known, state = asyncio.run(_known(target, group, evaluation=evaluation, show=show))
+    except StreamrlError as error:
+        known, failure = {"state": "unknown"}, error
+    found |= known
+    if found["responses"]:
+        found["source"] = "ledger"
+    else:
+        found |= _archived(target.path, group, evaluation=evaluation, show=show)
+    if failure is not None and not found["responses"]:
+        raise failure
+    if failure is not None:
+        output.note(f"warning: Redis cannot be asked, so only the archive is read: {failure.message}")
+    found["rescored"] = _rescored(target.path, group, found["attempt"], evaluation=evaluation)
     record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
     if record is not None:
         # The disk decides what was trained: Redis may have lost its newest state since.
         found["record"] = record
         if found["state"] in ("unknown", "retired"):
             found["state"] = "evaluated" if evaluation else "trained"
-    output.answer("streamrl.trace/1", found, _trace_lines(found), json=json)
-    return int(ExitCode.FAILURE if found["state"] == "unknown" else ExitCode.OK)
-
-
-@app.command("show")
-def show(
-    group: GroupArgument,
-    run: RunOption = None,
-    evaluation: EvalOption = False,
-    width: Annotated[
-        int, typer.Option("--width", metavar="N", min=10, help="At most N characters of each text.")
-    ] = 200,
-    json: JsonOption = False,
-) -> int:
-    """Show each response of a group: text, score, parts, seconds, or why it died.
-
-    A live group is read from Redis, an older one from the archive (archive.enabled) or the recording of the run. Scores
-    of `streamrl rescore` are shown beside the original ones. --json shows the whole texts. Exit code 1 if nothing is
-    known of the group.
-    """
-    found = _scores(find_run(run), group, evaluation=evaluation)
-    output.answer("streamrl.score/1", found, _score_lines(found, width), json=json)
-    return int(ExitCode.OK if found["responses"] else ExitCode.FAILURE)
+    output.answer("streamrl.trace/1", found, _lines(found, width), json=json)
+    return int(ExitCode.FAILURE if found["state"] == "unknown" and not found["responses"] else ExitCode.OK)
 
 
 def _episodes(run: RunDirectory) -> _Show:
@@ -103,11 +95,13 @@ async def _known(
     return found, state
 
 
-def _trained(run_dir: Path, group_id: int, state: LedgerState) -> dict[str, Any] | None:
+def _trained(run_dir: Path, group_id: int, state: LedgerState | None) -> dict[str, Any] | None:
     """The durable record of a group that the current weights were trained on."""
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.lineage import read_record
 
+    if state is None:
+        return None
     checkpoints = Checkpoints.of(run_dir, make=False)
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
     try:
@@ -124,36 +118,11 @@ def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
     return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == group_id), None)
 
 
-def _scores(run: RunDirectory, group_id: int, *, evaluation: bool) -> dict[str, Any]:
-    """The responses of a group: from the ledger while it is live, else from the archive."""
-    try:
-        known, _ = asyncio.run(_known(run, group_id, evaluation=evaluation))
-    except StreamrlError as error:
-        output.note(f"warning: Redis cannot be asked, so only the archive is read: {error.message}")
-        known = {"state": "unknown"}
-    found: dict[str, Any] = {
-        "group": group_id,
-        "evaluation": evaluation,
-        "earlier_attempts": 0,
-        "state": known["state"],
-    }
-    found |= {"attempt": known.get("attempt"), "prompt": known.get("prompt")}
-    found |= {"letters": known.get("letters", []), "responses": known.get("responses", [])}
-    found["source"] = "ledger" if found["responses"] else None
-    if not found["responses"]:
-        found |= _archived(run.path, group_id, evaluation=evaluation)
-    found["rescored"] = _rescored(run.path, group_id, found["attempt"], evaluation=evaluation)
-    return found
-
-
 def _archived(run_dir: Path, group_id: int, *, evaluation: bool, show: _Show | None = None) -> dict[str, Any]:
     """The newest archived attempt at a group, with the fields of a live one; empty if there is none."""
-    files = archive_files(run_dir, evaluation=evaluation)
-    reading = ArchiveReading(files)
+    reading = ArchiveReading(archive_files(run_dir, evaluation=evaluation))
     attempts = reading.find(group_id)
     note_problems(reading)
-    if not files:
-        output.note("no archive: archive.enabled: true keeps the groups that have left Redis")
     if not attempts:
         return {}
     group = attempts[-1]
@@ -251,38 +220,29 @@ def letter_line(letter: dict[str, Any]) -> str:
     return f"dead {who} in {letter['stage']}: {printable(letter['why'])}  ({letter['id']})"
 
 
-def _trace_lines(found: dict[str, Any]) -> Iterator[str]:
+def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     why = f" ({found['why']})" if "why" in found else ""
-    yield f"{_name(found)}: {found['state']}{why}"
-    facts = ("attempt", "version", "samples", "min_group", "without_payload", "without_score", "crashes")
-    if "attempt" in found:
+    attempt = f", attempt {found['attempt']}" if found["attempt"] else ""
+    where = f", from the {found['source']}" if found["source"] else ""
+    yield f"{_name(found)}: {found['state']}{why}{attempt}{where}"
+    facts = ("version", "samples", "min_group", "without_payload", "without_score", "crashes")
+    if "version" in found:
         whole = "  scored whole" if found["whole"] else ""
         yield "  " + "  ".join(f"{key} {found[key]}" for key in facts) + whole
     if found.get("journaled"):
         yield "  turns so far  " + "  ".join(f"sample {k}: {count}" for k, count in found["journaled"].items())
     if found.get("doom"):
         yield f"  will be dead: {found['doom']}"
-    if found.get("prompt"):
-        yield f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), _WIDTH)}"
-    for response in found.get("responses", ()):
-        yield from _response(response, {}, _WIDTH)
-    yield from (f"  {letter_line(letter)}" for letter in found["letters"])
-    if found["record"] is not None:
-        yield "  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid")
-
-
-def _score_lines(found: dict[str, Any], width: int) -> Iterator[str]:
-    where = f", from the {found['source']}" if found["source"] else ""
-    attempt = f", attempt {found['attempt']}" if found["attempt"] else ""
-    yield f"{_name(found)}: {found['state']}{attempt}{where}"
     if found["prompt"]:
         yield f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), width)}"
         yield f"  answer  {shortened(found['prompt'].get('answer'), width)}"
     for response in found["responses"]:
         yield from _response(response, found["rescored"], width)
     yield from (f"  {letter_line(letter)}" for letter in found["letters"])
+    if found["record"] is not None:
+        yield "  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid")
     if not found["responses"]:
-        yield "  nothing is kept of its responses"
+        yield "  nothing is kept of its responses: see archive.enabled and archive.max_bytes"
 
 
 def _name(found: dict[str, Any]) -> str:

@@ -76,5 +76,5 @@ def _make_task(folder: Path, task: str) -> None:
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
         raise CannotCreate(
-            f"the model of the {task} task was not made (exit {code})", "the reason is above; mend it and try again"
+            f"the model of the {task} task was not made (exit {code})", "the reason is above; fix it and try again"
         )

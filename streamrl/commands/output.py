@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TextIO
 
 import orjson
 
@@ -20,6 +20,7 @@ _WIDE: Final = 200  # columns without a terminal, so that a table in a file or a
 _NOTE_SECONDS: Final = 10.0
 _DRAW_SECONDS: Final = 0.2
 _chosen: list[Colour] = ["auto"]
+_outlives: list[bool] = [False]
 
 
 def choose_colour(colour: Colour) -> None:
@@ -82,9 +83,25 @@ def answer(schema: str, data: Any, lines: Iterable[str], *, json: bool) -> None:
             write(line)
 
 
+def outlive_readers() -> None:
+    """From now on a closed pipe ends nothing (`streamrl up | head`): what it would get is dropped."""
+    _outlives[0] = True
+
+
 def write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    _put(sys.stdout, text)
+
+
+def _put(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        if not _outlives[0]:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is sys.stdout:
+            note("nobody reads this any more; the run goes on (`streamrl logs -f` shows it, `streamrl down` ends it)")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -98,8 +115,7 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def note(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    _put(sys.stderr, text)
 
 
 class ProgressLine:

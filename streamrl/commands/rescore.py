@@ -219,7 +219,7 @@ def _different(reading: ArchiveReading, outcome: RescoreResult, count: int) -> l
         group = groups.get((group_id, attempt))
         sample = next((each for each in group.samples if each.number == number), None) if group is not None else None
         if group is None or sample is None:
-            continue  # `archive.files` removed it meanwhile
+            continue  # it was thinned out meanwhile (`archive.max_bytes`)
         rows.append(
             {
                 "group": group_id,

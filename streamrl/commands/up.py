@@ -21,7 +21,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Refused, Unreachable, UsageError, writing
 from streamrl.monitor.board import Board, Goal
-from streamrl.monitor.roles import RoleStates, read_states
+from streamrl.monitor.roles import read_states
 from streamrl.monitor.snapshot import Snapshot, take
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
@@ -82,6 +82,7 @@ def up(
     loaded, run_dir = configuration(file, run, changes, resume=resume)
     if dry_run:
         return _plan(loaded, run_dir)
+    output.outlive_readers()
     published = asyncio.run(find_published(loaded.config)) if prepare else None
     prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume, published=published)
     _announce(prepared)
@@ -183,7 +184,7 @@ def _supervise(prepared: PreparedRun, screen: str, on: Literal["local", "ray"]) 
         round_responses=config.evaluation.prompts * config.evaluation.samples,
     )
     board = Board(config.name, prepared.run_dir, goal, look)
-    with contextlib.closing(look), VIEWERS[screen](board, RoleStates(prepared.run_dir)) as viewer:
+    with contextlib.closing(look), VIEWERS[screen](board) as viewer:
         return asyncio.run(supervise(config, prepared.run_dir, viewer.on_event, on=on))
 
 

@@ -17,7 +17,6 @@ from typing_extensions import override
 from streamrl.commands import output
 from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, log_line, number, percent, printable
-from streamrl.monitor.roles import KnownRole, RoleStates
 from streamrl.monitor.tail import record_of
 from streamrl.runtime.events import DrainStage, Event, LinesDropped, LogLine, Notice, RoleGone, StateChanged
 
@@ -34,29 +33,27 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class Viewer(ABC):
-    """Keeps the board and, for other shells, `supervisor.json`, and passes every event on to `show`."""
+    """Keeps the board, and passes every event on to `show`."""
 
-    def __init__(self, board: Board, states: RoleStates) -> None:
+    def __init__(self, board: Board) -> None:
         self.board = board
-        self._states = states
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._states.close()
+        del error
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, StateChanged):
-            known = KnownRole(event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code)
-            self._states.note(event.role, known)
-            self.board.role(event.role, known)
+            self.board.role(event.role, event.known)
         elif isinstance(event, RoleGone):
-            self._states.forget(event.role)
             self.board.forget(event.role)
         elif isinstance(event, LinesDropped):
             self.board.event(f"{event.count} log lines not shown; they are in the log files")
         text, bad = describe(event)
+        if isinstance(event, DrainStage):
+            self.board.footer = event.advice
         if text:
             self.board.event(text, bad=bad)
         self.show(event, text, bad=bad)
@@ -124,8 +121,8 @@ class _Ticking(Viewer):
 
     seconds: float
 
-    def __init__(self, board: Board, states: RoleStates) -> None:
-        super().__init__(board, states)
+    def __init__(self, board: Board) -> None:
+        super().__init__(board)
         self._broken = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
@@ -145,16 +142,15 @@ class _Ticking(Viewer):
             self._look()
 
     def _look(self) -> None:
-        """Refresh and show. A failure of the screen is logged and must not end the run."""
-        if self._broken:
-            return
+        """Refresh and show. The first failure is logged; the next look may succeed."""
         try:
             self.board.refresh()
             self.tick()
         except Exception:
+            if not self._broken:
+                logger.exception("the screen failed")
+                output.note("the screen failed (see logs/supervisor.jsonl); the run goes on")
             self._broken = True
-            logger.exception("the screen failed")
-            output.note("the screen failed (see logs/supervisor.jsonl); the run goes on")
 
     @abstractmethod
     def tick(self) -> None:
@@ -202,7 +198,10 @@ def plain_line(board: Board) -> str:
     for name, side in sorted(progress.rollouts.items()):
         if states.get(name) not in {"starting", "backoff"}:  # the figures are those of its last life
             parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
-    parts += [f"{name} {state}" for name, state in states.items() if state not in {"ready", "stopped"}]
+    for name, known in board.sorted_roles():
+        if known.state not in {"ready", "stopped"}:
+            since = f" {duration(time.time() - known.since)}" if known.state == "starting" else ""
+            parts.append(f"{name} {known.state}{since}")
     if board.snapshot is not None:
         shown = board.snapshot.roles.items()
         parts += [f"{name} blocked" for name, fields in shown if fields.get("state") == "blocked"]
@@ -227,6 +226,7 @@ class LiveViewer(_Ticking):
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self.board.footer = "The run has ended"
         try:
             super().__exit__(*error)
         finally:

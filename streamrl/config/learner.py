@@ -210,7 +210,7 @@ class LearnerConfig(Section):
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="torch float32 matmul precision; medium uses oneDNN on CPUs, with model.attention eager"
     )
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
     device: str = Field("auto", description="auto, cpu or cuda")
@@ -220,7 +220,9 @@ class LearnerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_trial(cls, values: Any) -> Any:
+    def _refuse_gone(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "sinks" in values:
+            raise ValueError("sinks is now report_to: write learner.report_to")
         if isinstance(values, dict) and values.get("matmul_precision") == "auto":
             raise ValueError(
                 "matmul_precision auto is gone: leave it out, or set medium with model.attention eager (no AMX)"

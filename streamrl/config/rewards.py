@@ -147,13 +147,26 @@ class RewardModelConfig(Section):
 class ArchiveConfig(Section):
     """Complete groups with their scores, kept for people and for scoring them again."""
 
-    enabled: bool = Field(False, description="keep every closed group in RUN_DIR/archive")
-    file_bytes: Size = Field(256 << 20, description="size at which a file is followed by the next")
-    files: Positive | None = Field(None, description="files that are kept; empty: all")
+    enabled: bool = Field(True, description="keep closed groups in RUN_DIR/archive")
+    max_bytes: Size | None = Field(
+        512 << 20,
+        description="size above which only the newest groups and a sample of the older ones are kept; as much again for"
+        " held-out groups, and never more than a quarter of the disk; empty: keep all",
+    )
+    file_bytes: Size = Field(
+        256 << 20, description="size at which a file is followed by the next; at most an eighth of max_bytes"
+    )
     logprobs: bool = Field(True, description="with the log-probabilities of the tokens")
     store: StoreUrl | None = Field(
-        None, description="directory or URL (s3://, gs://, az://) that each finished file is copied to"
+        None, description="directory or URL (s3://, gs://, az://) that each finished file is copied to, whole"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_files(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "files" in values:
+            raise ValueError("files is gone: set max_bytes, the size of all files together")
+        return values
 
 
 def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest: int) -> None:
@@ -175,5 +188,5 @@ def check_retrying(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig, ma
     if retries and worker.retry_for >= max_hold:
         raise ValueError(
             f"reward_worker.retry_for {worker.retry_for:g} s is not below lease.max_hold {max_hold:g} s, after which a"
-            " sample is dead"
+            " sample has failed"
         )

@@ -74,6 +74,7 @@ async def run_reward_worker(role: Role) -> None:
                     await leases.run(role.stop)
                 for task in beside:
                     task.cancel()
+            worker.tell_failed()
 
 
 async def has_scores(ledgers: Ledgers) -> bool:
@@ -99,7 +100,8 @@ class RewardWorker:
 
     def __init__(self, role: Role, scorer: Scorer) -> None:
         self.scored = 0
-        self.failed = 0
+        self.failed = self._told = 0
+        self._newest: dict[str, Any] = {}
         self._total = 0.0
         self._role = role
         self._scorer = scorer
@@ -169,9 +171,18 @@ class RewardWorker:
             return
         for score in scores.values():
             self._count(score.value)
-        self.failed += len(causes)
         for index, cause in causes.items():
-            logger.warning("sample is dead", extra={"group": lease.group_id, "sample": index, "why": cause.why})
+            self._failed(lease.group_id, index, cause.why)
+
+    def _failed(self, group_id: int, sample: int | None, why: str, samples: int = 1) -> None:
+        self.failed += samples
+        self._newest = {"group": group_id, "sample": sample, "why": why}
+
+    def tell_failed(self) -> None:
+        """Log how many samples failed since the last call, with the newest cause; the dead letters hold them all."""
+        if self.failed > self._told:
+            logger.warning("samples failed: %d", self.failed - self._told, extra=self._newest)
+            self._told = self.failed
 
     def _count(self, value: float) -> None:
         self.scored += 1
@@ -181,13 +192,13 @@ class RewardWorker:
         self, lease: Lease, why: str, detail: str = "", *, fail_group: bool = False, samples: int = 1
     ) -> None:
         if await lease.ledger.fail_score(lease, why, detail, fail_group=fail_group):
-            self.failed += samples
-            logger.warning("sample is dead", extra={"group": lease.group_id, "sample": lease.sample, "why": why})
+            self._failed(lease.group_id, lease.sample, why, samples)
 
     async def record(self, leases: Leases) -> None:
         at, scored, total = time.monotonic(), 0, 0.0
         while True:
             await asyncio.sleep(_RECORD_SECONDS)
+            self.tell_failed()
             now = time.monotonic()
             new = self.scored - scored
             counts: dict[str, int | float] = {

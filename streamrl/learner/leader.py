@@ -30,7 +30,7 @@ from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_fin
 from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.lineage import VersionsLog
-from streamrl.learner.metrics import Sinks, StepMeter, group_frame
+from streamrl.learner.metrics import StepLoggers, StepMeter, group_frame
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
@@ -169,7 +169,7 @@ class Leader:
         self._buffer: TrainBuffer
         self._publishing: Publishing
         self._saver: Saver
-        self._sinks: Sinks
+        self._loggers: StepLoggers
 
     async def run(self) -> None:
         checkpoints = Checkpoints.of(self._role.run_dir)
@@ -179,7 +179,7 @@ class Leader:
         opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
-        sinks = self._sinks = Sinks(self._config, self._role.run_dir)
+        loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
         versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
@@ -215,7 +215,7 @@ class Leader:
         finally:
             await archive.close()
             versions.close()
-            await asyncio.to_thread(sinks.close)
+            await asyncio.to_thread(loggers.close)
 
     async def _load(self, position: Position) -> None:
         if self._worker.files.apart:
@@ -459,4 +459,4 @@ class Leader:
             }
         )
         self._role.record({**head, **line})
-        self._sinks.log(step, line)
+        self._loggers.log(step, line)

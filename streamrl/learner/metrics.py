@@ -1,6 +1,6 @@
 """What a step logs: one JSON line, always, and its figures to TensorBoard, Weights & Biases or trackio.
 
-A sink never holds up or ends the training. Lines go out in a thread of their own; a sink that fails is left out from
+A logger never holds up or ends the training. Lines go out in a thread of their own; one that fails is left out from
 then on, and the log says so.
 """
 
@@ -164,11 +164,11 @@ def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> di
 logger = logging.getLogger(__name__)
 _PROJECT: Final = "streamrl"
 _MOST_WAITING: Final = 256
-"""Lines that wait for slow sinks; further ones are left out."""
+"""Lines that wait for slow loggers; further ones are left out."""
 _CLOSE_SECONDS: Final = 20.0
 
 
-class Sink(Protocol):
+class StepLogger(Protocol):
     """One place that figures go to; used by one thread."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
@@ -176,7 +176,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoard(Sink):
+class TensorBoard(StepLogger):
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -193,7 +193,7 @@ class TensorBoard(Sink):
         self._writer.close()
 
 
-class Tracker(Sink):
+class Tracker(StepLogger):
     """A run of a library with the interface of wandb, named as the run. Addresses and paths are not sent."""
 
     def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
@@ -212,26 +212,26 @@ class Tracker(Sink):
         self._library.finish()
 
 
-_MAKERS: Final[dict[str, Callable[[RunConfig, Path], Sink]]] = {
+_MAKERS: Final[dict[str, Callable[[RunConfig, Path], StepLogger]]] = {
     "tensorboard": TensorBoard,
     "wandb": partial(Tracker, "wandb"),
     "trackio": partial(Tracker, "trackio"),
 }
 
 
-class Sinks:
+class StepLoggers:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        self._names = tuple(dict.fromkeys(config.learner.sinks))
+        self._names = tuple(dict.fromkeys(config.learner.report_to))
         for name in self._names:
             if importlib.util.find_spec(name) is None:
                 raise ConfigError(
-                    f"learner.sinks: {name} is not installed", f"pip install 'streamrl[{name}]', or leave it out"
+                    f"learner.report_to: {name} is not installed", f"pip install 'streamrl[{name}]', or leave it out"
                 )
         self._config, self._run_dir = config, run_dir
-        self._sinks: dict[str, Sink] = {}
+        self._loggers: dict[str, StepLogger] = {}
         self._last: Future[None] | None = None
         self._waiting = self._left_out = 0
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sinks")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="loggers")
         if self._names:
             self._last = self._executor.submit(self._open)
 
@@ -242,7 +242,7 @@ class Sinks:
         if self._waiting >= _MOST_WAITING:
             self._left_out += 1
             if self._left_out == 1:
-                logger.warning("sinks are too slow: lines are left out", extra={"sinks": list(self._names)})
+                logger.warning("loggers are too slow: lines are left out", extra={"loggers": list(self._names)})
             return
         self._waiting += 1
         self._last = self._executor.submit(self._send, step, figures(line))
@@ -253,7 +253,7 @@ class Sinks:
             try:
                 self._executor.submit(self._close).result(_CLOSE_SECONDS)
             except FutureTimeoutError:
-                logger.warning("sinks do not end", extra={"sinks": list(self._sinks)})
+                logger.warning("loggers do not end", extra={"loggers": list(self._loggers)})
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     # ---- in the thread
@@ -263,24 +263,24 @@ class Sinks:
             self._try(name, partial(self._make, name))
 
     def _make(self, name: str) -> None:
-        self._sinks[name] = _MAKERS[name](self._config, self._run_dir)
+        self._loggers[name] = _MAKERS[name](self._config, self._run_dir)
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:
         self._waiting -= 1
-        for name, sink in list(self._sinks.items()):
-            self._try(name, partial(sink.log, step, values))
+        for name, target in list(self._loggers.items()):
+            self._try(name, partial(target.log, step, values))
 
     def _close(self) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, sink.close)
+        for name, target in list(self._loggers.items()):
+            self._try(name, target.close)
 
     def _try(self, name: str, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:
             # A foreign library may raise anything; training goes on without it.
-            self._sinks.pop(name, None)
-            logger.exception("sink left out", extra={"sink": name, "error": str(error)})
+            self._loggers.pop(name, None)
+            logger.exception("logger left out", extra={"tracker": name, "error": str(error)})
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:

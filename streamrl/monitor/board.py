@@ -38,6 +38,7 @@ class Board:
     goal: Goal
     look: Callable[[], Snapshot | None]
     started: float = field(default_factory=time.time)
+    footer: str = "Ctrl-C drains and stops, again: now"
     snapshot: Snapshot | None = None
     roles: dict[str, KnownRole] = field(default_factory=dict)
     events: deque[tuple[float, str, bool]] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))

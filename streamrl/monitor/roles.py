@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import orjson
 
@@ -50,7 +50,10 @@ class RoleStates:
         self.roles.pop(name, None)
         self._write({"pid": os.getpid(), "host": socket.gethostname()})
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._write({"pid": None, "host": socket.gethostname()})
 
     def _write(self, holder: dict[str, Any]) -> None:

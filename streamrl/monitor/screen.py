@@ -207,5 +207,5 @@ def _events(board: Board, width: int, count: int) -> RenderableType:
         Text(f"{clock(at)} {text}"[: width - 1], style="red" if bad else "dim", no_wrap=True)
         for at, text, bad in board.last_events(count)
     ]
-    lines.append(Text("Ctrl-C drains and stops, again: now.  More: streamrl lag, status, logs -f", "dim"))
+    lines.append(Text(f"{board.footer}.  More: streamrl lag, status, logs -f"[: width - 1], "dim", no_wrap=True))
     return Group(*lines)

@@ -22,7 +22,7 @@ from streamrl.queues.records import Admission, AdmitOutcome, by_cause, same_kind
 BURST: Final = 32
 _LOOK_SECONDS: Final = 0.5
 _SAMPLES: Final = 32
-"""Responses that died alike, before the run ends."""
+"""Responses that failed with the same error, before the run ends."""
 _GROUPS: Final = 4
 """Groups that they were in: fewer may be broken prompts."""
 WINDOW: Final = 60.0
@@ -84,7 +84,7 @@ class Admitter:
         kind, option = ("held-out ", " --eval") if self._ledger.evaluation else ("", "")
         return Refused(
             f"{len(letters)} dead {kind}letters, max_dead is {self._terms.max_dead}: nothing more is admitted{most}",
-            f"`streamrl dead ls{option}` shows them; mend the cause, `streamrl dead replay all{option}` (or `drop`), or"
+            f"`streamrl dead ls{option}` shows them; fix the cause, `streamrl dead replay all{option}` (or `drop`), or"
             " raise max_dead, then `streamrl up --resume`",
         )
 
@@ -124,8 +124,8 @@ class VersionBell:
         return True
 
 
-class AllAlike:
-    """Ends a run in which no response gets a score and all fail alike: its rewards or its engine are broken.
+class SameFailureGuard:
+    """Ends a run in which no response gets a score and all fail with the same error: rewards or engine are broken.
 
     It looks at the groups that died since this feeder began, and stops at the first score. A failure is often faster
     than a score, so a dead group counts only when no older group is live any more.
@@ -169,8 +169,9 @@ class AllAlike:
             return
         [cause, *_] = by_cause(samples)
         raise Refused(
-            f"{len(samples)} responses to {len(groups)} prompts died alike, and none has a score: {cause.newest.why}",
-            "`streamrl dead ls` shows the traceback; mend the cause, `streamrl dead replay all`, then `streamrl up"
+            f"{len(samples)} responses to {len(groups)} prompts failed with the same error, and none has a score:"
+            f" {cause.newest.why}",
+            "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`, then `streamrl up"
             " --resume`",
         )
 

@@ -6,7 +6,7 @@ FULL  -> wait for a new version (a step has made room) or a short pause, then as
 MOVED -> go on where Redis says
 waste -> more groups are dropped than trained: admit nothing, and say why (`Waste`)
 end   -> finish() where the cursor stands, then watch: when Redis goes back, the lost groups are admitted again
-dead  -> too many dead letters, or all die alike: end with an error, because a person has to look at them
+dead  -> too many dead letters, or all fail with the same error: end with an error, because a person has to look at them
 ```
 """
 
@@ -19,7 +19,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrapped
-from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, AllAlike, VersionBell, Waste, wasted
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, SameFailureGuard, VersionBell, Waste, wasted
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
@@ -45,7 +45,7 @@ async def run_feeder(role: Role) -> None:
         ConfigError: the tokenizer cannot be loaded, or is another model's.
         DataError: a prompt file is missing or has a line that cannot be used.
         Refused: the run holds groups of other data, another seed or another group size; or `max_dead` dead letters; or
-            all responses die alike.
+            all responses fail with the same error.
         Fenced: a newer feeder took over the held-out ledger.
     """
     config = role.config
@@ -92,7 +92,7 @@ class Training:
         self._admitter = Admitter(self._ledger, terms, self._prompt)
         self._waste = Waste(config.budget, config.learner.groups_per_step)
         self._look_at = 0.0
-        self._all_alike = AllAlike(self._ledger)
+        self._same_failure = SameFailureGuard(self._ledger)
 
     async def check(self) -> None:
         state = await self._ledger.state()
@@ -102,14 +102,14 @@ class Training:
                 "restore them, or start a new run (--fresh, or another name)",
             )
         self._admitter.cursor = state.cursor
-        await self._all_alike.begin()
+        await self._same_failure.begin()
         self._show("starting")
 
     async def run(self) -> None:
         pause, limit = _FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._bell.version
-            await self._all_alike.check()
+            await self._same_failure.check()
             await self._look_for_waste()
             stopped = self._waste.allowed == 0
             outcome = None if stopped else await self._replay()

@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import hashlib
 import logging
 import math
+import os
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -64,6 +66,7 @@ _TRANSIENT: Final = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutEr
 _LATER: Final = frozenset({"OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY"})
 _RECONNECT: Final = frozenset({"READONLY", "MASTERDOWN"})
 _CANNOT_WRITE: Final = "MISCONF"
+_NO_ROOM: Final = os.strerror(errno.ENOSPC)
 _LAST_PATIENCE: Final = 5.0
 """Seconds for which a process that is to end waits for a Redis that cannot write."""
 _WARN_SECONDS: Final = 5.0
@@ -77,6 +80,7 @@ _ABSENT: Final = (
 )
 _HINTS: Final = {
     "OOM": "Redis is full: raise redis.maxmemory, or lower learner.groups_per_step, max_staleness or checkpoint.every",
+    _NO_ROOM: "make room on the disk of Redis; the run goes on by itself",
     _CANNOT_WRITE: "Redis cannot write its append-only file: look for a full disk",
     "CERTIFICATE_VERIFY_FAILED": (
         "name the file of its authority with `?ssl_ca_certs=` in redis.url, and reach it by a name in its certificate;"
@@ -146,6 +150,10 @@ class _Call:
     future: asyncio.Future[Any]
     failed_at: float | None = None
     failures: int = 0
+
+
+def _hint(reason: str) -> str:
+    return next((hint for code, hint in _HINTS.items() if code in reason), "")
 
 
 class Connection:
@@ -339,7 +347,7 @@ class Connection:
         if not self._still_patient(call, loop.time(), error_text(reply)):
             return
         if call.failures == 1 and code in _HINTS:
-            self._warn("redis refuses writes for now", code=code, hint=_HINTS[code])
+            self._warn_refused(error_text(reply))
         self._paused.add(call)
         loop.call_later(pause(call.failures, random.random()), self._resume, call)  # noqa: S311
 
@@ -385,8 +393,16 @@ class Connection:
     def _note(self, error: BaseException) -> None:
         now = asyncio.get_running_loop().time()
         if self._patience and self._outage.since is None and self._block_outage.since is None:
-            self._warn("redis does not answer", url=self._url, error=error_text(error))
+            text = error_text(error)
+            if error_code(text) in _HINTS:
+                self._warn_refused(text)
+            else:
+                self._warn("redis does not answer", url=self._url, error=text)
         self._last_error = now
+
+    def _warn_refused(self, reply: str) -> None:
+        cause = "disk is full: " if _NO_ROOM in reply else ""
+        self._warn(f"{cause}redis refuses writes for now", reply=reply, hint=_hint(reply))
 
     def _warn(self, what: str, **fields: str) -> None:
         """Log a warning at most every `_WARN_SECONDS`: a full disk refuses hundreds of calls in a second."""
@@ -415,7 +431,8 @@ class Connection:
         )
 
     def _unreachable(self, reason: str, seconds: float) -> Unreachable:
-        hint = next((hint for code, hint in _HINTS.items() if code in reason), "")
+        hint = _hint(reason)
+        reason = f"disk is full ({reason})" if _NO_ROOM in reason else reason
         if not self._patience:
             return Unreachable(f"Redis at {self._url} does not answer: {reason}", hint or _ABSENT)
         return Unreachable(

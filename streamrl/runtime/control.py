@@ -25,7 +25,7 @@ from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import BEAT_TTL
 from streamrl.queues.supervision import KEPT_LINES, Asked, Published, Supervision
-from streamrl.runtime.events import Event, LogLine, Notice, RoleGone, StateChanged
+from streamrl.runtime.events import Event, LogLine, Notice
 from streamrl.weight_sync.files import read_token
 
 logger = logging.getLogger(__name__)
@@ -72,25 +72,19 @@ class Controlled(Protocol):
 
 
 class RemoteControl:
-    def __init__(self, config: RunConfig, run_dir: Path, on: str) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, on: str, states: Mapping[str, KnownRole]) -> None:
         self.id = secrets.token_hex(8)
         self._config = config
         self._run_dir = run_dir
         self._on = on
         self._began = time.time()
-        self._states: dict[str, KnownRole] = {}
+        self._states = states
         self._lines: dict[str, deque[bytes]] = {}
         self._claimed, self._lost = False, ""
 
     def note(self, event: Event) -> None:
-        """Remember what others are to see; the lines of an outage are lost but for the last ones."""
-        if isinstance(event, StateChanged):
-            self._states[event.role] = KnownRole(
-                event.state.value, event.at, event.restarts, event.pid, event.reason, event.exit_code
-            )
-        elif isinstance(event, RoleGone):
-            self._states.pop(event.role, None)
-        elif isinstance(event, LogLine) and not event.tail:
+        """Remember log lines for others; of those of an outage only the last ones."""
+        if isinstance(event, LogLine) and not event.tail:
             self._lines.setdefault(event.role, deque(maxlen=KEPT_LINES)).append(event.line)
 
     @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ supervisor nor a role. Log lines that do not fit into the queue are dropped and 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,7 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias
 
+from streamrl.monitor.roles import KnownRole
 from streamrl.runtime.instance import RoleState
+
+logger = logging.getLogger(__name__)
 
 QUEUE_LINES: Final = 10_000
 _LONGEST_LINGER: Final = 15
@@ -36,6 +40,10 @@ class StateChanged:
     exit_code: int | None = None
     pause: float | None = None
     at: float = field(default_factory=time.time)
+
+    @property
+    def known(self) -> KnownRole:
+        return KnownRole(self.state.value, self.at, self.restarts, self.pid, self.reason, self.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class DrainStage:
 
     roles: tuple[str, ...]
     seconds: float
-    advice: str = "Ctrl-C again to stop now"
+    advice: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +92,12 @@ OnEvent: TypeAlias = Callable[[Event], None]
 class EventPump:
     """Carries events to a callback in a thread of its own; the end of the block waits for it.
 
-    An exception of the callback ends the delivery and is kept in `broken`. At most `capacity` log lines wait. The end
-    waits `linger` seconds for a reader that takes nothing, longer for one that goes on reading.
+    The first exception of the callback is logged, and the next event is delivered all the same. At most `capacity` log
+    lines wait. The end waits `linger` seconds for a reader that takes nothing, longer for one that goes on reading.
     """
 
     def __init__(self, on_event: OnEvent, capacity: int = QUEUE_LINES, linger: float = 2.0) -> None:
-        self.broken: Exception | None = None
+        self._broken = False
         self._on_event = on_event
         self._capacity = capacity
         self._linger = linger
@@ -141,7 +149,8 @@ class EventPump:
             for event in events:
                 try:
                     self._on_event(event)
-                except Exception as error:  # noqa: BLE001 (read by the supervisor; showing must not end the run)
-                    self.broken = error
-                    return
+                except Exception:
+                    if not self._broken:
+                        logger.exception("an event cannot be shown")
+                    self._broken = True
                 self._delivered += 1

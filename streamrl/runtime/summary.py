@@ -7,6 +7,7 @@ monotonic clock that all roles of one machine share. Those of other machines are
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +53,9 @@ class Accuracies:
 async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> Accuracies:
     """Measure first and last weights, on the same held-out prompts at the run's temperature.
 
-    Nothing is measured if `evaluation.final_prompts` is 0; `after` is None if the run has exported no model. A model,
-    data or rewards that cannot be used are a `failure`, so that the other figures are still written.
+    `after` is None if the run has exported no model. A cancellation skips the rest. A model, data or rewards that
+    cannot be used are a `failure`, so that the other figures are still written.
     """
-    if not config.evaluation.final_prompts:
-        return Accuracies()
     seed = config.seed + _MEASURING_SEED
     before: float | None = None
     try:
@@ -66,6 +65,8 @@ async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> 
             return Accuracies(before)
         trained = with_model(config, str(last))
         return Accuracies(before, await measure_accuracy(trained, run_dir, "last version", seed, on_progress))
+    except asyncio.CancelledError:
+        return Accuracies(before)
     except StreamrlError as error:
         return Accuracies(before, failure=error)
 

@@ -21,11 +21,12 @@ from typing import Final, Literal
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitClass, ExitCode, classify
+from streamrl.monitor.roles import RoleStates
 from streamrl.queues import embedded
 from streamrl.queues.supervision import Asked
 from streamrl.runtime import checkup
 from streamrl.runtime.control import RemoteControl
-from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent, RoleGone
+from streamrl.runtime.events import DrainStage, Event, EventPump, Notice, OnEvent, RoleGone, StateChanged
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.launch import supervisor_lock, sweep
 from streamrl.runtime.logs import log_to_file
@@ -94,14 +95,19 @@ async def supervise(
     with (
         supervisor_lock(run_dir),
         log_to_file("supervisor", log, config.supervisor.log_bytes),
+        RoleStates(run_dir) as states,
         EventPump(on_event) as pump,
     ):
         allow_many_files()
         # On another node another directory is the current one.
         specs = plan(config, run_dir.resolve()) if units is None else units
-        control = RemoteControl(config, run_dir, on)
+        control = RemoteControl(config, run_dir, on, states.roles)
 
         def send(event: Event) -> None:
+            if isinstance(event, StateChanged):
+                states.note(event.role, event.known)
+            elif isinstance(event, RoleGone):
+                states.forget(event.role)
             pump.send(event)
             control.note(event)
 
@@ -118,8 +124,6 @@ async def supervise(
                 placement.close()
                 await embedded.remove_socket(run_dir)
                 release_memory(run_dir)
-                if pump.broken is not None:
-                    logger.error("the reader of events failed", exc_info=pump.broken)
 
 
 def _open_placement(on: str, config: RunConfig, run_dir: Path, specs: Sequence[UnitSpec]) -> Placement:
@@ -310,7 +314,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         names = tuple(name for unit in stage for name in unit.spec.processes)
         seconds = max(0.0, deadline - loop.time())
-        self._send(DrainStage(names, round(seconds, 1)))
+        advice = "Ctrl-C stops now" if self._haste >= Haste.DRAIN else "Ctrl-C drains the run"
+        self._send(DrainStage(names, round(seconds, 1), advice))
         for unit in stage:
             unit.request_stop("run ends")
         if await self._all_ended(stage, deadline, Haste.DRAIN):

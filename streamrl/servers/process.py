@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import HttpClient, read_key
 from streamrl.isolation import keeper
 from streamrl.servers.launch import Launch, Startable
+from streamrl.servers.root_cause import root_cause
 
 logger = logging.getLogger(__name__)
 PORTS: Final = range(20_000, 32_000)
@@ -34,8 +35,11 @@ _LISTENING: Final = "0A"
 _PORT_ATTEMPTS: Final = 4
 _READY_PAUSE: Final = 0.2
 _READY_SECONDS: Final = 5.0
+_SAY_SECONDS: Final = 10.0
+"""Between two lines that say how long a server starts already."""
 _KEEPER_SECONDS: Final = 15.0
 _TAIL_BYTES: Final = 1 << 14
+_CAUSE_BYTES: Final = 1 << 20
 _TAIL_LINES: Final = 15
 _USAGE: Final = 2  # the exit code of argparse for a bad command line
 _TAKEN: Final = re.compile(r"address already in use|errno 98|port \d+ is (already|not)", re.IGNORECASE)
@@ -217,14 +221,14 @@ class ManagedServer:
         asking = asyncio.create_task(self._ask(client))
         assert self._attending is not None
         try:
-            await asyncio.wait({asking, self._attending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_saying({asking, self._attending}, seconds)
             if self._attending.done():
                 cause = self._cause()
                 if _TAKEN.search(cause):
                     raise _PortTakenError(cause)
                 if self._process is not None and self._process.returncode == _USAGE and (said := self._refusal()):
                     section = self._settings.section
-                    hint = f"mend {section}.flags and {section}.variables; the whole log: {self.log}"
+                    hint = f"fix {section}.flags and {section}.variables; the whole log: {self.log}"
                     raise ConfigError(f"{self.name} does not take its command line: {said}", hint)
                 raise Unreachable(f"{self.name} did not start: {cause}", f"the whole log: {self.log}")
             if not asking.done():
@@ -239,6 +243,15 @@ class ManagedServer:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await client.close()
+
+    async def _wait_saying(self, either: set[asyncio.Task[None]], seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        began, done = loop.time(), set[asyncio.Task[None]]()
+        while not done and (left := began + seconds - loop.time()) > 0:
+            done, _ = await asyncio.wait(either, timeout=min(left, _SAY_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                why = f"{loop.time() - began:.0f} s of at most {seconds:g} s"
+                logger.warning("server is starting", extra={"server": self.name, "why": why})
 
     async def _ask(self, client: HttpClient) -> None:
         while True:
@@ -259,8 +272,14 @@ class ManagedServer:
             ended = f"killed by {_signal_name(abs(code) % 128)}"
         else:
             ended = f"exit {code}"
+        if cause := self.root_cause():
+            return f"{ended}: {cause}"
         tail = self._tail()
         return f"{ended}; its log ends with:\n{tail}" if tail else f"{ended}, and it has logged nothing"
+
+    def root_cause(self) -> str:
+        """The deepest error in this life's log; empty if there is none."""
+        return root_cause(self._written(_CAUSE_BYTES))
 
     def _refusal(self) -> str:
         """Return the last error of the server's command line parser; empty when the log ends otherwise."""
@@ -268,16 +287,19 @@ class ManagedServer:
         return last.partition("error: ")[2]
 
     def _tail(self) -> str:
-        """The last lines of this life's log, which may lie in two files when it was rotated."""
+        lines = self._written(_TAIL_BYTES).splitlines()
+        return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
+
+    def _written(self, most: int) -> str:
+        """The end of this life's log, which may lie in two files when it was rotated."""
         try:
             if self._rotated() == self._rotated_before:
-                written = self._end_of(self.log, self._begun_at)
+                written = self._end_of(self.log, self._begun_at, most)
             else:
-                written = self._end_of(self._old_log, self._begun_at) + self._end_of(self.log, 0)
+                written = self._end_of(self._old_log, self._begun_at, most) + self._end_of(self.log, 0, most)
         except OSError:
             return ""
-        lines = written.decode(errors="replace").splitlines()
-        return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
+        return written.decode(errors="replace")
 
     @property
     def _old_log(self) -> Path:
@@ -292,10 +314,10 @@ class ManagedServer:
         return found.st_mtime_ns, found.st_size
 
     @staticmethod
-    def _end_of(path: Path, begin: int) -> bytes:
+    def _end_of(path: Path, begin: int, most: int) -> bytes:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(begin if begin <= size else 0, size - _TAIL_BYTES))
+            file.seek(max(begin if begin <= size else 0, size - most))
             return file.read()
 
 

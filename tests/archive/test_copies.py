@@ -52,7 +52,7 @@ async def test_while_the_store_is_away_everything_stays_and_is_copied_later(tmp_
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
     blocker = tmp_path / "store"
     blocker.write_text("no directory")
-    config = configured(file_bytes=1, files=1, store=str(blocker))
+    config = configured(file_bytes=1, max_bytes=1, store=str(blocker))
     await archived(tmp_path / "run", config, closed(1))
     assert "the archive cannot be copied" in caplog.text
     assert "are not in archive.store" in caplog.text
@@ -60,7 +60,7 @@ async def test_while_the_store_is_away_everything_stays_and_is_copied_later(tmp_
     for group_id in (2, 3):
         archive.add(closed(group_id))
         await archive.sync()
-    assert len(archive_files(tmp_path / "run")) >= 3, "archive.files removes nothing that is not copied"
+    assert len(archive_files(tmp_path / "run")) >= 3, "nothing is thinned that is not copied"
     blocker.unlink()
 
     async def looked() -> None:
@@ -72,6 +72,22 @@ async def test_while_the_store_is_away_everything_stays_and_is_copied_later(tmp_
     await archive.close()
     (folder,) = (blocker / "kept" / ARCHIVE).iterdir()
     assert [group.group_id for group in read_archive(folder)] == [1, 2, 3]
+
+
+async def test_copies_stay_whole_when_files_here_are_thinned(tmp_path):
+    config = configured(max_bytes=8_000, store=str(tmp_path / "store"))
+    for life in range(4):
+        await archived(tmp_path / "run", config, *(closed(group_id) for group_id in range(50 * life, 50 * life + 50)))
+    last = Archive(config, tmp_path / "run")
+    async with asyncio.timeout(20):
+        while len(list(read_archive(tmp_path / "run"))) == 200:
+            last.add(closed(200))
+            last._dirty = True  # a second later, with nothing new
+            await last.sync()
+    await last.close()
+    await archived(tmp_path / "run", config, closed(201))
+    (folder,) = (tmp_path / "store" / "kept" / ARCHIVE).iterdir()
+    assert [group.group_id for group in read_archive(folder)] == list(range(202))
 
 
 async def test_a_copy_that_broke_off_is_made_again_by_the_next_process(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from streamrl import wire
 from streamrl.archive import writer as module
 from streamrl.archive.reader import ARCHIVE, EVALUATION, archive_files, read_archive, read_groups, read_header
+from streamrl.archive.thinning import thin
 from streamrl.archive.writer import Archive
 from streamrl.errors import ConfigError
 from tests.archive_kit import archived, closed, configured, response_of, score_of
@@ -96,15 +97,45 @@ async def test_log_probabilities_can_be_left_out(tmp_path):
     assert "group 2" in reading.problems[0]
 
 
-async def test_old_files_go(tmp_path):
-    archive = Archive(configured(file_bytes=1, files=3), tmp_path)
-    for group_id in range(8):
-        archive.add(closed(group_id))
-        await archive.sync()
-    await archive.close()
-    assert len(archive_files(tmp_path)) <= 3
-    assert [group.group_id for group in read_archive(tmp_path)][-1] == 7
-    assert len(list(read_archive(tmp_path))) < 8
+async def test_a_limit_keeps_the_newest_groups_and_a_sample_of_all_others(tmp_path):
+    limit, count, sizes = 40_000, 3000, []
+    for life in range(3):
+        archive = Archive(configured(max_bytes=limit), tmp_path)
+        for group_id in range(life * 1000, life * 1000 + 1000):
+            archive.add(closed(group_id))
+            if group_id % 5 == 4:
+                await archive.sync()
+                sizes.append(sum(file.stat().st_size for file in archive_files(tmp_path)))
+        await archive.close()
+    assert limit / 2 < max(sizes) <= limit
+    reading = read_archive(tmp_path)
+    kept = [group.group_id for group in reading]
+    assert reading.problems == []
+    assert kept == sorted(set(kept))
+    assert kept[-50:] == list(range(count - 50, count)), "the newest are all there"
+    for part in range(0, count, count // 10):  # some of every tenth of the run
+        assert any(part <= group_id < part + count // 10 for group_id in kept)
+    assert [group.group_id for group in read_groups(tmp_path / ARCHIVE)] == kept
+
+
+async def test_versions_of_a_group_stay_or_go_together(tmp_path):
+    config = configured(max_bytes=8_000)
+    for bonus in (0.0, 0.5):
+        await archived(tmp_path, config, *(closed(group_id, bonus=bonus) for group_id in range(100)))
+    await archived(tmp_path, config, *(closed(group_id) for group_id in range(100, 200)))
+    old = [group for group in read_archive(tmp_path) if group.group_id < 100]
+    assert 0 < len(old) < 100
+    assert {group.samples[0].score.value - (group.group_id + 1) % 2 for group in old} == {0.5}
+
+
+async def test_a_reading_goes_on_while_files_are_thinned(tmp_path):
+    await archived(tmp_path, configured(), *(closed(group_id, bonus=0.5) for group_id in range(100)))
+    reading = iter(read_archive(tmp_path))
+    first = next(reading).group_id
+    (file,) = archive_files(tmp_path)
+    thin([file], file.stat().st_size - 1)
+    assert {group.group_id for group in reading} | {first} >= {group.group_id for group in read_archive(tmp_path)}
+    assert 0 < len(list(read_archive(tmp_path))) < 100
 
 
 async def test_without_an_archive_nothing_happens(tmp_path):

@@ -34,13 +34,12 @@ COMMANDS = [
     ("trace", "0"),
     ("trace", "1"),
     ("trace", "0", "--eval"),
-    ("score", "show", "0"),
     ("dead", "ls"),
     ("weights", "ls"),
     ("engines", "ls"),
     ("reward", "servers", "ls"),
 ]
-MEANT = {"status": "degraded", "audit": "NOT PROVED", "trace": "unknown", "score": "nothing is kept", "engines": "down"}
+MEANT = {"status": "degraded", "audit": "NOT PROVED", "trace": "unknown", "engines": "down"}
 """What a command says when its exit code is 1: the answer, not a failure."""
 APP = get_command(command_line.app)
 """Made once: typer makes it for every call, which takes longer than a look."""

@@ -59,14 +59,13 @@ async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path
             detailed = next(letter["id"] for letter in letters if letter["detail"])
             shown = data_of(await command("dead", "show", detailed), "streamrl.dead.show/1")
             assert "rescore_rewards.py" in shown["detail"]
-            scores = await asyncio.to_thread(cli, "score", "show", "0", "--run", str(tmp_path))
-            assert scores.returncode == 1
+            scores = await asyncio.to_thread(cli, "trace", "0", "--run", str(tmp_path))
             assert "I do not like this" in scores.stdout
             answered = data_of(await command("dead", "replay", group["id"]), "streamrl.dead.replay/1")
             assert answered == [{"group": 0, "outcome": "replayed"}]
             await answer(train, 0, "42", "good")
             await until_async(is_closed)
-        data = data_of(await command("score", "show", "0"), "streamrl.score/1")
+        data = data_of(await command("trace", "0"), "streamrl.trace/1")
         assert (data["attempt"], data["state"], data["letters"]) == (2, "closed", [])
         assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
         audit = data_of(await command("audit"), "streamrl.audit/1")

@@ -151,6 +151,11 @@ def test_each_error_of_ours_has_its_exit_code(kind: type[StreamrlError], code: i
     assert capsys.readouterr().err == "error: what and where\nhint: how to mend it\n"
 
 
+def test_closed_streams_are_no_bug():
+    closed = f"{sys.executable} -m streamrl version <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", closed], check=False).returncode == 0
+
+
 def test_the_first_error_of_ours_in_a_group_counts(monkeypatch, capsys):
     def fail() -> int:
         raise BaseExceptionGroup("tasks", [ValueError("noise"), ExceptionGroup("in", [Unreachable("no Redis")])])

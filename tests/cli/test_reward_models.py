@@ -39,7 +39,7 @@ def samples(tmp_path: Path) -> str:
 
 def kept_run(folder: Path, *settings: str) -> Path:
     """A run with one archived group of four responses."""
-    config = make_run(folder, "archive.enabled=true", *settings)
+    config = make_run(folder, *settings)
     asyncio.run(archived(folder, config, closed(1)))
     return folder
 
@@ -78,7 +78,7 @@ def test_servers_of_no_run_are_refused_before_anything_waits_for_them(samples: s
 
 async def test_servers_that_a_run_has_started_are_asked(tmp_path: Path, server: str, samples: str):
     rewards = "rewards=[{use: reward_model, args: {model: critic, text: server}}]"
-    config = make_run(tmp_path / "run", STARTED, rewards, "archive.enabled=true", f"plugin_paths=[{HERE}]")
+    config = make_run(tmp_path / "run", STARTED, rewards, f"plugin_paths=[{HERE}]")
     await archived(tmp_path / "run", config, closed(1))
     async with embedded.running(config.redis, tmp_path / "run"), open_ledgers(config, tmp_path / "run") as ledgers:
         fields = {"url": server, "server": "ready", "host": socket.gethostname()}

@@ -1,9 +1,8 @@
-"""`score show`, `archive` and `rescore`: what they say, their JSON against docs/reference/json.md, their exit codes."""
+"""`trace`, `archive` and `rescore`: what they say, their JSON against docs/reference/json.md, their exit codes."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ HERE = Path(__file__).parent
 def run_dir(tmp_path_factory) -> Path:
     """A stopped run with five groups in Redis (ids 0 to 4) and ten groups in its archive (ids 0 to 9)."""
     folder = tmp_path_factory.mktemp("scores") / "demo"
-    config = asyncio.run(filled_and_stopped(folder, "archive.enabled=true", f"plugin_paths=[{HERE}]"))
+    config = asyncio.run(filled_and_stopped(folder, f"plugin_paths=[{HERE}]"))
     groups = [closed(group_id, dead=(2,) if group_id == 3 else ()) for group_id in range(10)]
     asyncio.run(archived(folder, config, *groups))
     asyncio.run(archived(folder, config, closed(0, samples=2, evaluation=True), evaluation=True))
@@ -32,19 +31,19 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 def show(run_dir, *arguments):
-    return cli("score", "show", *arguments, "--run", str(run_dir))
+    return cli("trace", *arguments, "--run", str(run_dir))
 
 
 def rescore(run_dir, *arguments):
     return cli("rescore", *arguments, "--run", str(run_dir))
 
 
-# ---- score show
+# ---- trace
 
 
 def test_scores_of_a_live_group(run_dir):
     done = show(run_dir, "0", "--json")
-    data = data_of(done.stdout, "streamrl.score/1")
+    data = data_of(done.stdout, "streamrl.trace/1")
     assert (done.returncode, data["source"], data["state"]) == (0, "ledger", "closed")
     assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
     assert data["responses"][0]["parts"] == {"exact": 1.0}
@@ -61,17 +60,17 @@ def test_scores_of_a_group_that_lost_a_sample_and_of_one_that_is_not_whole(run_d
     assert "group 2: open" in half
     assert "not generated yet" in half
     done = show(run_dir, "7", "--json")
-    data = data_of(done.stdout, "streamrl.score/1")
+    data = data_of(done.stdout, "streamrl.trace/1")
     assert (data["source"], data["earlier_attempts"]) == ("archive", 0)
     assert data["prompt"]["answer"] == "8"
     # Group 1 died in Redis, and the archive still has an attempt at it.
-    one = data_of(show(run_dir, "1", "--json").stdout, "streamrl.score/1")
+    one = data_of(show(run_dir, "1", "--json").stdout, "streamrl.trace/1")
     assert (one["state"], one["source"]) == ("dead", "archive")
     assert one["letters"][0]["why"] == "too long for the engine"
 
 
 def test_an_archived_group_shows_text_score_parts_seconds_and_causes(run_dir, tmp_path):
-    config = make_run(tmp_path / "other", "archive.enabled=true")
+    config = make_run(tmp_path / "other")
     asyncio.run(archived(tmp_path / "other", config, closed(3, dead=(2,)), closed(3, dead=(1,), attempt=2)))
     done = show(tmp_path / "other", "3")
     assert done.returncode == 0, done.stderr
@@ -79,19 +78,19 @@ def test_an_archived_group_shows_text_score_parts_seconds_and_causes(run_dir, tm
     assert "sample 0  score 0  in 0.2s  1 tokens (stop)" in done.stdout
     assert "sample 1  dead: 'deadline: sample 1'" in done.stdout
     assert "answer  '4'" in done.stdout
-    data = data_of(show(tmp_path / "other", "3", "--json").stdout, "streamrl.score/1")
+    data = data_of(show(tmp_path / "other", "3", "--json").stdout, "streamrl.trace/1")
     assert data["earlier_attempts"] == 1
     assert [response.get("cause") for response in data["responses"]] == [None, "deadline: sample 1", None, None]
 
 
 def test_scores_made_again_are_shown_beside_their_own_attempt_alone(tmp_path):
     folder = tmp_path / "attempts"
-    config = make_run(folder, "archive.enabled=true")
+    config = make_run(folder)
     asyncio.run(archived(folder, config, closed(3)))
     assert rescore(folder, "--reward", "exact_match", "--into", "first").returncode == 0
-    assert list(data_of(show(folder, "3", "--json").stdout, "streamrl.score/1")["rescored"]) == ["first"]
+    assert list(data_of(show(folder, "3", "--json").stdout, "streamrl.trace/1")["rescored"]) == ["first"]
     asyncio.run(archived(folder, config, closed(3, attempt=2)))
-    data = data_of(show(folder, "3", "--json").stdout, "streamrl.score/1")
+    data = data_of(show(folder, "3", "--json").stdout, "streamrl.trace/1")
     assert (data["attempt"], data["rescored"]) == (2, {})
 
 
@@ -100,7 +99,7 @@ def test_a_group_of_which_nothing_is_kept(run_dir):
     assert done.returncode == 1
     assert "nothing is kept" in done.stdout
     held_out = show(run_dir, "0", "--eval", "--json")
-    assert data_of(held_out.stdout, "streamrl.score/1")["prompt"]["line"] == 0
+    assert data_of(held_out.stdout, "streamrl.trace/1")["prompt"]["line"] == 0
     assert held_out.returncode == 0
 
 
@@ -132,7 +131,7 @@ def test_export_as_json_lines(run_dir, tmp_path):
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(out), "--json")
     data = data_of(done.stdout, "streamrl.archive.export/1")
     rows = [json.loads(line) for line in out.read_bytes().splitlines()]
-    assert (data["rows"], data["format"], len(rows)) == (40, "jsonl", 40)
+    assert (data["rows"], len(rows)) == (40, 40)
     dead = [row for row in rows if row["cause"] is not None]
     assert [(row["group"], row["sample"], row["score"], row["text"]) for row in dead] == [(3, 2, None, None)]
     first = rows[0]
@@ -176,35 +175,13 @@ def test_export_to_stdout_since_a_moment(run_dir):
     assert "tokens" not in rows[0]
     later = cli("archive", "export", "--run", str(run_dir), "--out", "-", "--since", "2999-01-01")
     assert (later.returncode, later.stdout) == (0, "")
-    for bad in (("--format", "parquet"), ("--since", "soon")):
-        assert cli("archive", "export", "--run", str(run_dir), "--out", "-", *bad).returncode == 2
+    assert cli("archive", "export", "--run", str(run_dir), "--out", "-", "--since", "soon").returncode == 2
 
 
-def test_export_as_parquet(run_dir, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    out = tmp_path / "all.parquet"
-    done = cli("archive", "export", "--run", str(run_dir), "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    table = parquet.read_table(out)
-    rows = table.to_pylist()
-    assert len(rows) == 40
-    dead = [row for row in rows if row["cause"] is not None]
-    assert [(row["group"], row["sample"], row["score"], row["parts"], row["tokens"]) for row in dead] == [
-        (3, 2, None, None, None)
-    ]
-    first = rows[0]
-    assert json.loads(first["answer"]) == "1"
-    assert json.loads(first["metadata"]) == {"level": 0}
-    assert (first["parts"], first["versions"]) == ([("exact_match", 1.0)], [{"first": 0, "version": 3}])
-    assert (first["tokens"], first["logprobs"]) == ([5], [-0.25])
-
-
-def test_parquet_without_pyarrow_says_what_to_install(run_dir, tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None if name == "pyarrow" else real(name))
+def test_there_is_no_parquet(run_dir, tmp_path):
     done = cli("archive", "export", "--run", str(run_dir), "--out", str(tmp_path / "x.parquet"))
-    assert done.returncode == 78
-    assert "pip install 'streamrl[parquet]'" in done.stderr
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "name a .jsonl file" in done.stderr
 
 
 def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path):
@@ -244,7 +221,7 @@ def test_another_reward_is_compared(run_dir):
     assert sorted(group.group_id for group in new) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     shown = show(run_dir, "7").stdout
     assert "far  score 2" in shown
-    assert data_of(show(run_dir, "7", "--json").stdout, "streamrl.score/1")["rescored"]["far"]["0"]["score"] == 2.0
+    assert data_of(show(run_dir, "7", "--json").stdout, "streamrl.trace/1")["rescored"]["far"]["0"]["score"] == 2.0
     text = rescore(run_dir, "--reward", "rescore_rewards:opposite", "--arg", "by=2", "--into", "far")
     assert "2 responses scored" in text.stdout  # of group 5, which is tried again; the others are kept
     assert "same side of 0.5  0.0 %" in text.stdout

@@ -234,7 +234,7 @@ def test_the_curve_is_a_picture(run_dir: Path, accuracies: Accuracies):
 
 
 def test_a_run_of_which_nothing_was_trained_fails_with_the_cause(tmp_path: Path, monkeypatch, capsys):
-    """Too few responses to end early: 12 of them died alike, and then the data was at its end."""
+    """Too few responses to end early: 12 of them failed with the same error, and then the data was at its end."""
     counts = COUNTS | {"trained": 0, "dead": 3, "dead_samples": 12, "live": 0, "admitted": 3, "dropped": 0}
 
     async def audited(*_: object) -> Audit:

@@ -47,7 +47,7 @@ TREE = wire.Sample(
 def run_dir(tmp_path_factory, tiny: Path) -> Path:
     """A stopped run: group 0 is open with one episode and one that goes on; group 7 is in the archive."""
     folder = tmp_path_factory.mktemp("turns") / "demo"
-    config = make_run(folder, f"model.path={tiny / 'model'}", "archive.enabled=true")
+    config = make_run(folder, f"model.path={tiny / 'model'}")
 
     async def fill():
         async with embedded.running(config.redis, folder), open_ledgers(config, folder) as ledgers:
@@ -118,7 +118,3 @@ def test_turns_are_exported_and_read_back(run_dir, tmp_path):
     assert [turn["observed_tokens"] for turn in tree["turns"]] == [[], [43, 45], [], [63], []]
     assert [turn["observed"] for turn in bare["turns"]] == [0, 2, 0, 1, 0]
     assert "observed_tokens" not in bare["turns"][0]
-    parquet = pytest.importorskip("pyarrow.parquet")
-    out = tmp_path / "all.parquet"
-    assert cli("archive", "export", "--run", str(run_dir), "--out", str(out)).returncode == 0
-    assert parquet.read_table(out).to_pylist()[0]["turns"] == tree["turns"]

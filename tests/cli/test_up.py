@@ -66,6 +66,11 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert len(commands) == 3
     for command in commands:
         assert cli(*command, cwd=tmp_path).returncode == 0, command
+    trained = data_of(cli("trace", "3", "--json", cwd=tmp_path).stdout, "streamrl.trace/1")
+    assert (trained["state"], trained["source"], trained["prompt"]["answer"]) == ("trained", "archive", "6")
+    assert [list(response["parts"]) for response in trained["responses"]] == [["spread"]] * 4
+    assert [response["score"] for response in trained["responses"]] == trained["record"]["rewards"]
+    assert all(response["text"] for response in trained["responses"])
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
     assert data["evaluated"] == summary["groups_evaluated"]
@@ -139,6 +144,37 @@ def test_ctrl_c_drains_and_resume_goes_on(tiny: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_after_the_run_skips_the_measurement_and_keeps_the_rest(tiny: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "streamrl", "up", str(tiny / "run.yaml"), "--screen", "plain"]
+    command += ["--set", "evaluation.final_prompts=64", "--set", "evaluation.samples=500"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        try:
+            assert any("Ctrl-C skips that" in line for line in up.stderr)
+            up.send_signal(signal.SIGINT)
+            rest, errors = up.communicate(timeout=60)
+        finally:
+            up.kill()
+    assert up.returncode == 0, rest + errors
+    summary = orjson.loads((tmp_path / "runs" / "tiny" / "summary.json").read_bytes())
+    assert (summary["accuracy_after"], summary["groups_trained"]) == (None, 12)
+    assert (tmp_path / "runs" / "tiny" / "curve.png").exists()
+    assert "held-out accuracy after" in rest
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_what_it_shows(tiny: Path, tmp_path: Path):
+    up = f"{sys.executable} -m streamrl up {tiny / 'run.yaml'} --screen plain --set evaluation.final_prompts=0"
+    script = f"{up} 2>&- | head -n 1; echo ${{PIPESTATUS[0]}} > code"
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, timeout=90)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
+    states = orjson.loads((tmp_path / "runs" / "tiny" / "supervisor.json").read_bytes())["roles"]
+    assert {role["state"] for role in states.values()} == {"stopped"}
+    assert cli("audit", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
 def test_a_role_that_cannot_start_fails_the_run(tiny: Path, tmp_path: Path):
     (tiny / "broken.jsonl").write_bytes((tiny / "train.jsonl").read_bytes() + b"no json\n")
     broken = f"data.train={tiny / 'broken.jsonl'}"
@@ -161,7 +197,9 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     text = done.stdout + done.stderr
     assert done.returncode == 78, text
     # The learner may see the end of the data before the feeder has looked at the letters.
-    ends = r"(died alike, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
+    ends = (
+        r"(with the same error, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
+    )
     assert re.search(ends, " ".join(text.split())), text
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
     assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])

@@ -1,4 +1,4 @@
-"""What `up` shows for the supervisor's events, and what it leaves for `status` in another shell."""
+"""What `up` shows for the supervisor's events, and what the supervisor leaves for `status` in another shell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def line(level: str, event: str, **fields: object) -> bytes:
 
 def viewer_of(kind: type[Viewer], run_dir: Path) -> Viewer:
     board = Board("demo", run_dir, Goal(), lambda: None)
-    return kind(board, RoleStates(run_dir))
+    return kind(board)
 
 
 EVENTS = [
@@ -40,7 +40,7 @@ EVENTS = [
     LogLine("rollout.0", line("info", "shown again"), tail=True),
     StateChanged("rollout.0", RoleState.BACKOFF, "exit 1: no memory", 1, None, 1, 0.5),
     LinesDropped(7),
-    DrainStage(("feeder.0",), 3.0),
+    DrainStage(("feeder.0",), 3.0, "Ctrl-C stops now"),
     Notice("run finished"),
 ]
 
@@ -57,13 +57,14 @@ def test_the_log_viewer_prints_each_line_once_with_the_name_of_its_role(tmp_path
         "ERROR no \\x1b[2J memory",
         "backoff: exit 1: no memory",
     ]
-    assert shown[6:] == ["draining feeder.0: up to 3 s (Ctrl-C again to stop now)", "run finished"]
+    assert shown[6:] == ["draining feeder.0: up to 3 s (Ctrl-C stops now)", "run finished"]
 
 
 def test_the_plain_viewer_prints_news_only(tmp_path: Path, capsys):
     with viewer_of(PlainViewer, tmp_path) as viewer:
         for event in EVENTS:
             viewer.on_event(event)
+    assert viewer.board.footer == "Ctrl-C stops now"
     shown = capsys.readouterr().out
     assert "! " in shown
     for words in ("redis ready", "rollout.0 backoff: exit 1: no memory, again in 0.5 s", "run finished"):
@@ -83,8 +84,8 @@ def test_what_is_worth_a_line():
         "rollout.0: server died, rollout.0.server1, exit 9; its log ends with: ... b",
         False,
     )
-    dead = line("warning", "sample is dead", group=0, sample=3, why="ValueError: no")
-    assert describe(LogLine("reward.0", dead))[0] == "reward.0: sample is dead (group 0 sample 3), ValueError: no"
+    dead = line("warning", "samples failed: 9", group=0, sample=3, why="ValueError: no")
+    assert describe(LogLine("reward.0", dead))[0] == "reward.0: samples failed: 9 (group 0 sample 3), ValueError: no"
     assert describe(Notice("stopping", hint="again to kill")) == ("stopping (again to kill)", False)
 
 
@@ -110,9 +111,10 @@ def test_a_screen_that_fails_does_not_take_the_run_with_it(tmp_path: Path, capsy
 def test_another_shell_sees_the_states_while_the_supervisor_lives(tmp_path: Path):
     make_run(tmp_path)
     assert read_states(tmp_path).alive is False
-    with viewer_of(LogViewer, tmp_path) as viewer:
+    with RoleStates(tmp_path) as states:
         for event in EVENTS:
-            viewer.on_event(event)
+            if isinstance(event, StateChanged):
+                states.note(event.role, event.known)
         data = data_of(cli("status", "--run", str(tmp_path), "--json").stdout, "streamrl.status/1")
         roles = {role["name"]: role for role in data["roles"]}
         assert (data["verdict"], data["supervised"], data["redis"]) == ("degraded", True, False)

@@ -108,6 +108,20 @@ async def test_a_reward_that_raises_hangs_or_returns_nonsense_kills_the_sample_a
         assert letters[1, None].stage == "close", "no sample of this group is left"
 
 
+async def test_failures_are_one_line_a_second_with_their_number(redis_run, make_config, ledgers_of, caplog):
+    config = make_config("rewards_for_tests:by_text")
+    began = time.monotonic()
+    async with ledgers_of(config) as ledgers:
+        for cursor in range(10):
+            await put(ledgers.train, cursor, ["raise"] * 20)
+        async with worker(config, redis_run.run_dir, ledgers) as role:
+            await until(lambda: role.status.get("failed") == 200)
+    lines = [record for record in caplog.records if record.msg == "samples failed: %d"]
+    assert sum(record.args[0] for record in lines) == 200
+    assert len(lines) <= time.monotonic() - began
+    assert "not amused" in lines[-1].why
+
+
 async def test_bytes_that_are_no_message_are_a_dead_letter_at_once(redis_run, make_config, ledgers_of):
     good = wire.encode(response("4"))
     newer = good.replace(b"\xa1v\x01", b"\xa1v\x63") if b"\xa1v\x01" in good else None

@@ -12,12 +12,15 @@ import torch
 
 from streamrl.archive.reader import read_archive
 from streamrl.archive.writer import Archive
+from streamrl.errors import Unreachable
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import open_role
+from streamrl.queues.connection import open_connection
 from streamrl.weight_sync.publisher import Publisher
 from tests.archive_kit import closed, configured
 from tests.producers.producer_kit import Hands, tiny_model, until
+from tests.redis_kit import RedisRun
 
 
 def publishing(run, ledgers, hands):
@@ -109,6 +112,27 @@ async def test_a_full_disk_costs_figures_and_no_role(run, disk, caplog):
             found.append(orjson.loads(row)["number"])
     assert found == [*range(len(found) - 1), -2]
     assert number - 1 <= len(rows) <= number + 1
+
+
+async def test_a_full_disk_is_called_so_by_those_who_read_and_write(disk, caplog):
+    assert command("mount", "-o", "remount,size=1m", disk)
+    redis = RedisRun(disk)
+    redis.start()
+    try:
+        config = redis.config.model_copy(update={"patience": 0.5})
+        async with open_connection(config, config.url) as link, open_connection(config, config.url) as reader:
+            await link.read("XGROUP", "CREATE", "stream", "group", "0", "MKSTREAM")
+            await link.read("XADD", "stream", "*", "field", "x")
+            fill(disk)
+            with pytest.raises(Unreachable, match=r"did not serve a call for \d+ s: disk is full") as caught:
+                while True:
+                    await link.read("SET", "key", "x" * 4096)
+            assert "make room" in caught.value.hint
+            read = ("XREADGROUP", "GROUP", "group", "me", "BLOCK", "10", "STREAMS", "stream", ">")
+            assert await reader.block(*read, milliseconds=10) is None
+        assert [record.message for record in caplog.records] == ["disk is full: redis refuses writes for now"] * 2
+    finally:
+        redis.kill()
 
 
 async def test_a_full_disk_delays_the_evaluation_and_loses_no_group(run, disk, caplog):

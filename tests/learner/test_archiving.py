@@ -31,7 +31,7 @@ def archiving(redis, model, zygote, **learner):
 
 
 def keep(run, **changes) -> None:
-    archive = ArchiveConfig(enabled=True, file_bytes=2000)
+    archive = ArchiveConfig(file_bytes=2000)
     run.config = run.config.model_copy(update={"archive": archive, **changes})
     save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
 
@@ -124,7 +124,7 @@ async def test_an_archive_is_trained_like_a_recording(redis_run, model, zygote, 
 
 async def test_an_archive_without_log_probabilities_is_not_trained(redis_run, model, zygote, tmp_path):
     with archiving(redis_run, model, zygote) as run:
-        without = run.config.model_copy(update={"archive": ArchiveConfig(enabled=True, logprobs=False)})
+        without = run.config.model_copy(update={"archive": ArchiveConfig(logprobs=False)})
         await archived(tmp_path, without, closed(0))
         keep(run, recording=RecordingConfig(mode="read", path=tmp_path / ARCHIVE))
         assert await run.learn(name="player.0") == 78

@@ -67,7 +67,7 @@ async def test_rounds_lines_and_accuracy(run):
             await answer_round(hands, run, 8, lambda group_id, sample: 1.0)
             await until(lambda: role.status["accuracy_version"] == 3)
             assert (role.status["accuracy"], role.status["evaluated"]) == (1.0, 8)
-            assert "archived" not in role.status
+            assert role.status["archived"] == 8
         state = await ledgers.evaluation.state()
         assert (state.cursor, state.live, state.retired) == (8, 0, 8)
         assert (await ledgers.train.state()).cursor == run.config.budget  # training was fed beside it

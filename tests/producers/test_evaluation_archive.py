@@ -23,7 +23,7 @@ async def evaluated(run, ledgers, until_there: int, version: int) -> None:
 
 
 async def test_evaluated_groups_are_archived(run):
-    run.evaluate(prompts=3, samples=2).set(None, archive=ArchiveConfig(enabled=True).model_dump())
+    run.evaluate(prompts=3, samples=2).set(None, archive=ArchiveConfig().model_dump())
     async with run.open() as ledgers:
         await evaluated(run, ledgers, 3, version=1)
         await evaluated(run, ledgers, 6, version=2)
@@ -37,7 +37,7 @@ async def test_evaluated_groups_are_archived(run):
 
 async def test_a_group_that_was_evaluated_before_a_roll_back_is_not_archived_anew(run):
     """Redis forgets groups 1 and 2, and they are generated again: the file and the archive keep the first ones."""
-    run.evaluate(prompts=3, samples=1).set(None, archive=ArchiveConfig(enabled=True).model_dump())
+    run.evaluate(prompts=3, samples=1).set(None, archive=ArchiveConfig().model_dump())
     async with run.open() as ledgers:
         await evaluated(run, ledgers, 3, version=1)
         before = {group.group_id: group.raw for group in read_archive(run.run_dir, evaluation=True)}

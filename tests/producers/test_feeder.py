@@ -18,7 +18,7 @@ from streamrl.errors import DataError, Refused
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.screen import render
 from streamrl.producers import admission, feeder
-from streamrl.producers.admission import AllAlike, VersionBell
+from streamrl.producers.admission import SameFailureGuard, VersionBell
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.feeder import Training, run_feeder
 from streamrl.producers.tokenizer import Tokenizer
@@ -228,7 +228,9 @@ async def test_a_run_in_which_all_fail_alike_ends_early_and_names_the_cause(run)
         scoring = Scoring(await Hands(ledgers.train).fence(), broken)
         async with run.running(run_feeder, "feeder.0", ledgers, stop=False) as (_, task):
             await scoring.until(task.done)
-            with pytest.raises(Refused, match=r"died alike, and none has a score: ValueError: I cannot read") as caught:
+            with pytest.raises(
+                Refused, match=r"failed with the same error, and none has a score: ValueError: I cannot read"
+            ) as caught:
                 await task
         assert caught.value.exit_code == 78
         assert "streamrl dead replay all" in caught.value.hint
@@ -275,7 +277,7 @@ class AnsweredGroups:
     @classmethod
     async def of(cls, run, train, count):
         found = cls()
-        found.train, found.guard = train, AllAlike(train)
+        found.train, found.guard = train, SameFailureGuard(train)
         await found.guard.begin()
         await replica_kit.admit(run, train, count, samples=4)
         hands = Hands(train)
@@ -302,7 +304,7 @@ async def test_fast_failures_end_no_run_while_other_samples_of_their_groups_are_
             await groups.score_one()
         await groups.fail(samples=range(2, 4))
         if rest_fails:
-            with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+            with pytest.raises(Refused, match="80 responses to 20 prompts failed with the same error"):
                 await groups.guard.check()
         else:
             await groups.guard.check()
@@ -318,7 +320,7 @@ async def test_groups_that_died_fast_end_no_run_while_an_older_one_is_judged(run
             await groups.score_one()
         await groups.fail(group_ids=[0])
         if oldest_fails:
-            with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+            with pytest.raises(Refused, match="80 responses to 20 prompts failed with the same error"):
                 await groups.guard.check()
         else:
             await groups.guard.check()
@@ -337,7 +339,7 @@ async def test_a_group_that_dies_while_the_guard_looks_is_seen_at_the_next_look(
 
         monkeypatch.setattr(ledgers.train, "oldest_live", dies_after_the_read)
         await groups.guard.check()
-        with pytest.raises(Refused, match="80 responses to 20 prompts died alike"):
+        with pytest.raises(Refused, match="80 responses to 20 prompts failed with the same error"):
             await groups.guard.check()
 
 

@@ -26,14 +26,19 @@ def test_a_reader_that_does_not_read_blocks_nobody_and_loses_only_log_lines():
     assert sum(isinstance(event, StateChanged) for event in seen) == 10
 
 
-def test_a_reader_that_raises_is_left_alone_and_named():
+def test_a_reader_that_raises_gets_the_next_events_and_its_first_error_is_logged(caplog):
+    seen = []
+
     def broken(event):
+        seen.append(event.text)
         raise ValueError("no terminal")
 
     with EventPump(broken) as pump:
-        for _ in range(3):
-            pump.send(Notice("x"))
-    assert isinstance(pump.broken, ValueError)
+        for text in "abc":
+            pump.send(Notice(text))
+    assert seen == ["a", "b", "c"]
+    assert [record.message for record in caplog.records] == ["an event cannot be shown"]
+    assert "no terminal" in caplog.text
 
 
 def test_a_reader_that_never_returns_does_not_hold_up_the_end():

@@ -25,14 +25,19 @@ def test_everything_a_role_logs_is_one_json_object_per_line(root, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     log_as_json("reward.0")
     logger = logging.getLogger("some.library")
-    logger.info("sample is dead", extra={"group": 7, "why": ("a", {"b": object})})
+    logger.info("samples failed: 1", extra={"group": 7, "why": ("a", {"b": object})})
     try:
         raise ValueError("two\nlines")
     except ValueError:
         logger.exception("failed %s", "badly")
     warnings.warn("old", DeprecationWarning, stacklevel=1)
     first, second, third = [orjson.loads(line) for line in sys.stderr.getvalue().splitlines()]
-    assert (first["role"], first["level"], first["event"], first["group"]) == ("reward.0", "info", "sample is dead", 7)
+    assert (first["role"], first["level"], first["event"], first["group"]) == (
+        "reward.0",
+        "info",
+        "samples failed: 1",
+        7,
+    )
     assert second["event"] == "failed badly"
     assert second["exception"].endswith("ValueError: two\nlines")
     assert "old" in third["event"]

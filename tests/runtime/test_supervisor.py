@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import ExitCode, Refused
+from streamrl.monitor.roles import read_states
 from streamrl.queues import embedded
 from streamrl.runtime.events import DrainStage, LinesDropped, LogLine, Notice, StateChanged
 from streamrl.runtime.instance import RoleState
@@ -231,6 +232,19 @@ async def test_a_role_that_exits_78_is_not_restarted_and_its_reason_is_the_runs(
     assert run.journal("start").count(("reward.0", "start")) == 1
     assert any(isinstance(event, LogLine) and event.tail and b"loading" in event.line for event in run.events)
     assert any(isinstance(event, Notice) and event.error and "exact_mach" in event.text for event in run.events)
+
+
+async def test_a_screen_that_fails_hides_no_state_from_other_shells(tmp_path):
+    def closed(event):
+        raise BrokenPipeError
+
+    units = [unit(tmp_path, "redis", "ready", "serve"), unit(tmp_path, "reward.0", "ready", "finish:0.1", "exit:78")]
+    async with Run(tmp_path, *units, on_event=closed) as run:
+        outcome = await run.outcome()
+    found = read_states(tmp_path)
+    assert (outcome.exit_code, found.roles["reward.0"].state) == (ExitCode.CONFIG, "failed")
+    assert found.roles["redis"].state == "stopped"
+    assert not found.alive
 
 
 async def test_a_role_that_dies_again_and_again_ends_the_run(tmp_path):

@@ -168,7 +168,7 @@ class EpisodeSampler(Sampler):
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if limit.expired():
                 why = f"episode {what} was not open after {longest:g} s"
-                raise DeadlineExceeded(why, "mend its `open`, or raise supervisor.start_deadline") from error
+                raise DeadlineExceeded(why, "fix its `open`, or raise supervisor.start_deadline") from error
             raise PluginError(f"episode {what} cannot be opened: {type(error).__name__}: {error}") from error
         self._watching.enter_context(naming_what_blocks(self._blocked))
         return self

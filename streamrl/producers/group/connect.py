@@ -129,18 +129,18 @@ def _expectations(model: ModelConfig, probe: bool) -> _Expected:
 
 
 def _compare(url: str, about: ServerInfo, expected: _Expected) -> None:
-    mend = "start it with the model of the run (model.path), or set model.path to the server's"
+    fix = "start it with the model of the run (model.path), or set model.path to the server's"
     if None not in {about.vocabulary, expected.vocabulary} and about.vocabulary != expected.vocabulary:
         raise ConfigError(
             f"the server at {url} has another model: {about.model!r} has a vocabulary of {about.vocabulary} tokens, the"
             f" run's of {expected.vocabulary}",
-            mend,
+            fix,
         )
     if None not in {about.probe, expected.probe} and about.probe != expected.probe:
         raise ConfigError(
             f"the server at {url} ({about.model!r}) has another tokenizer: {PROBE!r} is {_short(about.probe)} there and"
             f" {_short(expected.probe)} here",
-            mend,
+            fix,
         )
 
 

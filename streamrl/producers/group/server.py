@@ -29,7 +29,7 @@ from streamrl.engine import (
     RequestLimits,
     StreamingEngine,
 )
-from streamrl.errors import DataError, StreamrlError, Unreachable, WireError
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.producers.group.connect import Facts, connect
@@ -37,6 +37,7 @@ from streamrl.producers.group.controls import Controls, Tell
 from streamrl.producers.group.flights import InFlightRequest, ServerDied
 from streamrl.servers.dialect import Dialect, ServerMetrics
 from streamrl.servers.process import ManagedServer
+from streamrl.servers.root_cause import points_back
 from streamrl.weight_sync.tensors import Version
 
 __all__ = ["ServerDied", "ServerEngine"]
@@ -149,9 +150,7 @@ class ServerEngine(StreamingEngine):
             client = self._client = HttpClient(url, key, hint)
             if self._server is not None:
                 self._own(self._mourn(self._server), "engine-mourn")
-            self._facts = await self._unless_dead(
-                connect(client, self._dialect, self._config, external=self._server is None)
-            )
+            self._facts = await self._connect(client)
             watchdog = None
             if self._server is None and not self._facts.fixed:
                 calls = [(call.method, call.path, call.query, call.body) for call in self._dialect.resume()]
@@ -170,6 +169,20 @@ class ServerEngine(StreamingEngine):
         self._liveness = Liveness(longest, self._loop.time())
         self._own(self._watch(), "engine-watch")
         self._own(self._poll(client), "engine-poll")
+
+    async def _connect(self, client: HttpClient) -> Facts:
+        try:
+            connecting = connect(client, self._dialect, self._config, external=self._server is None)
+            facts: Facts = await self._unless_dead(connecting)
+        except ConfigError as error:
+            server = self._server
+            if server is None or not points_back(error.message):
+                raise
+            await server.stop()  # then its log is complete
+            if not (cause := server.root_cause()):
+                raise
+            raise ConfigError(f"{server.name} fails: {cause}", f"the whole log: {server.log}") from error
+        return facts
 
     @override
     async def close(self) -> None:
@@ -356,7 +369,7 @@ class ServerEngine(StreamingEngine):
         return task.result()
 
     async def _mourn(self, server: ManagedServer) -> None:
-        self.die(Unreachable(f"the engine server ended: {await server.wait_death()}"))
+        self.die(Unreachable(f"the engine server ended: {await server.wait_death()}", f"the whole log: {server.log}"))
 
     async def _watch(self) -> None:
         while True:

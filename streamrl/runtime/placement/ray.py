@@ -235,7 +235,7 @@ class RayPlacement(Placement):
             )
         away = "or keep the role away from this node: cluster.resources.{}.custom"
         for kind, lacks in facts.lacks.items():
-            raise ConfigError(f"Ray node {address} cannot run {kind}: {lacks}", f"mend it there, {away.format(kind)}")
+            raise ConfigError(f"Ray node {address} cannot run {kind}: {lacks}", f"fix it there, {away.format(kind)}")
         if facts.shares:
             return
         other = f"put the run directory on a shared file system, {away}"

@@ -23,7 +23,7 @@ _REQUEUE: Final = 'scontrol requeue "$SLURM_JOB_ID"'
 _STOPPED: Final = f"{int(ExitCode.TERMINATED)}|{int(ExitCode.INTERRUPTED)}"
 """Exit codes of a learner that was stopped before the run was finished."""
 _HOPELESS: Final = "|".join(str(int(code)) for code in (ExitCode.CONFIG, ExitCode.CANNOT_CREATE, ExitCode.USAGE))
-"""Exit codes of roles that another start would not mend."""
+"""Exit codes of roles that another start would not fix."""
 
 
 def render(
@@ -112,7 +112,7 @@ def _array(config: RunConfig, kind: str, count: int, run_dir: Path) -> str:
         "code=$?",
         '[ ! -e "$over" ] || exit 0',
         'case "$code" in',
-        f'    {_HOPELESS}) exit "$code" ;;  # another start would not mend it',
+        f'    {_HOPELESS}) exit "$code" ;;  # another start would not fix it',
         f"    0) {_REQUEUE} ;;  # it drained, because the node was wanted for something else",
         *_crashed(config, 'exit "$code"'),
     ]
@@ -138,7 +138,7 @@ def _leader(config: RunConfig, ranks: int, run_dir: Path) -> str:
         'case "$code" in',
         f"    0) [ -e {shlex.quote(str(run_dir / FINISHED_FILE))} ] || exit 0 ;;  # a newer one took over",
         f"    {_STOPPED}) {_REQUEUE}; exit 0 ;;  # it drained, because the node was wanted for something else",
-        f"    {_HOPELESS}) ;;  # another start would not mend it",
+        f"    {_HOPELESS}) ;;  # another start would not fix it",
         *_crashed(config, ""),
         "# The run is over, or cannot go on: other roles drain, and those that wait for a node never start.",
         'touch "$over"',

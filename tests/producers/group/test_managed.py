@@ -210,6 +210,29 @@ async def test_a_server_that_does_not_start_is_quoted(tmp_path, argv, error, say
         assert server.pid is None or not psutil.pid_exists(server.pid)
 
 
+async def test_a_server_that_points_to_its_log_is_quoted_with_the_cause(tmp_path):
+    dialect = make_dialect()
+    log = HERE.parents[1] / "data" / "server_logs" / "vllm_request.log"
+    async with managed_toy(tmp_path, dialect, TOY_LOG=str(log)) as server:
+        engine = ServerEngine(dialect, settings(), server=server)
+        cause = "rollout.0.server0 fails: RuntimeError: Unsupported CPU attention configuration: head_dim=24"
+        with pytest.raises(ConfigError, match=cause) as caught:
+            await engine.start()
+    assert str(server.log) in caught.value.hint
+
+
+async def test_a_server_that_is_slow_to_start_says_so_with_seconds(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(managed, "_SAY_SECONDS", 0.4)
+    dialect = make_dialect()
+    dialect.argv = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    async with managed_toy(tmp_path, dialect, settings(start_deadline=2)) as server:
+        with pytest.raises(Unreachable, match="not ready within 2 s"):
+            await server.start()
+    said = [(record.message, record.server, record.why) for record in caplog.records]
+    assert ("server is starting", "rollout.0.server0", "1 s of at most 2 s") in said
+    assert len(said) <= 5
+
+
 async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
     dialect = make_dialect()
     dialect.argv = [sys.executable, "-c", "import time; time.sleep(1000)"]

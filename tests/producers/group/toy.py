@@ -61,6 +61,10 @@ class Toy:
             self.bodies.append((request.path, await request.json() if request.can_read_body else None))
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "no key"}, status=401)
+        if request.path == "/generate" and (log := os.environ.get("TOY_LOG")):
+            print(Path(log).read_text(), flush=True)
+            message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+            return web.json_response({"error": {"message": message}}, status=500)
         fault = self.faults[request.path].pop(0) if self.faults.get(request.path) else None
         if isinstance(fault, int):
             return web.json_response({"error": {"message": f"fault {fault}"}}, status=fault)

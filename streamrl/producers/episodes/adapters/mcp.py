@@ -308,7 +308,7 @@ def _told(name: str, error: BaseException) -> Exception:
     first = next(leaves(error), error)
     if isinstance(first, OSError) and first.filename is not None:
         return ConfigError(
-            f"MCP server {name}: {first.filename}: {first.strerror}", "mend command, directory or token_file"
+            f"MCP server {name}: {first.filename}: {first.strerror}", "fix command, directory or token_file"
         )
     return Unreachable(f"MCP server {name} does not answer: {_why(error)}", "see what it writes to stderr")
 
