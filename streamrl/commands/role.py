@@ -43,12 +43,13 @@ def run_role(
         raise UsageError(f"--index {index} is no number", "write --index 0, or --index auto")
     if number is None and role in _NUMBERED:
         raise UsageError(f"role {role} cannot take any number", "write --index 0, for a learner its rank")
-    target = join_run(run)
+    target, alone = join_run(run), run is not None and "://" in run
     if role == "reward_model":
-        run_to_its_end(f"{role}.{_served(target, model)}", number, target.path, until_finished=until_finished)
+        role_name = f"{role}.{_served(target, model)}"
+        run_to_its_end(role_name, number, target.path, until_finished=until_finished, alone=alone)
     if model is not None:
         raise UsageError(f"role {role} has no --model", "leave it out: it belongs to role reward_model")
-    run_to_its_end(role, number, target.path, until_finished=until_finished)
+    run_to_its_end(role, number, target.path, until_finished=until_finished, alone=alone)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:

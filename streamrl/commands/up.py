@@ -27,7 +27,7 @@ from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, leaves
 from streamrl.runtime.control import find_published, publish
-from streamrl.runtime.launch import PreparedRun, describe, prepare_run
+from streamrl.runtime.launch import PreparedRun, describe, describe_threads, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import RunOutcome, supervise
 
@@ -154,6 +154,7 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
     output.write(f"run {loaded.config.name} in {folder}")
     for line in describe(loaded.config, folder):
         output.write(f"start  {line}")
+    output.write(f"threads  {describe_threads(loaded.config)}")
     checks = check_all(loaded.config, folder)
     write_checks(checks)
     for key, value in leaves(without_secrets(loaded)):

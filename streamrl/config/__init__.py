@@ -134,7 +134,7 @@ class EngineConfig(Section):
     device: str = Field(
         "auto", description="auto (a GPU when there is one), cpu, cuda or cuda:N; a GPU that is missing is refused"
     )
-    threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
+    threads: Positive | None = Field(None, description="CPU threads of each engine; empty: its share of the cores, as `up --dry-run` shows")
     kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
 
     @property

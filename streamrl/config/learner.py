@@ -214,7 +214,7 @@ class LearnerConfig(Section):
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
     device: str = Field("auto", description="auto, cpu or cuda")
-    threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")
+    threads: Positive | None = Field(None, description="CPU threads of each rank; empty: its share of the cores, as `up --dry-run` shows")
     collective_deadline: Duration = Field(300.0, description="longest wait of one rank for the others")
     max_group_crashes: Positive = Field(3, description="learner crashes in steps with a group before it is dead")
 

@@ -25,6 +25,7 @@ def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp
     started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
     assert started == ["redis", "learner.0", "learner.1", "rollout.0", "reward.0", "feeder.0"]
     assert "value  learner.ranks = 2  (--set)" in done.stdout
+    assert re.search(r"^threads  learner 1, rollout 1 \(this host has \d+ cores\)$", done.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
