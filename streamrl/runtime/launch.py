@@ -18,6 +18,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
+from streamrl.learner.ending import Finished, read_finished
 from streamrl.queues import embedded
 from streamrl.queues.supervision import Published
 from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, parse_saved, read_saved, save
@@ -103,6 +104,18 @@ def prepare_run(
         # here, so that no replica waits for the learner to write it
         make_token(folder, published.weights_token if published is not None else None)
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
+
+
+def finished_run(config: RunConfig, run_dir: Path | None) -> tuple[Finished, tuple[str, ...]] | None:
+    """How the run in its directory ended, if this configuration does not train it further, and which keys differ.
+
+    ConfigError: keys that the run must keep have changed.
+    """
+    folder = run_dir if run_dir is not None else RUNS / config.name
+    finished = read_finished(folder)
+    if finished is None or not finished.holds(config):
+        return None
+    return finished, _changed(config, folder)
 
 
 def _is_ours(path: Path) -> bool:

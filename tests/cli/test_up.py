@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.learner.ending import Finished, write_finished
 from streamrl.learner.lineage import read_record, record_file
 from streamrl.queues.embedded import find_server
 from tests.redis_kit import ForeignRedis
@@ -50,6 +51,32 @@ def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     assert cli("up", run_file, "--run", str(tmp_path / "full")).returncode == 73
 
 
+def test_a_finished_run_says_so_and_trains_and_measures_nothing(tiny: Path, tmp_path: Path):
+    file, run_dir = str(tiny / "run.yaml"), tmp_path / "runs" / "tiny"
+    assert cli("up", file, "--prepare", cwd=tmp_path).returncode == 0
+    assert cli("status", cwd=tmp_path).returncode == 69
+    write_finished(run_dir, Finished(reason="steps", step=3, version=4, epoch=1))
+    (run_dir / "summary.json").write_text("{}")
+    before = (run_dir / "run.json").read_bytes()
+    again = cli("up", file, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "")
+    assert again.stderr == (
+        "run tiny finished at step 3 (steps reached); raise learner.steps to train on, or start anew with --fresh\n"
+    )
+    resumed = cli("up", "--resume", cwd=tmp_path)
+    assert (resumed.returncode, resumed.stderr) == (0, again.stderr)
+    changed = cli("up", file, "--set", "learner.lr=0.1", cwd=tmp_path)
+    assert (changed.returncode, changed.stdout) == (78, "")
+    assert "finished at step 3 (steps reached): learner.lr would change nothing" in changed.stderr
+    other = cli("up", file, "--set", "seed=9", cwd=tmp_path)
+    assert (other.returncode, "seed was 0 and is 9" in other.stderr) == (78, True)
+    assert (run_dir / "run.json").read_bytes() == before
+    assert not list((run_dir / "logs").glob("*.jsonl"))
+    status = cli("status", "--json", cwd=tmp_path)
+    assert (status.returncode, data_of(status.stdout, "streamrl.status/1")["verdict"]) == (0, "finished")
+    assert "run tiny: finished" in cli("status", cwd=tmp_path).stdout
+
+
 @pytest.mark.slow
 def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_path: Path):
     done = process("up", str(tiny / "run.yaml"), "--screen", "logs", cwd=tmp_path)
@@ -71,7 +98,8 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
     assert data["evaluated"] == summary["groups_evaluated"]
     status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
-    assert (status["verdict"], status["summary"]) == ("down", summary)
+    assert (status["verdict"], status["summary"]) == ("finished", summary)
+
     assert cli("lag", cwd=tmp_path).returncode == 0
     assert cli("logs", "learner", cwd=tmp_path).stdout
 
