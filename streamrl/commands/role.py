@@ -36,6 +36,7 @@ def run_role(
     On a machine without the run directory, `--run redis://HOST:PORT#NAME` makes one of what the run has published.
     The process ends with the exit code of the role (page Command line of the documentation).
     """
+    from streamrl.runtime.plan import use_cores
     from streamrl.runtime.roles import run as run_to_its_end
 
     number = None if index == "auto" else int(index) if index.isdecimal() else None
@@ -43,13 +44,14 @@ def run_role(
         raise UsageError(f"--index {index} is no number", "write --index 0, or --index auto")
     if number is None and role in _NUMBERED:
         raise UsageError(f"role {role} cannot take any number", "write --index 0, for a learner its rank")
-    target, alone = join_run(run), run is not None and "://" in run
+    target = join_run(run)
+    if run is not None and "://" in run:
+        use_cores(target.config, role, 0, alone=True)  # the host of a role that joins is its own
     if role == "reward_model":
-        role_name = f"{role}.{_served(target, model)}"
-        run_to_its_end(role_name, number, target.path, until_finished=until_finished, alone=alone)
+        run_to_its_end(f"{role}.{_served(target, model)}", number, target.path, until_finished=until_finished)
     if model is not None:
         raise UsageError(f"role {role} has no --model", "leave it out: it belongs to role reward_model")
-    run_to_its_end(role, number, target.path, until_finished=until_finished, alone=alone)
+    run_to_its_end(role, number, target.path, until_finished=until_finished)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:

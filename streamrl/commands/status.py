@@ -32,8 +32,8 @@ def status(
 ) -> int:
     """Show each role: state, pid, restarts, version, progress.
 
-    Exit code: 0 all roles are ready, or the run is finished; 1 a role is not ready or reports trouble, or a reward gets no scores; 69 the run
-    is down.
+    Exit code: 0 all roles are ready, or the run is finished; 1 a role is not ready or reports trouble, or a reward gets
+    no scores; 69 the run is down.
     """
     target = find_anywhere(run)
 
@@ -52,7 +52,7 @@ _CODES = {"ready": ExitCode.OK, "finished": ExitCode.OK, "degraded": ExitCode.FA
 
 
 async def look(run: KnownRun) -> dict[str, Any]:
-    """Content of the envelope: `verdict` (ready, finished, degraded, down), `roles`, `rewards`, `summary` of a finished run.
+    """Content of the envelope: `verdict`, `roles`, `rewards`, `summary` of a finished run.
 
     Roles come from the plan, from the supervisor and from the heartbeats in Redis: of a role that others started only
     the heartbeat is known.
@@ -65,7 +65,8 @@ async def look(run: KnownRun) -> dict[str, Any]:
     members = (parsed(said, "members") if said is not None else None) or role_names(run.config)
     names = list(dict.fromkeys([*members, *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
-    if _is_finished(run, supervised, board):
+    finished = read_finished(run.path) if run.path is not None else None
+    if finished is not None and finished.holds(run.config) and not supervised.alive and not board:
         verdict = "finished"
     elif not reachable and not supervised.alive:
         verdict = "down"
@@ -83,12 +84,6 @@ async def look(run: KnownRun) -> dict[str, Any]:
         "rewards": [asdict(reward) for reward in rewards],
         "summary": _summary(run.path) if run.path is not None else None,
     }
-
-
-def _is_finished(run: KnownRun, supervised: Supervised, board: dict[str, dict[str, str]] | None) -> bool:
-    """Whether the run ended well and nothing was started since."""
-    finished = read_finished(run.path) if run.path is not None else None
-    return finished is not None and finished.holds(run.config) and not supervised.alive and not board
 
 
 async def _board(run: KnownRun) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:

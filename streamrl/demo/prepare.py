@@ -200,6 +200,9 @@ def main(arguments: Sequence[str]) -> int:
                 console.print(f"warm start: found in {cache} (prepared before; --force makes it again)")
             else:
                 prepare(given.folder, console, DEMOS[given.task])
+    except KeyboardInterrupt:
+        console.print("given up: nothing was written")
+        return ExitCode.INTERRUPTED
     except OSError as error:
         console.print(f"error: {error.filename or given.folder}: {error.strerror or error}")
         return ExitCode.CANNOT_CREATE

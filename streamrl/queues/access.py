@@ -107,7 +107,9 @@ async def open_socket(connection: AbstractConnection) -> None:
     try:
         await connect()
     except InvalidResponse as error:
-        raise ConfigError(f"what answers there is no Redis server: {error}", "set redis.url to that of a Redis") from error
+        raise ConfigError(
+            f"what answers at redis.url is no Redis: {error}", "set redis.url to the port of a Redis server"
+        ) from error
 
 
 async def read_reply(connection: AbstractConnection) -> Any:

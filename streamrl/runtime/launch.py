@@ -18,7 +18,6 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
-from streamrl.learner.ending import Finished, read_finished
 from streamrl.queues import embedded
 from streamrl.queues.supervision import Published
 from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, parse_saved, read_saved, save
@@ -68,11 +67,12 @@ def prepare_run(
     fresh: bool = False,
     resume: bool = False,
     published: Published | None = None,
+    here: bool = True,
 ) -> PreparedRun:
     """Check everything, then make or resume the run directory, and write `run.json`.
 
     A directory that holds a run is resumed, or with `fresh` moved to `DIR.old-TIME`. A repeat does no harm. What the
-    run has `published` before is compared as a directory is, and its token is kept. Refused:
+    run has `published` before is compared as a directory is, and its token is kept. `here` as for `check_all`. Refused:
     the run is running. ConfigError: keys that the run must keep have changed, or the preflight failed. UsageError: both
     flags, or `resume` without a run.
     """
@@ -91,7 +91,7 @@ def prepare_run(
     changed = _changed(config, folder) if there and not fresh else ()
     if published is not None and not fresh:
         _expect_published(config, published)
-    checks = tuple(preflight(config, folder))
+    checks = tuple(preflight(config, folder, here=here))
     put_aside = None
     with writing(inside=folder):
         if there:
@@ -104,18 +104,6 @@ def prepare_run(
         # here, so that no replica waits for the learner to write it
         make_token(folder, published.weights_token if published is not None else None)
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
-
-
-def finished_run(config: RunConfig, run_dir: Path | None) -> tuple[Finished, tuple[str, ...]] | None:
-    """How the run in its directory ended, if this configuration does not train it further, and which keys differ.
-
-    ConfigError: keys that the run must keep have changed.
-    """
-    folder = run_dir if run_dir is not None else RUNS / config.name
-    finished = read_finished(folder)
-    if finished is None or not finished.holds(config):
-        return None
-    return finished, _changed(config, folder)
 
 
 def _is_ours(path: Path) -> bool:

@@ -164,23 +164,23 @@ def _command(run_dir: Path, kind: str, index: int = 0, env: Mapping[str, str] = 
 def threads(config: RunConfig, kind: str, *, cluster: bool = False) -> dict[str, str]:
     """Environment that bounds the CPU threads of a role, as far as the run file says it.
 
-    Of the roles that compute: the configured number, or, on a `cluster`, the cores that a process asks for; without
-    either the process takes its share when it starts (`use_cores`). All others get one thread: their numerics are tiny.
+    Roles that compute get the configured number, or, on a `cluster`, the cores that they ask for; without either they
+    take a share when they start (`use_cores`). All others get one thread: their numerics are tiny.
     """
     wanted: int | None = 1
     if kind in computing(config):
-        asked = math.ceil(config.resources(kind.partition(".")[0]).cpus) if cluster else 0
-        wanted = configured_threads(config, kind) or asked or None
-    env = {"TOKENIZERS_PARALLELISM": "false"}
-    return env if wanted is None else env | numeric_threads(wanted)
+        asked = math.ceil(config.resources(kind).cpus) if cluster else None
+        wanted = configured_threads(config).get(kind) or asked
+    return {"TOKENIZERS_PARALLELISM": "false", **(numeric_threads(wanted) if wanted else {})}
 
 
 def numeric_threads(count: int) -> dict[str, str]:
     return {name: str(count) for name in (THREADS, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 
-def configured_threads(config: RunConfig, kind: str) -> int | None:
-    return {"learner": config.learner.threads, "rollout": config.engine.threads}.get(kind)
+def configured_threads(config: RunConfig) -> dict[str, int]:
+    named = {"learner": config.learner.threads, "rollout": config.engine.threads}
+    return {kind: number for kind, number in named.items() if number}
 
 
 def computing(config: RunConfig) -> dict[str, int]:
@@ -200,24 +200,22 @@ def divide_cores(config: RunConfig, cores: int, present: Mapping[str, int]) -> d
     Configured numbers stand; what they leave is divided evenly among all others. Colocated engines and the learner
     compute in turn, so each has what both would have.
     """
-    given = {kind: number for kind in present if (number := configured_threads(config, kind))}
-    taken = sum(present[kind] * number for kind, number in given.items())
+    given = {kind: number for kind, number in configured_threads(config).items() if kind in present}
     others = {kind: count for kind, count in present.items() if kind not in given}
     together = sum(others.values())
     if config.rollout.placement == "colocated" and {"learner", "rollout"} <= others.keys():
         together -= min(others["learner"], others["rollout"])
+    taken = sum(present[kind] * number for kind, number in given.items())
     return {**given, **dict.fromkeys(others, share_cores(cores, together, taken=taken))}
 
 
-def use_cores(config: RunConfig, kind: str, index: int, *, alone: bool) -> None:
+def use_cores(config: RunConfig, kind: str, index: int, *, alone: bool = False) -> None:
     """Bound the CPU threads of this process of a role, before it imports torch; OMP_NUM_THREADS wins if it is set.
 
-    `alone`: on a host of its own, else with all roles of the run. `index` counts members that were added to the run.
+    `alone`: no other role of the run is on this host. A member that was added to the run counts as one more.
     """
-    if THREADS in os.environ:
-        return
     of = computing(config)
-    if kind in of:
+    if kind in of and THREADS not in os.environ:
         each = of[kind] // processes(config)[kind]
         present = {kind: each} if alone else of | {kind: max(of[kind], (index + 1) * each)}
         os.environ |= numeric_threads(divide_cores(config, usable_cores(), present)[kind])

@@ -62,27 +62,23 @@ Runner: TypeAlias = "Callable[[Role], Awaitable[None]]"
 _BEAT: Final = 1.0
 
 
-def run(
-    kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False, alone: bool = False
-) -> NoReturn:
+def run(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False) -> NoReturn:
     """Run one role, and end the process with its exit code. `index` None: the first free one.
 
     `until_finished`: one that was stopped before the run was finished ends with the code of the signal, not with 0.
-    `alone`: as for `use_cores`. It does not wait for threads: a reward that hangs, or a collective without peers, must not delay the end.
+    It does not wait for threads: a reward that hangs, or a collective without peers, must not delay the end.
     """
     if kind == "redis":
         code = _become_redis(run_dir)
     else:
-        code = asyncio.Runner().run(serve(kind, index, run_dir, until_finished=until_finished, alone=alone))
+        code = asyncio.Runner().run(serve(kind, index, run_dir, until_finished=until_finished))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-async def serve(
-    kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False, alone: bool = False
-) -> ExitCode:
+async def serve(kind: str, index: int | None, run_dir: Path, *, until_finished: bool = False) -> ExitCode:
     """Run one role until it is finished, stopped or failed, and return the exit code of its process.
 
     Every error becomes a log line, a message to the supervisor and an exit code. Call it once per process: it sets up
@@ -98,7 +94,7 @@ async def serve(
     try:
         config = read_saved(run_dir / "run.json").config
         supervised = lifeline.hold(config.supervisor.term_grace)
-        use_cores(config, kind, index or 0, alone=alone)
+        use_cores(config, kind, index or 0)
         runner = _runner(kind, index, config)
         if not supervised or await _own_redis_answers(config, run_dir, stop):
             async with contextlib.AsyncExitStack() as opened:

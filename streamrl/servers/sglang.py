@@ -389,7 +389,7 @@ def _environ(config: RunConfig, model: str, *, cpu: bool) -> dict[str, str]:
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     if cpu:
-        threads = str(engine.threads or os.environ.get(THREADS, 1))  # a replica has its share of the cores there
+        threads = str(engine.threads or os.environ.get(THREADS, "1"))  # a replica has its share of the cores there
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", THREADS: threads}
         if engine.tensor_parallel > 1:
             # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.

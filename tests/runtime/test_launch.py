@@ -242,7 +242,9 @@ def test_a_role_takes_its_share_of_the_cores_it_finds(home, monkeypatch, index, 
 
 def test_a_process_of_a_role_has_its_threads(redis_run, tmp_path):
     """Measured where the learner loads its loss, before it has a model."""
-    code = "import pathlib, torch\npathlib.Path(__file__).with_suffix('.txt').write_text(str(torch.get_num_threads()))\n"
+    code = (
+        "import pathlib, torch\npathlib.Path(__file__).with_suffix('.txt').write_text(str(torch.get_num_threads()))\n"
+    )
     (tmp_path / "looks.py").write_text(code)
     save_run(make_config(redis_run.config, learner={"loss": {"use": "looks:no"}}), redis_run.run_dir)
     environ = {name: value for name, value in os.environ.items() if name not in {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}}
