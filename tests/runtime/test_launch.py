@@ -7,11 +7,13 @@ import pytest
 
 from streamrl.cores import share_cores, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, UsageError
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.runfile import load
 from streamrl.runtime import limits, preflight
 from streamrl.runtime.launch import describe, prepare_run, supervisor_lock
 from streamrl.runtime.plan import ROLE_KINDS, computing, divide_cores, plan, threads, use_cores
+from tests.producers.test_dataset import TEMPLATE, make_backend
 from tests.runtime.test_roles import make_config, save_run
 
 
@@ -330,7 +332,9 @@ CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
         ("tried", ""),
     ],
 )
-def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said):
+def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said, monkeypatch):
+    chats = Tokenizer(make_backend(TEMPLATE), "tiny-chat")
+    monkeypatch.setattr(Tokenizer, "load", lambda _: chats)
     (home / "for_trl.py").write_text(FOR_TRL)
     overrides = [f"rewards=[{{use: 'for_trl:{function}', adapter: trl}}]"]
     sys.modules.pop("for_trl", None)
