@@ -64,9 +64,7 @@ def init(
         if template in _TASKS:
             _make_task(folder, _TASKS[template])
         for name, source in files.items():
-            text = (
-                (templates / source).read_text(encoding="utf-8").replace("name: {name}", f"name: {_run_name(folder)}")
-            )
+            text = (templates / source).read_text(encoding="utf-8").replace("{run_name}", _run_name(folder))
             (folder / name).write_text(text, encoding="utf-8")
     for name in files:
         output.write(f"wrote {folder / name}")

@@ -167,10 +167,11 @@ def threads(config: RunConfig, kind: str, *, cluster: bool = False) -> dict[str,
     Roles that compute get the configured number, or, on a `cluster`, the cores that they ask for; without either they
     take a share when they start (`use_cores`). All others get one thread: their numerics are tiny.
     """
-    wanted: int | None = 1
-    if kind in computing(config):
-        asked = math.ceil(config.resources(kind).cpus) if cluster else None
-        wanted = configured_threads(config).get(kind) or asked
+    wanted, of = 1, computing(config)
+    if kind in of:
+        asked = config.resources(kind.partition(".")[0]).cpus if cluster else 0
+        each = of[kind] // processes(config)[kind]
+        wanted = configured_threads(config).get(kind) or math.ceil(asked / each)
     return {"TOKENIZERS_PARALLELISM": "false", **(numeric_threads(wanted) if wanted else {})}
 
 

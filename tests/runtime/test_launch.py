@@ -229,6 +229,10 @@ def test_a_number_in_the_run_file_wins_and_a_cluster_gives_what_was_asked_for(ho
     assert threads(config, "learner", cluster=True)["OMP_NUM_THREADS"] == "4"
     assert threads(config, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"
     assert threads(config, "reward", cluster=True)["OMP_NUM_THREADS"] == "1"
+    asked = "cluster.resources={rollout: {cpus: 6}, reward_model: {cpus: 3}}"
+    servers = loaded(home, asked, "engine.kind=vllm", "engine.servers=4", "reward_models.m={model: m}").config
+    assert threads(servers, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"  # of each server
+    assert threads(servers, "reward_model.m", cluster=True)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(
