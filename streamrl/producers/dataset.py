@@ -181,7 +181,7 @@ class _Faults:
         for error, (first, *others) in self._kinds.values():
             named = ", ".join(map(str, others[:_NAMED]))
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-            said.append(f"{self._path}:{first}: {error.message}{f' (also lines {named}{more})' if others else ''}")
+            said.append(f"{self._path}:{first}: {error.message}{f' (also {named}{more})' if others else ''}")
         if said:
             raise DataError("; ".join(said), "; ".join(dict.fromkeys(error.hint for error, _ in self._kinds.values())))
 

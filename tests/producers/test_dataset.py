@@ -134,9 +134,9 @@ def test_all_bad_lines_are_named_by_kind(tmp_path, chat_tokenizer):
         load_prompts(path, chat_tokenizer, LIMITS)
     parts = caught.value.message.split("; ")
     assert parts[0].startswith(f"{path}:2: no JSON: ")
-    assert parts[0].endswith("(also lines 5, 6, 7, 8, 9 and 2 more)")
+    assert parts[0].endswith("(also 5, 6, 7, 8, 9 and 2 more)")
     assert parts[1] == f"{path}:4: needs either `prompt` (text) or `messages` (chat)"
-    assert parts[2] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also lines 13)"
+    assert parts[2] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also 13)"
     assert parts[3].startswith(f"{path}:12: the chat template of tiny-chat refuses the messages")
     assert len(parts) == 4
     assert "long_prompts: drop" in caught.value.hint
