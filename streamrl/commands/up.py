@@ -97,6 +97,10 @@ def up(
         return 0
     if detach:
         return _detach(prepared, on)
+    return _run_to_its_end(prepared, screen, on)
+
+
+def _run_to_its_end(prepared: PreparedRun, screen: str, on: Literal["local", "ray"]) -> int:
     outcome = _supervise(prepared, screen, on)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:

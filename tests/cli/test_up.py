@@ -66,10 +66,7 @@ def test_a_finished_run_says_so_and_trains_and_measures_nothing(tiny: Path, tmp_
     resumed = cli("up", "--resume", cwd=tmp_path)
     assert (resumed.returncode, resumed.stderr) == (0, again.stderr)
     changed = cli("up", file, "--set", "learner.lr=0.1", cwd=tmp_path)
-    assert (changed.returncode, changed.stdout) == (78, "")
-    assert "finished at step 3 (steps reached): learner.lr would change nothing" in changed.stderr
-    other = cli("up", file, "--set", "seed=9", cwd=tmp_path)
-    assert (other.returncode, "seed was 0 and is 9" in other.stderr) == (78, True)
+    assert (changed.returncode, changed.stderr) == (0, again.stderr)
     assert (run_dir / "run.json").read_bytes() == before
     assert not list((run_dir / "logs").glob("*.jsonl"))
     status = cli("status", "--json", cwd=tmp_path)
