@@ -164,7 +164,7 @@ async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenize
     from streamrl.producers.tokenizer import Tokenizer
 
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-    limits = PromptLimits(config.data.max_prompt_tokens, config.model.context)
+    limits = PromptLimits.of(config)
     data = await asyncio.to_thread(load_prompts, task, tokenizer, limits)
     prompts = [decode(prompt, Prompt) for prompt in itertools.islice(data.prompts, limit)]
     engine = HfEngine(config, config.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import resources
@@ -26,6 +27,14 @@ FILES: Final = {
 }
 _TASKS: Final = {"sort": "sort", "tools": "tools", "agent": "tools"}
 """Templates that come with a model and prompts, and the task of these (`streamrl.demo`)."""
+
+
+_PREPARE: Final = """import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from streamrl.demo.prepare import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))"""
+"""Ctrl-C also ends it without a traceback while torch is loaded."""
 
 
 def init(
@@ -55,7 +64,8 @@ def init(
         if template in _TASKS:
             _make_task(folder, _TASKS[template])
         for name, source in files.items():
-            (folder / name).write_text((templates / source).read_text(encoding="utf-8"), encoding="utf-8")
+            text = (templates / source).read_text(encoding="utf-8").replace("{run_name}", _run_name(folder))
+            (folder / name).write_text(text, encoding="utf-8")
     for name in files:
         output.write(f"wrote {folder / name}")
     if template == "agent":
@@ -66,13 +76,18 @@ def init(
     return 0
 
 
+def _run_name(folder: Path) -> str:
+    """The name of a directory in the characters of a run's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")[:64] or "my-run"
+
+
 def _make_task(folder: Path, task: str) -> None:
     """Train the model of a task in a process of its own, because the command line never imports torch."""
     if (folder / "cache").exists():
         output.note(f"the model and the prompts are in {folder / 'cache'} already")
         return
     need_packages("training", "torch", "transformers")
-    command = [sys.executable, "-m", "streamrl.demo.prepare", str(folder), "--task", task]
+    command = [sys.executable, "-c", _PREPARE, str(folder), "--task", task]
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
         raise CannotCreate(

@@ -36,6 +36,7 @@ def run_role(
     On a machine without the run directory, `--run redis://HOST:PORT#NAME` makes one of what the run has published.
     The process ends with the exit code of the role (page Command line of the documentation).
     """
+    from streamrl.runtime.plan import use_cores
     from streamrl.runtime.roles import run as run_to_its_end
 
     number = None if index == "auto" else int(index) if index.isdecimal() else None
@@ -44,6 +45,8 @@ def run_role(
     if number is None and role in _NUMBERED:
         raise UsageError(f"role {role} cannot take any number", "write --index 0, for a learner its rank")
     target = join_run(run)
+    if run is not None and "://" in run:
+        use_cores(target.config, role, 0, alone=True)  # the host of a role that joins is its own
     if role == "reward_model":
         run_to_its_end(f"{role}.{_served(target, model)}", number, target.path, until_finished=until_finished)
     if model is not None:

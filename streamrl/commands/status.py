@@ -14,6 +14,7 @@ from streamrl.commands import output
 from streamrl.commands.options import AnywhereOption, EveryOption, JsonOption, WatchOption
 from streamrl.commands.rundir import KnownRun, find_anywhere, live
 from streamrl.errors import ExitCode, LedgerDamaged, Unreachable
+from streamrl.learner.ending import read_finished
 from streamrl.monitor.lines import printable
 from streamrl.monitor.reward_figures import RewardView
 from streamrl.monitor.roles import KnownRole, Supervised, read_states, states_said
@@ -31,8 +32,8 @@ def status(
 ) -> int:
     """Show each role: state, pid, restarts, version, progress.
 
-    Exit code: 0 all roles are ready; 1 a role is not ready or reports trouble, or a reward gets no scores; 69 the run
-    is down.
+    Exit code: 0 all roles are ready, or the run is finished; 1 a role is not ready or reports trouble, or a reward gets
+    no scores; 69 the run is down.
     """
     target = find_anywhere(run)
 
@@ -47,11 +48,11 @@ def status(
     return asyncio.run(output.repeat(once, every if watch else None))
 
 
-_CODES = {"ready": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
+_CODES = {"ready": ExitCode.OK, "finished": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
 
 
 async def look(run: KnownRun) -> dict[str, Any]:
-    """Content of the envelope: `verdict` (ready, degraded, down), `roles`, `rewards`, `summary` of a finished run.
+    """Content of the envelope: `verdict`, `roles`, `rewards`, `summary` of a finished run.
 
     Roles come from the plan, from the supervisor and from the heartbeats in Redis: of a role that others started only
     the heartbeat is known.
@@ -64,7 +65,10 @@ async def look(run: KnownRun) -> dict[str, Any]:
     members = (parsed(said, "members") if said is not None else None) or role_names(run.config)
     names = list(dict.fromkeys([*members, *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
-    if not reachable and not supervised.alive:
+    finished = read_finished(run.path) if run.path is not None else None
+    if finished is not None and finished.holds(run.config) and not supervised.alive and not board:
+        verdict = "finished"
+    elif not reachable and not supervised.alive:
         verdict = "down"
     elif all(role["state"] == "ready" and not role["trouble"] for role in roles) and not any(r.away for r in rewards):
         verdict = "ready"
@@ -167,7 +171,8 @@ def _print(data: dict[str, Any]) -> None:
 
     verdict = f"run {data['run']}: {data['verdict']}"
     if data["verdict"] == "down":
-        finished = data["summary"] is not None
-        verdict += " (finished, see summary.json)" if finished else " (`streamrl up --resume` goes on)"
+        verdict += " (`streamrl up --resume` goes on)"
+    elif data["verdict"] == "finished" and data["summary"] is not None:
+        verdict += " (see summary.json)"
     rewards = [RewardView(**reward) for reward in data["rewards"]]
     output.console().print(status_table(data["roles"], verdict, rewards))

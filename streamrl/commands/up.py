@@ -17,9 +17,11 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.config import configuration, origin_of, without_secrets, write_checks
 from streamrl.commands.options import RunFile, SetOption
-from streamrl.commands.rundir import RunDirectory, find_run, live
+from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look, live
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Refused, Unreachable, UsageError, writing
+from streamrl.learner.ending import is_over, read_finished
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.roles import read_states
 from streamrl.monitor.snapshot import Snapshot, take
@@ -27,7 +29,7 @@ from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, leaves
 from streamrl.runtime.control import find_published, publish
-from streamrl.runtime.launch import PreparedRun, describe, prepare_run
+from streamrl.runtime.launch import PreparedRun, describe, describe_threads, prepare_run
 from streamrl.runtime.preflight import check_all
 from streamrl.runtime.supervisor import RunOutcome, supervise
 
@@ -75,16 +77,20 @@ def up(
     If the run directory holds a run, `up` resumes it. `--resume` without a run file uses `run.json` of DIR, or of the
     newest run in runs/.
 
-    Exit code 0: finished, or drained after the first Ctrl-C. 1: a role failed for good, or the closing audit does not
-    hold. 130 or 143: ended early by a second signal.
+    Exit code 0: finished, now or before, or drained after the first Ctrl-C. 1: a role failed for good, or the closing
+    audit does not hold. 130 or 143: ended early by a second signal.
     """
     changes = [*(overrides or []), *recording_overrides(rollout_only=rollout_only, train_only=train_only)]
     loaded, run_dir = configuration(file, run, changes, resume=resume)
     if dry_run:
-        return _plan(loaded, run_dir)
+        return _plan(loaded, run_dir, here=on == "local")
+    if not fresh and not prepare and _is_over(loaded.config, run_dir or RUNS / loaded.config.name):
+        return 0
     output.outlive_readers()
     published = asyncio.run(find_published(loaded.config)) if prepare else None
-    prepared = prepare_run(loaded, run_dir, fresh=fresh, resume=resume, published=published)
+    prepared = prepare_run(
+        loaded, run_dir, fresh=fresh, resume=resume, published=published, here=on == "local" and not prepare
+    )
     _announce(prepared)
     if prepare:
         if prepared.config.redis.url is not None:
@@ -92,6 +98,10 @@ def up(
         return 0
     if detach:
         return _detach(prepared, on)
+    return _run_to_its_end(prepared, screen, on)
+
+
+def _run_to_its_end(prepared: PreparedRun, screen: str, on: Literal["local", "ray"]) -> int:
     outcome = _supervise(prepared, screen, on)
     if not outcome.finished:
         if outcome.exit_code == ExitCode.OK:
@@ -105,6 +115,21 @@ def up(
         from streamrl.commands.finish import finish
 
     return int(outcome.exit_code if finish(prepared.config, prepared.run_dir) else ExitCode.FAILURE)
+
+
+def _is_over(config: RunConfig, folder: Path) -> bool:
+    """Whether the run is finished and measured; says so."""
+    finished = read_finished(folder)
+    measured = config.recording.mode == "write" or (folder / "summary.json").exists()
+    if finished is None or not measured or not asyncio.run(_trains_no_more(config, folder)):
+        return False
+    output.note(f"run {config.name} {finished}; {finished.hint}")
+    return True
+
+
+async def _trains_no_more(config: RunConfig, folder: Path) -> bool:
+    async with ledgers_to_look(find_run(folder)) as opened:
+        return await is_over(config, folder, opened.train)
 
 
 def _detach(prepared: PreparedRun, on: str) -> int:
@@ -149,13 +174,14 @@ def recording_overrides(*, rollout_only: bool, train_only: Path | None) -> list[
     return ["recording.mode=read", f"recording.path={train_only.resolve()}", *without]
 
 
-def _plan(loaded: LoadedConfig, run_dir: Path | None) -> int:
+def _plan(loaded: LoadedConfig, run_dir: Path | None, *, here: bool) -> int:
     """Print what would be started, the checks and the configuration; the first failed check decides the exit code."""
     folder = run_dir if run_dir is not None else RUNS / loaded.config.name
     output.write(f"run {loaded.config.name} in {folder}")
     for line in describe(loaded.config, folder):
         output.write(f"start  {line}")
-    checks = check_all(loaded.config, folder)
+    output.write(f"threads  {describe_threads(loaded.config)}")
+    checks = check_all(loaded.config, folder, here=here)
     write_checks(checks)
     for key, value in leaves(without_secrets(loaded)):
         output.write(f"value  {key} = {value!r}  ({origin_of(loaded, key)})")

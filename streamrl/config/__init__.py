@@ -66,7 +66,10 @@ class DataConfig(Section):
     held_out: Path | None = Field(None, description="held-out prompts for evaluation; never trained")
     epochs: Positive | None = Field(None, description="passes over the training prompts; empty: for ever")
     shuffle: bool = Field(True, description="a new order for each epoch, a function of seed and epoch")
-    max_prompt_tokens: Positive = Field(1024, description="a longer prompt is an error at start")
+    max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens")
+    long_prompts: Literal["refuse", "drop"] = Field(
+        "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
+    )
 
 
 class SamplingConfig(Section):
@@ -133,7 +136,9 @@ class EngineConfig(Section):
     device: str = Field(
         "auto", description="auto (a GPU when there is one), cpu, cuda or cuda:N; a GPU that is missing is refused"
     )
-    threads: Positive | None = Field(None, description="CPU threads of the engine; empty: torch's choice")
+    threads: Positive | None = Field(
+        None, description="CPU threads of each engine; empty: its share of the cores, as `up --dry-run` shows"
+    )
     kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
 
     @property

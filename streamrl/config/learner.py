@@ -164,7 +164,7 @@ class LearnerConfig(Section):
     publish_every: Positive = Field(
         1, description="steps between published versions; a learner that waits for groups publishes earlier"
     )
-    steps: Positive | None = Field(None, description="steps of the run; empty: until the data ends")
+    steps: Positive | None = Field(None, description="steps of the run; empty: until data.epochs are over")
     stop_at_accuracy: Fraction | None = Field(None, description="end when held-out accuracy reaches this")
     lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="AdamW learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -214,7 +214,9 @@ class LearnerConfig(Section):
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
     device: str = Field("auto", description="auto, cpu or cuda")
-    threads: Positive | None = Field(None, description="CPU threads per rank; empty: torch's choice")
+    threads: Positive | None = Field(
+        None, description="CPU threads of each rank; empty: its share of the cores, as `up --dry-run` shows"
+    )
     collective_deadline: Duration = Field(300.0, description="longest wait of one rank for the others")
     max_group_crashes: Positive = Field(3, description="learner crashes in steps with a group before it is dead")
 

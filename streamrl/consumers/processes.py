@@ -35,6 +35,7 @@ from typing import Any, Final, Literal
 import orjson
 
 from streamrl.consumers.isolated import child
+from streamrl.cores import usable_cores
 from streamrl.errors import ConfigError, RewardUnavailable, StreamrlError, WireError
 from streamrl.restarts import Deaths, RestartPolicy
 
@@ -351,6 +352,5 @@ class _Process:
 
 
 def usual_processes() -> int:
-    """One per CPU that this process may use (in a container, fewer than the host has), at most 4."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_PROCESSES, cpus)
+    """One per core that this process may use, at most 4."""
+    return min(_MOST_PROCESSES, usable_cores())

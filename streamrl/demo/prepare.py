@@ -29,6 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
+from streamrl.cores import THREADS, share_cores, usable_cores
 from streamrl.demo import task, tool_task
 from streamrl.demo.task import Lesson
 from streamrl.errors import ExitCode
@@ -157,12 +158,15 @@ def prepare(folder: Path, console: Console, demo: Demo) -> None:
         write_prompts(draft, demo)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         loss = TextColumn("loss {task.fields[loss]:.3f}")
-        precision = torch.get_float32_matmul_precision()
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        if THREADS not in os.environ:
+            torch.set_num_threads(share_cores(usable_cores(), 1))
         torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
         try:
             with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
                 model = warm_start(progress, demo)
         finally:
+            torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(precision)  # "medium" would make a caller's engine use bfloat16 on AMX
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
@@ -196,6 +200,9 @@ def main(arguments: Sequence[str]) -> int:
                 console.print(f"warm start: found in {cache} (prepared before; --force makes it again)")
             else:
                 prepare(given.folder, console, DEMOS[given.task])
+    except KeyboardInterrupt:
+        console.print("given up: nothing was written")
+        return ExitCode.INTERRUPTED
     except OSError as error:
         console.print(f"error: {error.filename or given.folder}: {error.strerror or error}")
         return ExitCode.CANNOT_CREATE

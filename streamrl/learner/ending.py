@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 FINISHED_FILE: Final = "finished.json"
 
 Reason = Literal["steps", "accuracy", "data"]
+_GOES_ON: Final[dict[Reason, str]] = {
+    "steps": "raise learner.steps",
+    "accuracy": "raise learner.stop_at_accuracy",
+    "data": "raise data.epochs",
+}
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +31,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     accuracy: float | None = None  # newest held-out one
     epochs: int | None = None  # passes over the data that the run was to make
+
+    def __str__(self) -> str:
+        end = "end of the data" if self.reason == "data" else f"{self.reason} reached"
+        return f"finished at step {self.step} ({end})"
+
+    @property
+    def hint(self) -> str:
+        return f"{_GOES_ON[self.reason]} to train on, or start anew with --fresh"
 
     def holds(self, config: RunConfig) -> bool:
         """Whether the run is over under this configuration too; it is not when somebody raised the limit."""

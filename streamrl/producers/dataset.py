@@ -7,9 +7,12 @@ The ledger keeps a fingerprint of all that the function depends on and refuses a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,33 +20,52 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from streamrl.config import RunConfig
 from streamrl.errors import DataError, WireError
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Int32Array, Prompt, encode, pack_int32
 
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _CHUNK: Final = 1024
+_NAMED: Final = 5
+"""Lines with the same fault that are named."""
+_SPECIAL: Final = 8
+"""Special tokens around a text, more than any tokenizer adds."""
 
 
 @dataclass(frozen=True)
 class PromptLimits:
     """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
 
-    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
+    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked. With `drop`
+    longer prompts are left out.
     """
 
     max_prompt_tokens: int
     context: int
     vocabulary: int | None = None
+    drop: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, vocabulary: int | None = None) -> PromptLimits:
+        data = config.data
+        return cls(data.max_prompt_tokens, config.model.context, vocabulary, drop=data.long_prompts == "drop")
+
+    def exceeded_by(self, tokens: int) -> bool:
+        return tokens > self.max_prompt_tokens or tokens >= self.context
 
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded, in its order. `fingerprint` covers the file's bytes and the token ids."""
+    """The prompts of one file, encoded, in its order. `fingerprint` covers the file's bytes and the token ids.
+
+    `dropped` prompts are too long.
+    """
 
     path: Path
     prompts: list[bytes]
     fingerprint: str
+    dropped: int = 0
     _orders: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -75,28 +97,53 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable").astype(np.int64)
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False) -> PromptSet:
-    """Read, check and encode all prompts of a JSONL file. Memory: about the file plus 4 bytes a token.
+def load_prompts(
+    path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False, count: int | None = None
+) -> PromptSet:
+    """Read, check and encode all prompts of a JSONL file, or the first `count`. Memory: the file plus 4 bytes a token.
 
     A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
     `answer`, and any other keys, which travel as metadata. A `prompt` that is a list of messages, as in the data of
     verl, is read as `messages`. Empty lines are skipped but counted.
 
     Raises:
-        DataError: the file is missing, empty, or has a line that cannot be used; the message names file and line.
+        DataError: the file is missing, empty, or has lines that cannot be used; the message names file and lines.
     """
     digest = hashlib.blake2b(digest_size=16)
-    prompts: list[bytes] = []
-    chunk: list[_Line] = []
-    for row in _rows(path, digest):
-        chunk.append(row)
-        if len(chunk) == _CHUNK:
-            prompts += _encode_chunk(chunk, tokenizer, limits, digest, path, evaluation=evaluation)
-            chunk = []
-    prompts += _encode_chunk(chunk, tokenizer, limits, digest, path, evaluation=evaluation)
-    if not prompts:
-        raise DataError(f"{path} has no prompts", _LINE_HINT)
-    return PromptSet(path, prompts, digest.hexdigest())
+    data, faults = PromptSet(path, [], ""), _Faults(path)
+    lines = islice(_lines(path, digest), count)
+    while raw := list(islice(lines, _CHUNK)):
+        for row, text, tokens in _tokenize(faults.parse(raw), tokenizer, faults):
+            if limits.drop and limits.exceeded_by(tokens.size):
+                data.dropped += 1
+                continue
+            with faults.at(row.line):
+                _check_tokens(tokens, limits)
+                digest.update(tokens.tobytes())
+                data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation))
+    faults.check()
+    if not data.prompts:
+        raise DataError(f"{path} has no prompts{' that are short enough' if data.dropped else ''}", _LINE_HINT)
+    data.fingerprint = digest.hexdigest()
+    return data
+
+
+def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int) -> int:
+    """Check the first `count` prompts of a file; returns how many of them are dropped. Errors as for `load_prompts`.
+
+    The tokenizer, which takes seconds, is loaded only if there are chats, or texts that may be too long.
+    """
+    faults = _Faults(path)
+    rows = faults.parse(islice(_lines(path, hashlib.blake2b()), count))
+    faults.check()
+    if not rows:
+        raise DataError(f"{path} is empty", _LINE_HINT)
+    for row in rows:
+        # A token has a byte or more, but for the special ones at the ends of a text.
+        text = row.record.get("prompt")
+        if text is None or limits.exceeded_by(len(text.encode()) + _SPECIAL):
+            return load_prompts(path, tokenizer(), limits, count=count).dropped
+    return 0
 
 
 @dataclass(frozen=True)
@@ -105,37 +152,79 @@ class _Line:
     record: dict[str, Any]
 
 
-def _rows(path: Path, digest: hashlib.blake2b) -> Iterator[_Line]:
+class _Faults:
+    """Lines of a file that cannot be used, by kind of fault: the message without what differs from line to line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kinds: dict[str, tuple[DataError, list[int]]] = {}
+
+    @contextlib.contextmanager
+    def at(self, line: int) -> Iterator[None]:
+        """Keep a DataError of this block, and go on behind it."""
+        try:
+            yield
+        except DataError as error:
+            kind = re.sub(r"\d+", "", error.message.partition(":")[0])
+            self._kinds.setdefault(kind, (error, []))[1].append(line + 1)
+
+    def parse(self, lines: Iterable[tuple[int, bytes]]) -> list[_Line]:
+        rows = []
+        for number, raw in lines:
+            with self.at(number):
+                rows.append(_Line(number, _parse(raw)))
+        return rows
+
+    def check(self) -> None:
+        """Raise one DataError for all."""
+        said = []
+        for error, (first, *others) in self._kinds.values():
+            named = ", ".join(map(str, others[:_NAMED]))
+            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+            said.append(f"{self._path}:{first}: {error.message}{f' (also {named}{more})' if others else ''}")
+        if said:
+            raise DataError("; ".join(said), "; ".join(dict.fromkeys(error.hint for error, _ in self._kinds.values())))
+
+
+def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers from 0."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file):
                 digest.update(raw)
                 if raw.strip():
-                    yield _Line(number, _parse(raw, f"{path}:{number + 1}"))
+                    yield number, raw
     except OSError as error:
         raise DataError(
             f"cannot read the prompts {path}: {error.strerror}", "set data.train (and data.held_out)"
         ) from error
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
+def first_prompt(path: Path) -> dict[str, Any]:
+    """DataError: there is none, or it cannot be used."""
+    for _, raw in _lines(path, hashlib.blake2b()):
+        return _parse(raw)
+    raise DataError(f"{path} is empty", _LINE_HINT)
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
     try:
         record = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: no JSON: {error}", _LINE_HINT) from error
+        raise DataError(f"no JSON: {error}", _LINE_HINT) from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: not a JSON object", _LINE_HINT)
+        raise DataError("not a JSON object", _LINE_HINT)
     prompt, messages = record.get("prompt"), record.get("messages")
     if messages is None and isinstance(prompt, list):
         prompt, messages = None, prompt
         record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": messages}
     if (prompt is None) == (messages is None):
-        raise DataError(f"{where}: needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
+        raise DataError("needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise DataError(f"{where}: `prompt` must be text and not empty", _LINE_HINT)
+        raise DataError("`prompt` must be text and not empty", _LINE_HINT)
     if messages is not None and not _is_chat(messages):
         raise DataError(
-            f"{where}: `messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`",
+            "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`",
             _LINE_HINT,
         )
     return record
@@ -149,15 +238,8 @@ def _is_chat(messages: Any) -> bool:
     )
 
 
-def _encode_chunk(
-    rows: Sequence[_Line],
-    tokenizer: Tokenizer,
-    limits: PromptLimits,
-    digest: hashlib.blake2b,
-    path: Path,
-    *,
-    evaluation: bool,
-) -> list[bytes]:
+def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
+    """The text and the ids of each prompt; a chat that the template refuses is a fault."""
     texts = [row for row in rows if "prompt" in row.record and row.record["prompt"] is not None]
     found: dict[int, tuple[str, Int32Array]] = {
         row.line: (row.record["prompt"], tokens)
@@ -165,40 +247,33 @@ def _encode_chunk(
     }
     for row in rows:
         if row.line not in found:
-            try:
+            with faults.at(row.line):
                 [found[row.line]] = tokenizer.encode_chats([row.record["messages"]])
-            except DataError as error:
-                raise DataError(f"{path}:{row.line + 1}: {error.message}", error.hint) from error
-    encoded = []
-    for row in rows:
-        text, tokens = found[row.line]
-        _check_tokens(tokens, limits, f"{path}:{row.line + 1}")
-        digest.update(tokens.tobytes())
-        encoded.append(_encode_prompt(row, text, tokens, f"{path}:{row.line + 1}", evaluation=evaluation))
-    return encoded
+        if row.line in found:
+            yield row, *found[row.line]
 
 
-def _check_tokens(tokens: Int32Array, limits: PromptLimits, where: str) -> None:
+def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
     if tokens.size == 0:
-        raise DataError(f"{where}: the prompt has no tokens")
+        raise DataError("the prompt has no tokens")
     if tokens.size > limits.max_prompt_tokens:
         raise DataError(
-            f"{where}: the prompt has {tokens.size} tokens, data.max_prompt_tokens is {limits.max_prompt_tokens}",
-            "leave the line out, or raise data.max_prompt_tokens (and model.context)",
+            f"the prompt has {tokens.size} tokens, data.max_prompt_tokens is {limits.max_prompt_tokens}",
+            "set data.long_prompts: drop, or raise data.max_prompt_tokens (and model.context)",
         )
     if tokens.size >= limits.context:
         raise DataError(
-            f"{where}: the prompt has {tokens.size} tokens, which leaves no room in model.context {limits.context}",
-            "leave the line out, or raise model.context",
+            f"the prompt has {tokens.size} tokens, which leaves no room in model.context {limits.context}",
+            "set data.long_prompts: drop, or raise model.context",
         )
     if limits.vocabulary is not None and int(tokens.max()) >= limits.vocabulary:
         raise DataError(
-            f"{where}: token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}",
+            f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}",
             "the tokenizer is another model's: set model.tokenizer to the one that belongs to model.path",
         )
 
 
-def _encode_prompt(row: _Line, text: str, tokens: Int32Array, where: str, *, evaluation: bool) -> bytes:
+def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool) -> bytes:
     record = row.record
     prompt = Prompt(
         tokens=pack_int32(tokens),
@@ -212,7 +287,7 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, where: str, *, eva
     try:
         return encode(prompt)
     except (WireError, TypeError, OverflowError, ValueError) as error:
-        raise DataError(f"{where}: cannot be sent: {error}") from error
+        raise DataError(f"cannot be sent: {error}") from error
 
 
 def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:

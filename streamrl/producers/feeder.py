@@ -52,7 +52,7 @@ async def run_feeder(role: Role) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     await asyncio.to_thread(check_tokenizer, tokenizer, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
-    limits = PromptLimits(config.data.max_prompt_tokens, config.model.context, vocabulary)
+    limits = PromptLimits.of(config, vocabulary)
     data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)
     bell = VersionBell(role.ledgers.weights)
     training = Training(role, data, bell)
@@ -207,6 +207,8 @@ class Training:
     def _show(self, state: str) -> None:
         cursor = self._admitter.cursor
         self._role.status.update(admitted=cursor, epoch=cursor // len(self._data), admission=state)
+        if self._data.dropped:
+            self._role.status["too_long"] = self._data.dropped
 
 
 def train_fingerprint(config: RunConfig, data: PromptSet) -> str:

@@ -13,7 +13,7 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection, Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, AuthorizationError, InvalidResponse, RedisError, ResponseError
 
 from streamrl.config import RedisConfig
 from streamrl.errors import ConfigError, StreamrlError
@@ -104,7 +104,12 @@ def pack(command: Sequence[Argument]) -> bytes:
 
 async def open_socket(connection: AbstractConnection) -> None:
     connect: Any = connection.connect
-    await connect()
+    try:
+        await connect()
+    except InvalidResponse as error:
+        raise ConfigError(
+            f"what answers at redis.url is no Redis: {error}", "set redis.url to the port of a Redis server"
+        ) from error
 
 
 async def read_reply(connection: AbstractConnection) -> Any:

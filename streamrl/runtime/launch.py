@@ -16,12 +16,13 @@ from typing import Any, Final
 import orjson
 
 from streamrl.config import RunConfig
+from streamrl.cores import THREADS, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, Refused, UsageError, writing
 from streamrl.queues import embedded
 from streamrl.queues.supervision import Published
 from streamrl.runfile import RUN_DIGEST, RUNS, LoadedConfig, parse_saved, read_saved, save
 from streamrl.runtime.placement.local import RENDEZVOUS
-from streamrl.runtime.plan import plan
+from streamrl.runtime.plan import computing, divide_cores, plan
 from streamrl.runtime.preflight import Check, preflight
 from streamrl.weight_sync.files import make_token, memory_of, release_memory
 
@@ -66,11 +67,12 @@ def prepare_run(
     fresh: bool = False,
     resume: bool = False,
     published: Published | None = None,
+    here: bool = True,
 ) -> PreparedRun:
     """Check everything, then make or resume the run directory, and write `run.json`.
 
     A directory that holds a run is resumed, or with `fresh` moved to `DIR.old-TIME`. A repeat does no harm. What the
-    run has `published` before is compared as a directory is, and its token is kept. Refused:
+    run has `published` before is compared as a directory is, and its token is kept. `here` as for `check_all`. Refused:
     the run is running. ConfigError: keys that the run must keep have changed, or the preflight failed. UsageError: both
     flags, or `resume` without a run.
     """
@@ -89,7 +91,7 @@ def prepare_run(
     changed = _changed(config, folder) if there and not fresh else ()
     if published is not None and not fresh:
         _expect_published(config, published)
-    checks = tuple(preflight(config, folder))
+    checks = tuple(preflight(config, folder, here=here))
     put_aside = None
     with writing(inside=folder):
         if there:
@@ -117,6 +119,14 @@ def describe(config: RunConfig, run_dir: Path) -> list[str]:
             env = " ".join(f"{key}={value}" for key, value in sorted(command.env.items()))
             lines.append(f"{name}: {env} {sys.executable} {' '.join(command.arguments)}")
     return lines
+
+
+def describe_threads(config: RunConfig) -> str:
+    if THREADS in os.environ:
+        return f"{THREADS}={os.environ[THREADS]} of the environment, for each process without a number of its own"
+    cores = usable_cores()
+    shares = divide_cores(config, cores, computing(config))
+    return f"{', '.join(f'{kind} {count}' for kind, count in shares.items())} (this host has {cores} cores)"
 
 
 def _changed(config: RunConfig, folder: Path) -> tuple[str, ...]:

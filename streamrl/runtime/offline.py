@@ -44,7 +44,7 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-    limits = PromptLimits(config.data.max_prompt_tokens, config.model.context)
+    limits = PromptLimits.of(config)
     data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)

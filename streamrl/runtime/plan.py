@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
+from streamrl.cores import THREADS, share_cores, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +161,62 @@ def _command(run_dir: Path, kind: str, index: int = 0, env: Mapping[str, str] = 
     return RoleCommand(arguments, {"PYTHONUNBUFFERED": "1", **env})
 
 
-def threads(config: RunConfig, kind: str) -> dict[str, str]:
-    """Environment that bounds the CPU threads of a role: the configured number, else the library's choice.
+def threads(config: RunConfig, kind: str, *, cluster: bool = False) -> dict[str, str]:
+    """Environment that bounds the CPU threads of a role, as far as the run file says it.
 
-    Feeder and reward workers get one thread: their numerics are tiny, and a pool per process would only fight for
-    cores. Servers of reward models, which inherit it, are given theirs when they are started.
+    Roles that compute get the configured number, or, on a `cluster`, the cores that they ask for; without either they
+    take a share when they start (`use_cores`). All others get one thread: their numerics are tiny.
     """
-    served = {f"{REWARD_MODEL}.{name}": None for name in config.reward_models}
-    wanted = {"learner": config.learner.threads, "rollout": config.engine.threads, **served}.get(kind, 1)
-    env = {"TOKENIZERS_PARALLELISM": "false"}
-    if wanted is not None:
-        env |= {f"{library}_NUM_THREADS": str(wanted) for library in ("OMP", "MKL", "OPENBLAS")}
-    return env
+    wanted, of = 1, computing(config)
+    if kind in of:
+        asked = config.resources(kind.partition(".")[0]).cpus if cluster else 0
+        each = of[kind] // processes(config)[kind]
+        wanted = configured_threads(config).get(kind) or math.ceil(asked / each)
+    return {"TOKENIZERS_PARALLELISM": "false", **(numeric_threads(wanted) if wanted else {})}
+
+
+def numeric_threads(count: int) -> dict[str, str]:
+    return {name: str(count) for name in (THREADS, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+def configured_threads(config: RunConfig) -> dict[str, int]:
+    named = {"learner": config.learner.threads, "rollout": config.engine.threads}
+    return {kind: number for kind, number in named.items() if number}
+
+
+def computing(config: RunConfig) -> dict[str, int]:
+    """The roles that compute with many threads, and in how many processes, servers of replicas included."""
+    engine, found = config.engine, {}
+    for kind, count in processes(config).items():
+        if kind == "learner" or kind.startswith(f"{REWARD_MODEL}."):
+            found[kind] = count
+        elif kind == "rollout" and not engine.url:
+            found[kind] = count * engine.servers * engine.tensor_parallel
+    return found
+
+
+def divide_cores(config: RunConfig, cores: int, present: Mapping[str, int]) -> dict[str, int]:
+    """CPU threads of each computing process by role, on a host with `cores` and the processes that are `present`.
+
+    Configured numbers stand; what they leave is divided evenly among all others. Colocated engines and the learner
+    compute in turn, so each has what both would have.
+    """
+    given = {kind: number for kind, number in configured_threads(config).items() if kind in present}
+    others = {kind: count for kind, count in present.items() if kind not in given}
+    together = sum(others.values())
+    if config.rollout.placement == "colocated" and {"learner", "rollout"} <= others.keys():
+        together -= min(others["learner"], others["rollout"])
+    taken = sum(present[kind] * number for kind, number in given.items())
+    return {**given, **dict.fromkeys(others, share_cores(cores, together, taken=taken))}
+
+
+def use_cores(config: RunConfig, kind: str, index: int, *, alone: bool = False) -> None:
+    """Bound the CPU threads of this process of a role, before it imports torch; OMP_NUM_THREADS wins if it is set.
+
+    `alone`: no other role of the run is on this host. A member that was added to the run counts as one more.
+    """
+    of = computing(config)
+    if kind in of and THREADS not in os.environ:
+        each = of[kind] // processes(config)[kind]
+        present = {kind: each} if alone else of | {kind: max(of[kind], (index + 1) * each)}
+        os.environ |= numeric_threads(divide_cores(config, usable_cores(), present)[kind])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 import http.client
 import os
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
-
-import orjson
 
 from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RunConfig
 from streamrl.config.base import ServerKind
@@ -30,6 +29,7 @@ from streamrl.errors import (
     Unreachable,
     need_packages,
 )
+from streamrl.producers.dataset import PromptLimits, examine_prompts, first_prompt
 from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.known_models import examine_chat
 from streamrl.producers.episodes.sampler import episode_of
@@ -44,8 +44,9 @@ from streamrl.servers import environments
 from streamrl.servers.launch import PLUGIN
 from streamrl.store import run_store
 
-_LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _DEADLINE: Final = 10.0
+_LOOKED_AT: Final = 1000
+"""Prompts of each file; the feeder reads all before it admits any."""
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 
 
@@ -58,8 +59,11 @@ class Check:
     error: StreamrlError | None = None
 
 
-def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
-    """In the order of the roles; nothing is started, and nothing written but a probe to stores, which is removed."""
+def check_all(config: RunConfig, run_dir: Path, *, here: bool = True) -> list[Check]:
+    """In the order of the roles; nothing is started, and nothing written but a probe to stores, which is removed.
+
+    `here`: all roles will run on this machine, so that its devices, packages and ports are those of the roles.
+    """
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
@@ -76,6 +80,12 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
         "memory": lambda: look_at_memory(config, model_bytes(config, "float32")),
         "open files": lambda: look_at_files(config, model_bytes(config, config.weights.dtype)),
     }
+    if here:
+        looks |= {
+            "devices": lambda: look_at_devices(config),
+            "loggers": lambda: look_at_loggers(config),
+            "health": lambda: look_at_health(config),
+        }
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}
         del looks["engine"], looks["reward models"]
@@ -89,9 +99,9 @@ def check_all(config: RunConfig, run_dir: Path) -> list[Check]:
     return checks
 
 
-def preflight(config: RunConfig, run_dir: Path) -> list[Check]:
+def preflight(config: RunConfig, run_dir: Path, *, here: bool = True) -> list[Check]:
     """Raises the error of the first check that failed."""
-    checks = check_all(config, run_dir)
+    checks = check_all(config, run_dir, here=here)
     for check in checks:
         if check.error is not None:
             raise check.error
@@ -117,9 +127,16 @@ async def _reach(config: RedisConfig, url: str) -> None:
 
 
 def look_at_data(config: RunConfig) -> str:
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        look_at_models(config)  # a model that cannot be had is said in few words
+        return Tokenizer.load(config.model)
+
+    found = []
     for file in _files(config):
-        _first_prompt(file)
-    return ", ".join(map(str, _files(config)))
+        dropped = examine_prompts(file, tokenizer, PromptLimits.of(config), _LOOKED_AT)
+        found.append(f"{file} ({dropped} of the first {_LOOKED_AT} prompts are too long)" if dropped else str(file))
+    return ", ".join(found)
 
 
 def _files(config: RunConfig) -> list[Path]:
@@ -131,24 +148,6 @@ def _recording(config: RunConfig) -> str:
     if header.model != config.model.path:
         return f"{config.recording.path}, sampled by {header.model}: far off-policy from the first step on"
     return str(config.recording.path)
-
-
-def _first_prompt(path: Path) -> dict[str, Any]:
-    """Only the first line is checked: the feeder reads the whole file before it admits anything."""
-    try:
-        with path.open("rb") as file:
-            line = next((line for line in file if line.strip()), None)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "see data.train and data.held_out") from error
-    if line is None:
-        raise DataError(f"{path} is empty", _LINE_HINT)
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{path}, first line: no JSON: {error}", _LINE_HINT) from error
-    if not isinstance(record, dict) or not {"prompt", "messages"} & set(record):
-        raise DataError(f"{path}, first line: neither `prompt` nor `messages`", _LINE_HINT)
-    return record
 
 
 def _rewards(config: RunConfig) -> str:
@@ -192,7 +191,7 @@ def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
         return
     for file in _files(config):
         try:
-            record = _first_prompt(file)
+            record = first_prompt(file)
         except DataError:
             return  # the look at the data says so
         for name, call in adapted:
@@ -225,6 +224,30 @@ def look_at_engine(config: RunConfig) -> str:
         return "transformers in the replica's process"
     assert engine.kind != "openai", "the configuration refuses it without a URL"
     return _environment(engine, engine.kind)
+
+
+def look_at_devices(config: RunConfig) -> str:
+    devices = {"learner.device": config.learner.device} if config.recording.mode != "write" else {}
+    if config.engine.kind == "hf" and not config.engine.url and config.recording.mode != "read":
+        devices["engine.device"] = config.engine.device
+    for key, device in devices.items():
+        environments.check_device(key, device)
+    return ", ".join(f"{key} {device}" for key, device in devices.items()) or "none"
+
+
+def look_at_loggers(config: RunConfig) -> str:
+    for name in config.learner.report_to:
+        need_packages(f"learner.report_to {name}", name, extra=name, otherwise="leave it out")
+    return ", ".join(config.learner.report_to) or "none"
+
+
+def look_at_health(config: RunConfig) -> str:
+    if config.health.port:
+        raise ConfigError(
+            f"health.port {config.health.port} is one port, and all roles on this host would listen on it",
+            "set health.port to 0; `streamrl status --json` shows the address of each role",
+        )
+    return "a free port for each role"
 
 
 def look_at_reward_models(config: RunConfig) -> str:

@@ -27,6 +27,7 @@ from streamrl.isolation import lifeline
 from streamrl.queues import embedded
 from streamrl.runfile import read_saved
 from streamrl.runtime.logs import log_as_json
+from streamrl.runtime.plan import use_cores
 from streamrl.runtime.status_pipe import StatusPipe
 from streamrl.waits import first_of
 from streamrl.weight_sync.files import allow_many_files
@@ -105,6 +106,7 @@ async def serve(
     try:
         config = read_saved(run_dir / "run.json").config
         supervised = lifeline.hold(config.supervisor.term_grace)
+        use_cores(config, kind, index or 0)
         runner = _runner(kind, index, config)
         if not supervised or await _own_redis_answers(config, run_dir, stop):
             async with contextlib.AsyncExitStack() as opened:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 import orjson
 
+from streamrl.cores import usable_cores
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.sandbox.inside import jail
 
@@ -88,7 +89,7 @@ def last_lines(text: str) -> str:
 
 def most_at_once() -> int:
     """Programs that a process may run at the same time. More would slow each other down."""
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 _YOUNG_SECONDS: Final = 60.0

@@ -88,19 +88,19 @@ def on_cpu(engine: EngineConfig) -> bool:
     `ConfigError`: `engine.device` is no device, or a GPU that this machine lacks. The devices of servers at
     `engine.url` are not known here.
     """
-    device = engine.device
-    if device in {"auto", "cpu"}:
-        return computes_on_cpu(device)
-    if re.fullmatch(r"cuda(:\d+)?", device) is None:
+    check_device("engine.device", engine.device, there=not engine.url)
+    return computes_on_cpu(engine.device)
+
+
+def check_device(key: str, device: str, *, there: bool = True) -> None:
+    """Raise ConfigError if `device` is none, or, where it has to be `there`, a GPU that this machine lacks."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise ConfigError(f"{key} {device!r} is no device", "auto, cpu, cuda or cuda:N")
+    if there and device.startswith("cuda") and not has_gpu():
         raise ConfigError(
-            f"engine.device {device!r} is not a device of {engine.kind} servers", "auto, cpu, cuda or cuda:N"
+            f"{key} is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
+            f"set {key} to auto or cpu; in a container, start it with the GPUs (--gpus all)",
         )
-    if not engine.url and not has_gpu():
-        raise ConfigError(
-            f"engine.device is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
-            "set engine.device to auto or cpu; in a container, start it with the GPUs (--gpus all)",
-        )
-    return False
 
 
 def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,9 +63,6 @@ class ModelServer(Startable):
 
     @abstractmethod
     def wake(self) -> Sequence[Call]: ...
-    def _threads(self) -> dict[str, str]:
-        # Servers on one CPU share its cores.
-        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self._config.servers))}
 
 
 class VllmModel(ModelServer):
@@ -93,7 +89,7 @@ class VllmModel(ModelServer):
     def environ(self, model: str) -> dict[str, str]:
         environ = {"VLLM_NO_USAGE_STATS": "1"}
         if self.cpu:
-            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **self._threads(), "PYTHONPATH": python_path(PLUGIN)}
+            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": python_path(PLUGIN)}
         if self._config.sleep:
             environ["VLLM_SERVER_DEV_MODE"] = "1"  # otherwise it has no routes for it
         return environ
@@ -143,7 +139,7 @@ class SglangModel(ModelServer):
         if Path(model).is_dir():
             environ["HF_HUB_OFFLINE"] = "1"
         if self.cpu:
-            environ |= {"SGLANG_USE_CPU_ENGINE": "1", **self._threads(), "PYTHONPATH": python_path(SGLANG_CPU)}
+            environ |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": python_path(SGLANG_CPU)}
         return environ
 
     @override

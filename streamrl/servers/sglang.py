@@ -20,6 +20,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, PauseMode, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
@@ -388,8 +389,8 @@ def _environ(config: RunConfig, model: str, *, cpu: bool) -> dict[str, str]:
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     if cpu:
-        # More threads than one fight each other for the cores of a busy machine.
-        environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(engine.threads or 1)}
+        threads = str(engine.threads or os.environ.get(THREADS, "1"))  # a replica has its share of the cores there
+        environ |= {"SGLANG_USE_CPU_ENGINE": "1", THREADS: threads}
         if engine.tensor_parallel > 1:
             # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

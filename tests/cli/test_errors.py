@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,15 @@ async def test_a_server_that_accepts_and_says_nothing_is_69(tmp_path: Path, monk
         done = await asyncio.to_thread(cli, "lag", "--run", str(tmp_path))
     assert done.returncode == 69
     assert "no reply within" in done.stderr
+
+
+def test_a_web_server_in_the_place_of_redis_is_78(tmp_path: Path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        make_run(tmp_path, f"redis.url=redis://127.0.0.1:{server.server_port}/0")
+        done = cli("lag", "--run", str(tmp_path))
+        server.shutdown()
+    assert (done.returncode, "what answers at redis.url is no Redis" in done.stderr) == (78, True)
 
 
 async def test_a_server_that_wants_another_password_is_78(tmp_path: Path, redis_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import orjson
@@ -10,6 +11,7 @@ import pytest
 from streamrl.consumers.plugins import load_rewards
 from streamrl.consumers.reward import RewardPrompt, RewardSample
 from streamrl.runfile import load
+from streamrl.servers import environments
 from streamrl.wire import pack_int32, unpack_int32
 
 from .run_kit import cli, data_of, make_run
@@ -43,6 +45,17 @@ def test_init_overwrites_nothing_unless_told(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["my_rewards.py"]
     assert cli("init", str(tmp_path), "--force").returncode == 0
     assert (tmp_path / "my_rewards.py").read_text() != "mine"
+
+
+def test_init_names_the_run_as_its_directory(tmp_path: Path):
+    for folder, name in (
+        ("my-reverse", "my-reverse"),
+        ("zwei Wörter", "zwei-W-rter"),
+        ("..", tmp_path.name),
+        ("_", "my-run"),
+    ):
+        assert cli("init", str(tmp_path / "x" / folder), "--force").returncode == 0
+        assert load(tmp_path / "x" / folder / "run.yaml", (), {}).config.name == name
 
 
 def test_init_names_the_package_of_the_agent(tmp_path: Path):
@@ -93,6 +106,7 @@ def runnable(tmp_path: Path) -> Path:
     (tmp_path / "model" / "config.json").write_text('{"dtype": "float32"}')
     (tmp_path / "model" / "model.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a"\n{}\n{"prompt": "b"\n')
     (tmp_path / "half.jinja").write_text("{% for message in messages %}")
     (tmp_path / "run.yaml").write_text("name: mine\n")
     return tmp_path
@@ -122,11 +136,21 @@ ASKED = "reward_models={m: {url: ['http://127.0.0.1:9']}}"
             "the chat template of",
         ),
         (["model.path=nowhere"], "model", "nowhere does not exist"),
-        (["data.train=nothing.jsonl"], "data", "nothing.jsonl cannot be read"),
+        (["data.train=nothing.jsonl"], "data", "cannot read the prompts"),
+        (["data.train=chats.jsonl"], "data", "chats.jsonl:1: no JSON: "),
+        (["learner.device=cuda"], "devices", "learner.device is cuda, and this machine has no NVIDIA GPU"),
+        (["engine.device=cuda:1"], "devices", "engine.device is cuda:1, and this machine has no NVIDIA GPU"),
+        (["learner.device=gpu"], "devices", "learner.device 'gpu' is no device"),
+        (["learner.report_to=[trackio]"], "loggers", "learner.report_to trackio needs trackio"),
+        (["health.port=18090"], "health", "health.port 18090 is one port"),
         (["engine.kind=vllm", "engine.environment=nowhere"], "engine", "nowhere"),
     ],
 )
-def test_config_validate_finds_what_a_dry_run_finds(runnable: Path, overrides: list[str], check: str, says: str):
+def test_config_validate_finds_what_a_dry_run_finds(
+    runnable: Path, overrides: list[str], check: str, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None if name == "trackio" else find_spec(name))
     file = str(runnable / "run.yaml")
     settings = [part for override in overrides for part in ("--set", override)]
     if "half.jinja" in overrides[0]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -53,6 +58,27 @@ def test_the_commands_that_are_printed_run(new: Path):
     assert run.returncode == 0, run
     assert json.loads((new / "runs" / "sort" / "summary.json").read_text())["steps"] == 2
     assert process("audit", cwd=new).returncode == 0
+
+
+@pytest.mark.parametrize("moment", ["torch is loaded", "the model is trained"])
+def test_ctrl_c_ends_the_warm_start_without_a_traceback(tmp_path: Path, moment: str):
+    command = [sys.executable, "-m", "streamrl", "init", str(tmp_path / "new"), "--template", "sort"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert running.stderr is not None
+        said = ""
+        if moment == "torch is loaded":
+            loads = False
+            while not loads:
+                for child in psutil.Process(running.pid).children():
+                    loads = "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()
+        else:
+            while "warm start" not in said:
+                said += running.stderr.readline()
+        os.killpg(running.pid, signal.SIGINT)
+        said += running.stderr.read()
+    assert running.returncode == 130
+    assert "Traceback" not in said
+    assert not (tmp_path / "new" / "cache").exists()
 
 
 def test_two_preparations_at_once_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

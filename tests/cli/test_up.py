@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from streamrl.learner.ending import Finished, write_finished
 from streamrl.learner.lineage import read_record, record_file
 from streamrl.queues.embedded import find_server
 from tests.redis_kit import ForeignRedis
@@ -25,6 +26,7 @@ def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp
     started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
     assert started == ["redis", "learner.0", "learner.1", "rollout.0", "reward.0", "feeder.0"]
     assert "value  learner.ranks = 2  (--set)" in done.stdout
+    assert re.search(r"^threads  learner 1, rollout 1 \(this host has \d+ cores\)$", done.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,6 +49,29 @@ def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert cli("up", run_file, "--run", str(tmp_path / "full")).returncode == 73
+
+
+def test_a_finished_run_says_so_and_trains_and_measures_nothing(tiny: Path, tmp_path: Path):
+    file, run_dir = str(tiny / "run.yaml"), tmp_path / "runs" / "tiny"
+    assert cli("up", file, "--prepare", cwd=tmp_path).returncode == 0
+    assert cli("status", cwd=tmp_path).returncode == 69
+    write_finished(run_dir, Finished(reason="steps", step=3, version=4, epoch=1))
+    (run_dir / "summary.json").write_text("{}")
+    before = (run_dir / "run.json").read_bytes()
+    again = cli("up", file, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "")
+    assert again.stderr == (
+        "run tiny finished at step 3 (steps reached); raise learner.steps to train on, or start anew with --fresh\n"
+    )
+    resumed = cli("up", "--resume", cwd=tmp_path)
+    assert (resumed.returncode, resumed.stderr) == (0, again.stderr)
+    changed = cli("up", file, "--set", "learner.lr=0.1", cwd=tmp_path)
+    assert (changed.returncode, changed.stderr) == (0, again.stderr)
+    assert (run_dir / "run.json").read_bytes() == before
+    assert not list((run_dir / "logs").glob("*.jsonl"))
+    status = cli("status", "--json", cwd=tmp_path)
+    assert (status.returncode, data_of(status.stdout, "streamrl.status/1")["verdict"]) == (0, "finished")
+    assert "run tiny: finished" in cli("status", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow
@@ -75,7 +100,8 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
     assert data["evaluated"] == summary["groups_evaluated"]
     status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
-    assert (status["verdict"], status["summary"]) == ("down", summary)
+    assert (status["verdict"], status["summary"]) == ("finished", summary)
+
     assert cli("lag", cwd=tmp_path).returncode == 0
     assert cli("logs", "learner", cwd=tmp_path).stdout
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.dataset import PromptLimits, fingerprint_of, load_prompts, permutation
+from streamrl.producers.dataset import PromptLimits, examine_prompts, fingerprint_of, load_prompts, permutation
 from streamrl.producers.tokenizer import Tokenizer, check_tokenizer
 from streamrl.wire import Prompt, decode
 
@@ -117,6 +117,61 @@ def test_a_bad_line_is_named_in_a_later_chunk_too(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 1500, {"prompt": "a" * 30})
     with pytest.raises(DataError, match=r":1501: "):
         load_prompts(path, tokenizer, LIMITS)
+
+
+def test_all_bad_lines_are_named_by_kind(tmp_path, chat_tokenizer):
+    robot = {"messages": [{"role": "robot", "content": "a"}]}
+    bad = [
+        b"{",
+        {"prompt": "a" * 20},
+        {"answer": "4"},
+        *[b"[" for _ in range(7)],
+        robot,
+        {"prompt": "b" * 19 + "c" * 5},
+    ]
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, *bad)
+    with pytest.raises(DataError) as caught:
+        load_prompts(path, chat_tokenizer, LIMITS)
+    parts = caught.value.message.split("; ")
+    assert parts[0].startswith(f"{path}:2: no JSON: ")
+    assert parts[0].endswith("(also 5, 6, 7, 8, 9 and 2 more)")
+    assert parts[1] == f"{path}:4: needs either `prompt` (text) or `messages` (chat)"
+    assert parts[2] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also 13)"
+    assert parts[3].startswith(f"{path}:12: the chat template of tiny-chat refuses the messages")
+    assert len(parts) == 4
+    assert "long_prompts: drop" in caught.value.hint
+
+
+def test_long_prompts_are_left_out_and_counted_if_the_run_says_so(tmp_path, tokenizer):
+    drop = PromptLimits(20, 24, drop=True)
+    path = write(tmp_path / "p.jsonl", {"prompt": "a" * 30}, {"prompt": "a"}, {"prompt": "b" * 20}, {"prompt": "c"})
+    data = load_prompts(path, tokenizer, drop)
+    assert ([decode(prompt, Prompt).text for prompt in data.prompts], data.dropped) == (["a", "c"], 2)
+    more = load_prompts(path, tokenizer, PromptLimits(21, 24, drop=True))
+    assert (len(more), more.dropped) == (3, 1)
+    assert more.fingerprint != data.fingerprint
+    fits = write(tmp_path / "q.jsonl", {"prompt": "a"}, {"prompt": "c"})
+    assert load_prompts(fits, tokenizer, drop).fingerprint == load_prompts(fits, tokenizer, LIMITS).fingerprint
+    with pytest.raises(DataError, match="no prompts that are short enough"):
+        load_prompts(write(tmp_path / "r.jsonl", {"prompt": "a" * 30}), tokenizer, drop)
+
+
+def test_the_first_lines_are_examined_without_a_tokenizer_if_they_are_short_texts(tmp_path, tokenizer):
+    limits = PromptLimits(20, 24)
+
+    def none():
+        raise AssertionError("it takes seconds")
+
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a" * 12}] * 3, {"prompt": "a" * 13}, {"prompt": "a" * 20}, b"{")
+    assert examine_prompts(path, none, limits, 3) == 0
+    assert examine_prompts(path, lambda: tokenizer, limits, 4) == 0
+    with pytest.raises(DataError, match=r":5: the prompt has 21 tokens"):
+        examine_prompts(path, lambda: tokenizer, limits, 5)
+    assert examine_prompts(path, lambda: tokenizer, PromptLimits(20, 24, drop=True), 5) == 1
+    with pytest.raises(DataError, match=r":6: no JSON"):
+        examine_prompts(path, none, limits, 6)
+    with pytest.raises(DataError, match="is empty"):
+        examine_prompts(write(tmp_path / "e.jsonl", b""), none, limits, 6)
 
 
 def test_a_prompt_as_long_as_the_context_and_a_chat_the_template_refuses(tmp_path, chat_tokenizer):

@@ -56,6 +56,22 @@ async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(ru
     assert sorted(text for [text] in list(hands.prompts.values())[:5]) == ["p0", "p1", "p2", "p3", "p4"]
 
 
+async def test_prompts_that_are_too_long_are_never_admitted_and_counted(run):
+    with run.train.open("ab") as file:
+        file.write(b'{"prompt": "' + b"p0 " * 40 + b'"}\n')
+    run.set("data", epochs=1, long_prompts="drop")
+    async with run.open() as ledgers:
+        hands = await Hands(ledgers.train).fence()
+        async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+            for _ in range(20):
+                await hands.step()
+                if (await ledgers.train.state()).done is not None:
+                    break
+            await until(lambda: role.status["admission"] == "end of data")
+            assert (role.status["admitted"], role.status["too_long"]) == (5, 1)
+    assert sorted(text for [text] in hands.prompts.values()) == ["p0", "p1", "p2", "p3", "p4"]
+
+
 async def test_a_greedy_baseline_is_one_more_sample_and_one_more_score(run):
     run.set("sampling", group_size=3, min_group=2, greedy_baseline=True).set("learner", advantage={"use": "remax"})
     async with run.open() as ledgers:

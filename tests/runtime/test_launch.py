@@ -1,14 +1,20 @@
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 
+from streamrl.cores import share_cores, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, UsageError
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.runfile import load
 from streamrl.runtime import limits, preflight
 from streamrl.runtime.launch import describe, prepare_run, supervisor_lock
-from streamrl.runtime.plan import ROLE_KINDS, plan, threads
+from streamrl.runtime.plan import ROLE_KINDS, computing, divide_cores, plan, threads, use_cores
+from tests.producers.test_dataset import TEMPLATE, make_backend
+from tests.runtime.test_roles import make_config, save_run
 
 
 @pytest.fixture
@@ -207,8 +213,61 @@ def test_agents_are_processes_of_their_own_and_drain_before_the_replicas(home):
         loaded(home, "episode.run=my:Episode", "episode.processes=2", "rollout.placement=colocated")
 
 
-def test_threads_are_left_to_the_library_when_nothing_is_said(home):
-    assert "OMP_NUM_THREADS" not in threads(loaded(home).config, "learner")
+@pytest.mark.parametrize(
+    ("overrides", "cores", "shares"),
+    [
+        ([], 2, {"learner": 1, "rollout": 1}),
+        ([], 16, {"learner": 8, "rollout": 8}),
+        (["learner.ranks=2", "rollout.replicas=2"], 16, {"learner": 4, "rollout": 4}),
+        (["learner.threads=6"], 16, {"learner": 6, "rollout": 10}),
+        (["engine.threads=3", "learner.ranks=2"], 16, {"learner": 6, "rollout": 3}),
+        (["engine.kind=vllm", "engine.servers=2", "engine.tensor_parallel=3"], 14, {"learner": 2, "rollout": 2}),
+        (["engine.kind=vllm", "engine.url=[http://h:1]"], 16, {"learner": 15}),
+        (["rollout.placement=colocated"], 16, {"learner": 15, "rollout": 15}),
+        (["reward_models.m={model: m, servers: 2}"], 16, {"learner": 4, "reward_model.m": 4, "rollout": 4}),
+        (["recording.mode=write"], 16, {"rollout": 15}),
+    ],
+)
+def test_the_cores_of_a_host_are_divided_among_the_roles_that_compute(home, overrides, cores, shares):
+    config = loaded(home, *overrides).config
+    assert divide_cores(config, cores, computing(config)) == shares
+
+
+def test_a_number_in_the_run_file_wins_and_a_cluster_gives_what_was_asked_for(home):
+    config = loaded(home, "engine.threads=2", "cluster.resources={learner: {cpus: 4}, rollout: {cpus: 8}}").config
+    assert "OMP_NUM_THREADS" not in threads(config, "learner")  # its share of the host, when it starts
+    assert threads(config, "learner", cluster=True)["OMP_NUM_THREADS"] == "4"
+    assert threads(config, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"
+    assert threads(config, "reward", cluster=True)["OMP_NUM_THREADS"] == "1"
+    asked = "cluster.resources={rollout: {cpus: 6}, reward_model: {cpus: 3}}"
+    servers = loaded(home, asked, "engine.kind=vllm", "engine.servers=4", "reward_models.m={model: m}").config
+    assert threads(servers, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"  # of each server
+    assert threads(servers, "reward_model.m", cluster=True)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("index", "alone", "environ", "threads"),
+    [(0, False, {}, "4"), (1, False, {}, "2"), (0, True, {}, "7"), (0, True, {"OMP_NUM_THREADS": "5"}, "5")],
+)
+def test_a_role_takes_its_share_of_the_cores_it_finds(home, monkeypatch, index, alone, environ, threads):
+    monkeypatch.setattr("streamrl.runtime.plan.usable_cores", lambda: 8)
+    monkeypatch.setattr("os.environ", dict(environ))
+    use_cores(loaded(home).config, "rollout", index, alone=alone)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_process_of_a_role_has_its_threads(redis_run, tmp_path):
+    """Measured where the learner loads its loss, before it has a model."""
+    code = (
+        "import pathlib, torch\npathlib.Path(__file__).with_suffix('.txt').write_text(str(torch.get_num_threads()))\n"
+    )
+    (tmp_path / "looks.py").write_text(code)
+    save_run(make_config(redis_run.config, learner={"loss": {"use": "looks:no"}}), redis_run.run_dir)
+    environ = {name: value for name, value in os.environ.items() if name not in {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}}
+    environ["PYTHONPATH"] = str(tmp_path)
+    command = [sys.executable, "-m", "streamrl.runtime", "learner", "0", str(redis_run.run_dir)]
+    subprocess.run(command, env=environ, check=False, timeout=120)
+    assert (tmp_path / "looks.txt").read_text() == str(share_cores(usable_cores(), 2))
 
 
 def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
@@ -287,7 +346,9 @@ CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
         ("tried", ""),
     ],
 )
-def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said):
+def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said, monkeypatch):
+    chats = Tokenizer(make_backend(TEMPLATE), "tiny-chat")
+    monkeypatch.setattr(Tokenizer, "load", lambda _: chats)
     (home / "for_trl.py").write_text(FOR_TRL)
     overrides = [f"rewards=[{{use: 'for_trl:{function}', adapter: trl}}]"]
     sys.modules.pop("for_trl", None)

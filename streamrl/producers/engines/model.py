@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.cores import THREADS, share_cores, usable_cores
 from streamrl.errors import ConfigError
 from streamrl.producers.engines.decoder import Job
 from streamrl.producers.engines.slots import SlotBatch
@@ -27,6 +29,8 @@ def load_model(config: RunConfig) -> Any:
     engine = config.engine
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
+    elif THREADS not in os.environ:  # a role has its share in it; other processes compute alone
+        torch.set_num_threads(share_cores(usable_cores(), 1))
     device = pick_device(engine.device)
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -94,7 +94,7 @@ def _process(config: RunConfig, kind: str, role: Service) -> Service:
     wanted = config.resources(kind.partition(".")[0])
     return {
         **role,
-        "environment": threads(config, kind),
+        "environment": threads(config, kind, cluster=True),
         **({"cpus": wanted.cpus} if wanted.cpus else {}),
         # NCCL, and the processes of one server, talk in shared memory, of which Docker gives 64 MiB.
         **({"shm_size": "8g"} if kind in {"learner", "rollout"} else {}),

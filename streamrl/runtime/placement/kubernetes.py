@@ -167,7 +167,7 @@ def _container(
 ) -> Manifest:
     wanted = config.resources(kind) if wanted is None else wanted
     env = {
-        **threads(config, kind),
+        **threads(config, kind, cluster=True),
         "STREAMRL_REDIS__PASSWORD_FILE": "/secrets/redis-password",
         "HOME": "/scratch",
     }

@@ -30,7 +30,7 @@ from streamrl.runtime.audit import EVALUATION_FILE
 from streamrl.runtime.placement.local import LocalPlacement
 from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placement
 from streamrl.runtime.placement.ray_node import KnownDirectory, News, NodeFacts, RoleKeeper, look_at_node, mark_of
-from streamrl.runtime.plan import UnitSpec
+from streamrl.runtime.plan import UnitSpec, threads
 from streamrl.runtime.role_log import RoleLog
 from streamrl.runtime.roles import stop_signals
 from streamrl.weight_sync.files import TOKEN_FILE
@@ -360,7 +360,7 @@ class RayPlacement(Placement):
         if version != streamrl.__version__:
             raise OSError(f"its node has streamrl {version}, here is {streamrl.__version__}")
         command = unit.command(position)
-        env = dict(command.env)
+        env = {**command.env, **threads(self._config, unit.group, cluster=True)}
         if len(unit.processes) > 1:
             self._meeting[unit.name] = address if position == 0 else self._meeting[unit.name]
             # Each rank sees its own devices only.

@@ -75,7 +75,7 @@ def _job(config: RunConfig, kind: str) -> str:
 
 
 def _exports(config: RunConfig, kind: str) -> list[str]:
-    env = threads(config, kind)
+    env = threads(config, kind, cluster=True)
     if config.redis.password_file is not None:
         env["STREAMRL_REDIS__PASSWORD_FILE"] = str(config.redis.password_file)
     return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
