@@ -7,6 +7,8 @@
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
+#   make test-benchmarks              each benchmark once, with sizes that say nothing
+#   make chaos [BLOWS=200]            kill everything in turn, 12 blows per run unless told
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make adapters                     install OpenEnv and verifiers into .adapters, for tests of what runs their environments
 #   make lint                         ruff, mypy, import rules, dead code
@@ -105,13 +107,18 @@ warm-start: setup
 	@$(BIN)/python examples/tools/prepare.py
 
 test-slow: prepare-slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
+
+# For who changes a benchmark; CI does not run them.
+test-benchmarks: environment-vllm crosscheck warm-start
+	$(BIN)/pytest -m benchmarks
 
 # Chaos wants the machine for itself.
-test-chaos: setup
-	$(BIN)/pytest -m "chaos and not engines and not gpu"
+BLOWS ?= 12
+chaos: setup
+	CHAOS_BLOWS=$(BLOWS) $(BIN)/pytest -m "chaos and not engines and not gpu"
 
-test-all: test test-slow test-chaos
+test-all: test test-slow chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -138,4 +145,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-chaos test-all lint deploy docs clean
+.PHONY: help setup demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-benchmarks chaos test-all lint deploy docs clean

@@ -12,7 +12,7 @@ _SHOWN = 40
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Sum up set-up, call and tear-down of each test; a rerun counts too. Workers of xdist report to their controller."""
+    """Sum up set-up, call and tear-down of each test, reruns too. Workers of xdist report to their controller."""
     path = os.environ.get("SLOWEST_TESTS")
     if not path or hasattr(config, "workerinput"):
         return

@@ -46,7 +46,9 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> dict[str,
     folder = folder.expanduser().resolve()  # uv refuses a link
     found = uv.find_uv()
     if found is None:
-        raise ConfigError("uv, which makes environments of engines, is not installed", "pip install 'streamrl[engines]'")
+        raise ConfigError(
+            "uv, which makes environments of engines, is not installed", "pip install 'streamrl[engines]'"
+        )
     with writing(inside=folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder, say) as lock:

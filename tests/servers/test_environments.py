@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -132,7 +133,7 @@ def test_an_installation_that_fails_is_finished_and_another_recipe_makes_it_anew
     for name in NAMES[:-1]:
         wheel(wheels, name)
     made, heard, folder = plan(monkeypatch, NAMES[:-1], ("engine==1.0",)), [], tmp_path / "deep" / "env"
-    with pytest.raises(ConfigError, match="uv pip install engine==1.0 ended with code 1") as error:
+    with pytest.raises(ConfigError, match=r"uv pip install engine==1\.0 ended with code 1") as error:
         install("vllm", folder, cpu=True, say=heard.append)
     assert f"`streamrl engines install vllm --into {folder}` goes on where this one ended" in error.value.hint
     said = capfd.readouterr()
@@ -188,7 +189,7 @@ def test_the_settings_of_pip_are_those_of_uv(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "90")
     command, environ = uv.install_command("uv")
     assert command[:5] == ["uv", "pip", "install", "--index-strategy", "unsafe-best-match"]
-    flags = set(zip(command, command[1:], strict=False))
+    flags = set(itertools.pairwise(command))
     assert flags >= {
         *(("--index", f"https://{host}.example") for host in ("first", "a", "b")),
         *(("--find-links", place) for place in ("/opt/wheels", "https://c.example")),
