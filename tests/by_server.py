@@ -16,8 +16,8 @@ class ByServer(LoadScopeScheduling):
     """Tests of engines stay together by the kind of server in their parameters, the others of these by their file.
 
     Those of several hosts stay together as well, because the networks of this machine are there once. Every other test
-    is a scope of its own. The largest scopes come first, then whole runs, so that short tests fill the end and no worker
-    is idle for long.
+    is a scope of its own. The largest scopes come first, then whole runs, so that short tests fill the end and no
+    worker is idle for long.
     """
 
     def _split_scope(self, nodeid: str) -> str:
