@@ -99,6 +99,10 @@ adapter-%: setup
 test: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
+# What tests import is compiled here once, and not by each worker for itself.
+compiled: setup
+	@$(BIN)/pytest --collect-only -qq >/dev/null
+
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
 prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
 
@@ -145,4 +149,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-benchmarks chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-benchmarks chaos test-all lint deploy docs clean

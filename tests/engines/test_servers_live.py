@@ -61,7 +61,7 @@ async def line_of(process: asyncio.subprocess.Process) -> str:
 
 @contextlib.asynccontextmanager
 async def second(bench: Bench, config: RunConfig, dialect: Dialect) -> AsyncIterator[Bench]:
-    """Another engine at the server. It has brought no weights, and calls those in force version 0."""
+    """Another engine at the server. One that does not ask calls the weights in force version 0."""
     engine = ServerEngine(dialect, config, url=bench.url)
     await engine.start()
     other = Bench(bench.kind, config, bench.folder, engine)
@@ -73,14 +73,14 @@ async def second(bench: Bench, config: RunConfig, dialect: Dialect) -> AsyncIter
 
 
 async def test_an_engine_on_a_server_that_runs_already(bench: Bench):
-    config = run_config(bench.kind, bench.folder)
+    before, config = bench.number, run_config(bench.kind, bench.folder)
     async with second(bench, config, make_dialect(config)) as other:
         await other.prepare(1)
         begun = other.begin(prompt(1))
         await begun[1].at_least(2 * INTERVAL)
         bench.known(await other.apply())
         done = await other.end(begun, 8 * INTERVAL)
-        assert [number for _, _, number in other.judge(prompt(1), done)] == [0, bench.number]
+        assert [number for _, _, number in other.judge(prompt(1), done)] == [before, bench.number]
         assert 0 < other.engine.pause_seconds < 30
 
 
