@@ -106,9 +106,10 @@ compiled: setup
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
 prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
 
-warm-start: setup
-	@$(BIN)/python examples/sort/prepare.py
-	@$(BIN)/python examples/tools/prepare.py
+# One thread each: on two cores, two that spin are much slower.
+warm-start: warm-start-sort warm-start-tools
+warm-start-%: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/$*/prepare.py
 
 test-slow: prepare-slow
 	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
