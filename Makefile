@@ -101,7 +101,7 @@ test: setup
 
 # What tests import is compiled here once, and not by each worker for itself.
 compiled: setup
-	@$(BIN)/pytest --collect-only -qq >/dev/null
+	@listed=$$($(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$listed"; exit 1; }
 
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
 prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
