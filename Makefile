@@ -7,6 +7,8 @@
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
+#   make test-benchmarks              each benchmark once, with sizes that say nothing
+#   make chaos [BLOWS=200]            kill everything in turn, 12 blows per run unless told
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make adapters                     install OpenEnv and verifiers into .adapters, for tests of what runs their environments
 #   make lint                         ruff, mypy, import rules, dead code
@@ -31,6 +33,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 WORKERS ?= 2
+# uv takes a fifth of pip's time. It gets pip's settings (pip.conf, PIP_*), and keeps what it downloads.
+INDEX = $(if $(CPU_WHEELS),UV_INDEX="$${UV_INDEX:-} $(CPU_WHEELS)")
+UV_INSTALL = $(INDEX) $(BIN)/python -P streamrl/servers/uv.py --quiet
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -39,10 +44,10 @@ setup: $(INSTALLED)
 
 $(INSTALLED):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found: install one, or name it with PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "set-up: $(PYTHON) into $(VENV) (once, about a minute after downloads)"
+	@echo "set-up: $(PYTHON) into $(VENV) (once, about 20 s after downloads)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url $(CPU_WHEELS)) \
-		--constraint constraints.txt --editable '.[train,embedded,math,json,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(UV_INSTALL) --python $(BIN)/python --constraint constraints.txt --editable '.[train,embedded,math,json,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
@@ -59,7 +64,7 @@ OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=$@-$(ENGINE) --set engine
 	--set engine.device=$(DEVICE:gpu=cuda))
 
 # A whole environment is left as it is, within a second.
-INSTALL = $(if $(CPU_WHEELS),PIP_EXTRA_INDEX_URL="$${PIP_EXTRA_INDEX_URL:-} $(CPU_WHEELS)") $(BIN)/streamrl engines install --$(DEVICE)
+INSTALL = $(INDEX) $(BIN)/streamrl engines install --$(DEVICE)
 environment-%: setup
 	@$(INSTALL) $*
 
@@ -67,21 +72,21 @@ engines: environment-vllm environment-sglang
 	@$(BIN)/streamrl engines check vllm
 	@$(BIN)/streamrl engines check sglang
 
-# An environment that sees the project's own packages through a .pth file: nothing is installed twice.
+# An environment that sees the project's own packages through a .pth file.
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-BESIDE = rm -rf $(1) && $(BIN)/python -m venv --without-pip $(1) && \
-	$(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/project.pth" && $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+BESIDE = rm -rf $(1) && $(BIN)/uv venv --quiet --no-project --python $(BIN)/python $(1) && \
+	$(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/project.pth" && $(UV_INSTALL) --python $(1)/bin/python
 
 CROSSCHECK := .crosscheck
 CROSSCHECKED := $(CROSSCHECK)/.installed-$(shell cat constraints.txt | cksum | cut -d' ' -f1)
 crosscheck: setup $(CROSSCHECKED)
 
 $(CROSSCHECKED):
-	@echo "set-up: trl into $(CROSSCHECK) (once, about half a minute after downloads)"
+	@echo "set-up: trl into $(CROSSCHECK) (once, some seconds after downloads)"
 	@$(call BESIDE,$(CROSSCHECK)) --constraint constraints.txt trl
 	@touch $@
 
-# Packages whose pins clash with ours. Their lists hold all that an import needs, because pip would not go against a pin.
+# Packages whose pins clash with ours. Their lists hold all that an import needs, because uv would not go against a pin.
 ADAPTED := tests/producers/episodes/adapters
 adapters: adapter-openenv adapter-verifiers
 adapter-%: setup
@@ -94,21 +99,31 @@ adapter-%: setup
 test: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
+# What tests import is compiled here once, and not by each worker for itself.
+compiled: setup
+	@listed=$$($(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$listed"; exit 1; }
+
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
 prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
 
-warm-start: setup
-	@$(BIN)/python examples/sort/prepare.py
-	@$(BIN)/python examples/tools/prepare.py
+# One thread each: on two cores, two that spin are much slower.
+warm-start: warm-start-sort warm-start-tools
+warm-start-%: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/$*/prepare.py
 
 test-slow: prepare-slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
+
+# For who changes a benchmark; CI does not run them.
+test-benchmarks: environment-vllm crosscheck warm-start
+	$(BIN)/pytest -m benchmarks
 
 # Chaos wants the machine for itself.
-test-chaos: setup
-	$(BIN)/pytest -m "chaos and not engines and not gpu"
+BLOWS ?= 12
+chaos: setup
+	CHAOS_BLOWS=$(BLOWS) $(BIN)/pytest -m "chaos and not engines and not gpu"
 
-test-all: test test-slow test-chaos
+test-all: test test-slow chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -126,7 +141,7 @@ deploy: setup
 DOCUMENTED := $(VENV)/.docs-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 $(DOCUMENTED): $(INSTALLED)
 	@echo "set-up: mkdocs into $(VENV) (once, some seconds after downloads)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@$(UV_INSTALL) --python $(BIN)/python --constraint constraints.txt --editable '.[docs]'
 	@rm -f $(VENV)/.docs-* && touch $@
 
 docs: $(DOCUMENTED)
@@ -135,4 +150,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-benchmarks chaos test-all lint deploy docs clean

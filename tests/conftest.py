@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.queues.embedded import find_server
 from tests.by_server import ByServer
+from tests.durations import pytest_terminal_summary  # noqa: F401  (hook)
 from tests.redis_kit import ForeignRedis, RedisRun
 from tests.skipped import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 

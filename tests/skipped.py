@@ -69,5 +69,5 @@ class Skipped:
         if self.only:
             if not self.last and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
                 session.exitstatus = pytest.ExitCode.OK
-        elif not hasattr(session.config, "workerinput") and session.config.cache is not None:
+        elif not (hasattr(session.config, "workerinput") or session.config.option.collectonly):
             session.config.cache.set(_REMEMBERED, sorted(self.now))

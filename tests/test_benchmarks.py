@@ -25,6 +25,7 @@ def run(script, *arguments, path):
     return orjson.loads(path.read_bytes())
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 def test_weights(tmp_path):
     found = run("weights.py", "--sizes", "0.002", "--rounds", "2", "--only", "shm,http,delta", path=tmp_path / "w.json")
@@ -39,6 +40,7 @@ def test_weights(tmp_path):
     assert delta["per_cent_of_full_bytes"]["greatest"] < 3
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 def test_weights_of_the_learner(tmp_path):
     found = run("weights.py", "--sizes", "0.002", "--rounds", "1", "--only", "learner", path=tmp_path / "l.json")
@@ -46,6 +48,7 @@ def test_weights_of_the_learner(tmp_path):
     assert all(figures["copy_per_cent_of_step"]["median"] > 0 for figures in found["learner"].values())
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rewards(tmp_path):
@@ -55,6 +58,7 @@ def test_rewards(tmp_path):
     assert found["http"]["worker_to_generator"]["median"] > 0
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(300)
@@ -65,6 +69,7 @@ def test_engines(tmp_path):
     assert found["vllm"]["pause"]["ratio_still_to_update"]["median"] >= 1
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_train(tmp_path, trl):
@@ -77,6 +82,7 @@ def test_train(tmp_path, trl):
     assert found["share_of_dense"] > 0
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_race(tmp_path, trl, sort_cache):
@@ -89,6 +95,7 @@ def test_race(tmp_path, trl, sort_cache):
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_grid_of_staleness_is_run_once_and_reported(tmp_path):
@@ -146,6 +153,7 @@ def test_the_tables_of_a_report_on_staleness(monkeypatch):
     assert "not reached" in text
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 def test_episodes(tmp_path):
     sizes = ("--only", "sleep,memory", "--rounds", "1", "--seconds", "1")

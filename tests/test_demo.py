@@ -103,10 +103,9 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path, goal: floa
     "words",
     [
         [],
-        pytest.param(["ENGINE=vllm"], marks=pytest.mark.engines),
-        pytest.param(["ENGINE=sglang", "RANKS=2"], marks=pytest.mark.engines),
+        pytest.param(["ENGINE=vllm", "RANKS=2"], marks=pytest.mark.engines),
     ],
-    ids=["hf", "vllm", "sglang with two ranks"],
+    ids=["hf", "vllm with two ranks"],
 )
 def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Path, words: list[str]):
     """With the settings of `make demo`, which installs the engine first; on servers it ends half-way."""

@@ -26,7 +26,7 @@ from tests.needs import need_programs
 from tests.redis_kit import ForeignRedis
 from tests.waits import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HOUR = 3600
 
 

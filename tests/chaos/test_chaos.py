@@ -1,11 +1,12 @@
 """Promise 1 under fire: the demo's model in training while every role is killed, and Redis comes back in the past.
 
-At least three kill -9 of each role and of both learner ranks, one of them inside a step and one inside a checkpoint,
-two roll-backs of Redis, one Redis that hangs, an old learner that wakes up next to its successor, and prompts that kill
-or break whoever touches them. The supervisor is killed alone, while Redis starts, with everything else, and with all
-but a Redis that hangs. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed.
+A kill -9 of each role and of both learner ranks, one of them inside a step and one inside a checkpoint, two roll-backs
+of Redis, one Redis that hangs, an old learner that wakes up next to its successor, and prompts that kill or break
+whoever touches them. The supervisor is killed alone, while Redis starts, with everything else, and with all but a Redis
+that hangs. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are printed. `make chaos BLOWS=200` goes
+through all of these again and again, in another order each time.
 
-A shorter one with episodes of several turns, whose groups are scored whole: what is different then is in the hands of
+One with episodes of several turns, whose groups are scored whole: what is different then is in the hands of
 feeder, agent, replica, worker and Redis, so these are killed and cut back, and the learner once inside a step. Tools
 hang, and give no answer twice. At its end, what the learner trained is compared with the archive, group by group.
 """
@@ -13,12 +14,13 @@ hang, and give no answer twice. At its end, what the learner trained is compared
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import yaml
@@ -32,10 +34,12 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.runfile import read_saved
 from tests.chaos.fire import Fire, until
 
+Blow: TypeAlias = Callable[[], None]
 POISONED = {60: "break rollout", 75: "break reward", 90: "nan reward", 110: "kill reward", 130: "kill rollout"}
 HANGING = (20, 50, 100, 140)
 EPISODE = {"environment": "poisoned_tools:LookUp", "max_turns": 3, "max_tool_response": 32, "tool_deadline": 1.0}
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
+BLOWS = int(os.environ.get("CHAOS_BLOWS", "12"))
 
 
 def write_run(folder: Path, cache: Path, reward: str, **sections: dict[str, Any]) -> Path:
@@ -62,37 +66,31 @@ def write_run(folder: Path, cache: Path, reward: str, **sections: dict[str, Any]
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(700 + 60 * BLOWS)
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path):
     fire = Fire(write_run(tmp_path, sort_cache, "Poisoned"), tmp_path / "run", SEED)
-    blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0") for _ in range(3)]
-    blows += [lambda: fire.kill("learner.0"), fire.kill_in_step, fire.kill_in_checkpoint]
-    blows += [lambda: fire.kill("learner.1") for _ in range(3)]
-    blows += [lambda: fire.kill("redis"), lambda: fire.roll_back_redis(1.5), lambda: fire.roll_back_redis(4.0)]
-    blows += [fire.replace_paused_learner, fire.hang_redis]
+    roles = ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
+    blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]
+    blows += [fire.kill_in_step, fire.kill_in_checkpoint, fire.replace_paused_learner, fire.hang_redis]
+    blows += [functools.partial(fire.roll_back_redis, seconds) for seconds in (1.5, 4.0)]
     ends = [fire.kill_supervisor, fire.kill_everything]
     ends += [fire.kill_all_but_a_hanging_redis, fire.kill_supervisor_while_redis_starts]
     audit = under(fire, blows, ends)
-    roles = ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
-    assert all(fire.kills[role] >= 3 for role in roles)
-    assert fire.kills["inside a step"]
-    assert fire.kills["inside a checkpoint"]
-    assert fire.kills["woken zombie"]
-    assert fire.kills["roll-back"] == 2
-    assert fire.kills["hanging redis"] == 1
-    for end in ("supervisor", "everything", "all but a hanging redis", "supervisor while redis starts"):
-        assert fire.kills[end] == 1
+    assert {*roles, "inside a step", "inside a checkpoint", "woken zombie", "hanging redis"} <= set(fire.kills)
+    assert {"supervisor", "everything", "all but a hanging redis", "supervisor while redis starts"} <= set(fire.kills)
+    assert fire.kills["roll-back"] >= 2
     assert audit["trained"] >= 10 * 8
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(700 + 60 * BLOWS)
 def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_twice(tmp_path: Path, tools_cache: Path):
     sections = {"episode": EPISODE | {"processes": 1}, "archive": {"enabled": True}}
     fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", **sections), tmp_path / "run", SEED)
-    blows = [lambda role=role: fire.kill(role) for role in ("feeder.0", "rollout.0", "reward.0", "reward.0")]
-    blows += [fire.kill_in_episode, fire.kill_in_episode, lambda: fire.kill("rollout.0")]
-    blows += [fire.kill_in_step, lambda: fire.roll_back_redis(3.0)]
+    roles = ("feeder.0", "rollout.0", "rollout.0", "reward.0", "reward.0")
+    blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]
+    blows += [fire.kill_in_episode, fire.kill_in_episode, fire.kill_in_step]
+    blows.append(functools.partial(fire.roll_back_redis, 3.0))
     audit = under(fire, blows, [])
     assert all(fire.kills[role] for role in ("feeder.0", "inside a step", "roll-back"))
     assert all(fire.kills[role] >= 2 for role in ("reward.0", "rollout.0", "inside an episode"))
@@ -102,16 +100,16 @@ def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_t
     assert asyncio.run(journals(fire.run_dir)) == []
 
 
-def under(fire: Fire, blows: list[Callable[[], None]], ends: list[Callable[[], None]]) -> dict:
-    """Run under these blows in an order of the seed, and until all poisoned prompts have met their end; the audit.
+def under(fire: Fire, blows: list[Blow], ends: list[Blow]) -> dict:
+    """Run under these blows in orders of the seed, and until all poisoned prompts have met their end; the audit.
 
     `ends` are those that nothing survives, or no more than Redis: the run is started again after each.
     """
+    rounds = max(1, BLOWS // 12)
     try:
         fire.up()
         fire.moves_on(2)
-        fire.random.shuffle(blows)
-        fire.random.shuffle(ends)
+        blows, ends = ([blow for _ in range(rounds) for blow in shuffled(fire, each)] for each in (blows, ends))
         after = {len(blows) * (place + 1) // (len(ends) + 1): end for place, end in enumerate(ends)}
         for place, blow in enumerate(blows):
             blow()
@@ -137,6 +135,10 @@ def under(fire: Fire, blows: list[Callable[[], None]], ends: list[Callable[[], N
     assert guilty <= set(POISONED), f"prompts died that were not poisoned: {guilty - set(POISONED)}"
     assert {60, 75, 90, 110, 130} <= guilty
     return audit
+
+
+def shuffled(fire: Fire, blows: list[Blow]) -> list[Blow]:
+    return fire.random.sample(blows, len(blows))
 
 
 def cursor_past_poison(fire: Fire) -> None:

@@ -17,7 +17,6 @@ from .run_kit import cli, data_of, process
     [
         ("hf", {"LoRA adapters"}),
         pytest.param("vllm", set(), marks=pytest.mark.engines),
-        pytest.param("sglang", {"sleep and wake"}, marks=pytest.mark.engines),
     ],
 )
 def test_an_engine_can_what_it_should(kind: str, lacks: set[str]):

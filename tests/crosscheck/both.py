@@ -1,8 +1,15 @@
-"""One batch in the layout of each side, streamrl's with shared prompts and trl's padded, and both answers."""
+"""One batch in the layout of each side, streamrl's with shared prompts and trl's padded, and both answers.
+
+    make crosscheck && .venv/bin/python tests/crosscheck/both.py
+
+asks trl and writes its answers into `trl.safetensors`, which tests compare ours with.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import CAP, CASES, LONGEST, REWARDS, Case
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -23,6 +31,10 @@ from streamrl.learner.algorithms.tokens import Tokens
 from streamrl.learner.batch import Limits, TrainSample, layout
 from streamrl.learner.model import LogProbModel
 
+STORED = Path(__file__).parent / "trl.safetensors"
+"""Answers of trl: losses, and what is per token."""
+PYTHON = Path(__file__).parents[2] / ".crosscheck" / "bin" / "python"
+PER_TOKEN = ("logprobs", "values")
 VOCABULARY, PAD = 61, 0
 GROUPS, SIZE = 2, 4
 
@@ -79,6 +91,27 @@ class Both:
         }
         (self.folder / "cases.json").write_text(json.dumps(cases))
         (self.folder / "rewards.json").write_text(json.dumps(REWARDS))
+
+    def ask(self) -> None:
+        """Have trl answer, in its own environment."""
+        self.write()
+        command = [PYTHON, Path(__file__).parent / "trl_side.py", self.folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.read()
+
+    def store(self) -> None:
+        """Keep what trl answered, but for the gradients of its parameters, which are large."""
+        kept = {key: value for key, value in self.gradients.items() if key.partition("|")[2] in PER_TOKEN}
+        about = {"losses": self.losses, "advantages": self.advantages, "versions": self.versions}
+        save_file(kept, STORED, {name: json.dumps(value) for name, value in about.items()})
+
+    def recall(self) -> None:
+        """Read what was kept."""
+        self.gradients = load_file(STORED)
+        with safe_open(STORED, "pt") as file:
+            about = {name: json.loads(value) for name, value in file.metadata().items()}
+        self.losses, self.advantages, self.versions = about["losses"], about["advantages"], about["versions"]
 
     def read(self) -> None:
         """Read what trl wrote."""
@@ -233,3 +266,10 @@ def make_samples() -> list[TrainSample]:
 def padded(rows: list[torch.Tensor]) -> torch.Tensor:
     """Pad on the right with zeros."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        asked = Both(Path(place))
+        asked.ask()
+        asked.store()

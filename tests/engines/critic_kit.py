@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from streamrl import wire
-from streamrl.config import RunConfig
+from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ExitCode
 from streamrl.producers import tiny
 from streamrl.queues import Ledger, Ledgers, open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import plan
+from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.reward_models import model_server
 from tests.consumers.samples import prompt, response
 from tests.queues.ledger_kit import admit, lease
 from tests.runtime.test_supervisor import Run
@@ -69,6 +71,14 @@ def make_critic(folder: Path, seed: int = 0, labels: int = 1) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def managed(kind: str, folder: str) -> ManagedServer:
+    """A server with the model in `folder/critic`, not yet started."""
+    model = str(Path(folder) / "critic")
+    config = RewardModelConfig(kind=kind, model=model, flags=FLAGS[kind], variables={"OMP_NUM_THREADS": "1"})
+    settings = ServerSettings("reward_models", model, START, RunConfig().supervisor, config.variables)
+    return ManagedServer(model_server("critic", config), settings, Path(folder), "server", seed=7)
 
 
 def write_run(folder: Path, reward: dict[str, Any], critic: dict[str, Any], **worker: Any) -> RunConfig:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, PauseMode, Request
@@ -19,8 +24,21 @@ from streamrl.servers.dialect import Dialect
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync.tensors import Version
-from tests.engines.conformance_kit import Heard
+from tests.engines.conformance_kit import Heard, run_config
 
+ROOT = Path(__file__).parents[2]
+MARK = "OWNER_OF_TEST"
+OWNER = """
+import asyncio, sys
+sys.path.insert(0, {root!r})
+from tests.engines.{kit} import managed
+
+async def main():
+    print(await managed(*{arguments!r}).start(), flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
 _names = itertools.count()
 
 
@@ -71,6 +89,55 @@ class Live:
             await self.calls(self.dialect.update(version))
         finally:
             await self.calls(self.dialect.resume())
+
+
+@dataclass
+class Owned:
+    """A server that another process has started, which stands for a replica or a role."""
+
+    url: str
+    owner: asyncio.subprocess.Process
+    mark: str
+
+    def processes(self) -> list[str]:
+        """What there is of the server."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                ours = process.environ().get(MARK) == self.mark and process.pid != self.owner.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {process.name()}")
+        return found
+
+    async def all_gone(self) -> None:
+        """Wait until nothing of it is left."""
+        async with asyncio.timeout(30):
+            while self.processes():  # noqa: ASYNC110 - nobody tells when a process has gone
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def owned(kit: str, log: Path, *arguments: str) -> AsyncIterator[Owned]:
+    """The server that `managed` of a kit makes of these arguments, by a process of its own."""
+    code = OWNER.format(root=str(ROOT), kit=kit, arguments=arguments)
+    environ = {**os.environ, MARK: str(log)}
+    command = [sys.executable, "-c", code]
+    owner = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environ)
+    try:
+        assert owner.stdout is not None
+        url = (await asyncio.wait_for(owner.stdout.readline(), 900)).decode().strip()
+        assert url, log.read_text()[-3000:]
+        yield Owned(url, owner, str(log))
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        await owner.wait()
+
+
+def managed(kind: str, folder: str, engine: str) -> ManagedServer:
+    """A server of a run, not yet started; `engine` is JSON, the further keys of that section."""
+    config = run_config(kind, Path(folder), **json.loads(engine))
+    return ManagedServer(make_dialect(config), ServerSettings.of_engine(config), Path(folder), "server", seed=7)
 
 
 @asynccontextmanager

@@ -1,4 +1,7 @@
-"""A server that dies or hangs costs only time: what it had written is gone on with, under the newest weights."""
+"""A server that dies or hangs costs only time: what it had written is gone on with, under the newest weights.
+
+Who goes on does not look at the kind of a server, and each next life takes half a minute: vLLM is killed, SGLang hangs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def strike(bench: Bench, blow: signal.Signals) -> None:
     os.killpg(pid, blow)
 
 
-@pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
+@pytest.mark.parametrize("running", ["served", "vllm"], indirect=True)
 async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40(bench: Bench):
     while bench.number < LATE:
         await bench.apply()
@@ -50,7 +53,7 @@ async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40
         assert one.tokens.tolist()[: len(early[index])] == early[index], "what it had written stays"
 
 
-@pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
+@pytest.mark.parametrize("running", ["served", "sglang"], indirect=True)
 async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_weights(bench: Bench):
     await bench.prepare(1)
     before, tokens, lives = bench.number, prompt(8), len(bench.servers)

@@ -1,28 +1,50 @@
-"""What real servers of reward models answer, asked as `reward_model` asks them: the numbers of a plain forward pass."""
+"""What real servers of reward models answer, asked as `reward_model` asks them: the numbers of a plain forward pass.
+
+The SGLang servers belong to a run, which goes on when one of them is killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
 
+from streamrl import wire
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.reward_model import RewardModel
+from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
-from streamrl.servers.process import ManagedServer, ServerSettings
-from streamrl.servers.reward_models import model_server
+from streamrl.queues import Ledger, Ledgers
+from streamrl.runtime.instance import RoleState
 from tests.consumers.samples import seen
-from tests.engines.critic_kit import CONTEXT, FLAGS, START, Judge, make_critic
+from tests.engines.critic_kit import (
+    CONTEXT,
+    SAMPLES,
+    START,
+    Judge,
+    answer,
+    make_critic,
+    put,
+    question,
+    scoring,
+    write_run,
+)
+from tests.engines.server_kit import Owned, owned
+from tests.queues.ledger_kit import faults, until_async
+from tests.runtime.test_supervisor import Run
 
 pytestmark = [
     pytest.mark.engines,
@@ -32,7 +54,11 @@ pytestmark = [
 ]
 
 LABELS = 3
+LABEL = 1
+"""Of the run."""
 CLOSE = 1e-4
+GROUPS = 40
+NAMES = ["reward_model.critic.0", "reward_model.critic.1"]
 RESPONSES = ["4", "It is four.", "I do not know yet.", "2 + 2 = 4, naïve 🙂 " * 8]
 
 
@@ -44,6 +70,9 @@ class Live:
     url: str
     model: Path
     judge: Judge
+    server: Owned | None = None
+    run: Run | None = None
+    ledgers: Ledgers | None = None
 
     def keys(self, **more: Any) -> dict[str, Any]:
         return {"kind": self.kind, "model": str(self.model), "url": [self.url], **more}
@@ -66,16 +95,20 @@ class Live:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
 async def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """A vLLM server of a process that stands for a role; the second of two SGLang servers of a run."""
     torch.set_num_threads(1)
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     model = make_critic(folder / "critic", labels=LABELS)
-    config = RewardModelConfig(kind=kind, model=str(model), flags=FLAGS[kind], variables={"OMP_NUM_THREADS": "1"})
-    settings = ServerSettings("reward_models", str(model), START, RunConfig().supervisor, config.variables)
-    server = ManagedServer(model_server("critic", config), settings, folder, "server", seed=7)
-    try:
-        yield Live(kind, await server.start(), model, Judge(model))
-    finally:
-        await server.stop()
+    if kind == "vllm":
+        async with owned("critic_kit", folder / "logs" / "server.log", kind, str(folder)) as server:
+            yield Live(kind, server.url, model, Judge(model), server=server)
+        return
+    reward = {"use": "reward_model", "name": "critic", "args": {"label": LABEL}}
+    config = write_run(folder, reward, {"kind": kind, "servers": 2})
+    async with scoring(config, folder / "run") as (run, ledgers):
+        urls = {server.name: server.url for server in await RewardServers(ledgers).present("critic")}
+        assert sorted(urls) == NAMES
+        yield Live(kind, urls[NAMES[1]], model, Judge(model), run=run, ledgers=ledgers)
 
 
 @pytest.mark.parametrize("task", ["classify", "pooling"])
@@ -140,3 +173,65 @@ async def test_a_route_that_a_server_lacks_makes_it_unavailable(live):
             await client.call("/no/such/route", {}, deadline=2.0)
     finally:
         await client.close()
+
+
+@pytest.mark.parametrize("live", ["vllm"], indirect=True)
+async def test_a_server_ends_with_the_process_that_started_it(live):
+    """The last one: it ends the server."""
+    assert len(live.server.processes()) >= 2
+    live.server.owner.kill()
+    await live.server.all_gone()
+
+
+async def scores(ledger: Ledger, group_id: int) -> dict[int, float]:
+    group = await ledger.read_group(group_id)
+    assert group is not None
+    assert not group.causes
+    return {number: wire.decode(score, wire.SampleScore).value for number, (_, score) in group.samples.items()}
+
+
+def server_of(role: int) -> psutil.Process:
+    """The server process below a role and its keeper."""
+    (keeper,) = psutil.Process(role).children()
+    return max(keeper.children(), key=lambda process: process.create_time())
+
+
+@pytest.mark.parametrize("live", ["sglang"], indirect=True)
+async def test_one_of_two_servers_is_killed_in_mid_run_and_every_score_is_that_of_a_forward_pass(live):
+    run, train = live.run, live.ledgers.train
+
+    async def closed(count: int) -> bool:
+        return len(await train.closed()) >= count
+
+    before = {server.name: server.url for server in await RewardServers(live.ledgers).present("critic")}
+    for group_id in range(GROUPS // 4):
+        await put(train, group_id)
+    await until_async(lambda: closed(GROUPS // 4), 120)
+    role = run.pid(NAMES[0])
+    server = server_of(role)
+    os.kill(server.pid, signal.SIGSTOP)  # what it is asked from now on, it dies with
+    for group_id in range(GROUPS // 4, GROUPS):
+        await put(train, group_id)
+    await until_async(lambda: closed(GROUPS // 2), 120)
+    assert not await closed(GROUPS), "samples wait for the one that is to die"
+    os.kill(server.pid, signal.SIGKILL)
+    await until_async(lambda: closed(GROUPS), 240)
+    found = {group_id: await scores(train, group_id) for group_id in range(GROUPS)}
+    wanted = {
+        group_id: {k: live.judge.numbers(question(group_id), answer(group_id, k))[LABEL] for k in range(SAMPLES)}
+        for group_id in found
+    }
+    for group_id, group in found.items():
+        assert group == pytest.approx(wanted[group_id], abs=CLOSE)
+        assert 0.0 not in group.values()
+    spread = [score for group in wanted.values() for score in group.values()]
+    assert max(spread) - min(spread) > 100 * CLOSE, "the model tells responses apart"
+    assert await train.dead_letters() == []
+    assert not await faults(train)
+    await run.until(lambda: run.pid(NAMES[0]) != role and run.now(NAMES[0]) is RoleState.READY, START)
+    after = {server.name: server.url for server in await RewardServers(live.ledgers).present("critic")}
+    assert sorted(after) == NAMES
+    assert after[NAMES[1]] == before[NAMES[1]]
+    lives = {name: run.states(name).count(RoleState.READY) for name in (*NAMES, "reward.0")}
+    assert lives == {NAMES[0]: 2, NAMES[1]: 1, "reward.0": 1}
+    assert not psutil.pid_exists(server.pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.http import BadAnswer, BadRequest, Call
+from streamrl.config import RunConfig
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
 from streamrl.producers import tiny
-from tests.engines.conformance_kit import BF16, LONG, prompt, run_config, write_version
-from tests.engines.server_kit import Live, served
+from streamrl.producers.group.server import ServerDied, ServerEngine
+from streamrl.servers.kinds import make_dialect
+from tests.engines.conformance_kit import BF16, INTERVAL, LONG, Bench, prompt, run_config, write_version
+from tests.engines.server_kit import Live, Owned, owned
 
 pytestmark = [
     pytest.mark.engines,
@@ -26,15 +30,29 @@ pytestmark = [
 
 PROMPT = prompt(0, 10)
 SLOTS = 16
+KEYS = {"tensor_parallel": 2, "slots": SLOTS, "kv_cache": "64MiB"}
 MODELS = {seed: tiny.build(tiny.random_weights(seed)) for seed in range(2)}
 _numbers = itertools.count(1)
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return run_config("sglang", tmp_path_factory.mktemp("sglang"), **KEYS)
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
-    folder = tmp_path_factory.mktemp("sglang")
-    async with served(run_config("sglang", folder, tensor_parallel=2, slots=SLOTS, kv_cache="64MiB"), folder) as live:
-        yield live
+async def server(config: RunConfig) -> AsyncIterator[Owned]:
+    """The server, started by a process that stands for a replica."""
+    folder = Path(config.model.path).parent
+    async with owned("server_kit", folder / "logs" / "server.log", "sglang", str(folder), json.dumps(KEYS)) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def live(config: RunConfig, server: Owned) -> AsyncIterator[Live]:
+    client = HttpClient(server.url)
+    yield Live(make_dialect(config), client)
+    await client.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -152,3 +170,25 @@ async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(l
     wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
     await live.calls([*live.dialect.pause("recompute"), release, release, wake, wake, *live.dialect.resume()])
     assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, await task) < BF16
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_kill_9_of_the_replica_in_mid_generation(config: RunConfig, server: Owned):
+    """The last one: it ends the server."""
+    engine = ServerEngine(make_dialect(config), config, url=server.url)
+    await engine.start()
+    bench = Bench("sglang", config, Path(config.model.path).parent, engine)
+    begun = [bench.begin(prompt(40 + index)) for index in range(8)]
+    for _, heard, _ in begun:
+        await heard.at_least(INTERVAL)
+    assert len(server.processes()) >= 3
+    server.owner.kill()
+    for task, heard, _ in begun:
+        with pytest.raises(ServerDied) as caught:
+            await asyncio.wait_for(task, 30)
+        died = caught.value
+        assert died.tokens == heard.tokens
+        assert died.proved == len(died.tokens) == len(died.logprobs)
+        assert died.runs == [(0, 0)]  # this engine has brought no weights
+    await server.all_gone()
+    await engine.close()
