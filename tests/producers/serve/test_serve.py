@@ -308,7 +308,7 @@ async def test_a_start_that_cannot_be(tmp_path, arguments, says):
         taken.listen()
         words = [str(taken.getsockname()[1]) if word == "TAKEN" else word for word in arguments]
         argv = [sys.executable, "-m", "streamrl", "engines", "serve", str(tmp_path), *words]
-        ended = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=60)
+        ended = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert ended.returncode == 78
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
