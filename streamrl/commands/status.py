@@ -18,7 +18,7 @@ from streamrl.monitor.lines import printable
 from streamrl.monitor.reward_figures import RewardView
 from streamrl.monitor.roles import KnownRole, Supervised, read_states, states_said
 from streamrl.monitor.snapshot import take
-from streamrl.monitor.verdict import NO_ANSWER, stalled
+from streamrl.monitor.verdict import stalled, unanswered
 from streamrl.queues.keys import BEAT_TTL, SUPERVISOR
 from streamrl.queues.replies import read_number
 from streamrl.queues.supervision import parsed
@@ -76,8 +76,8 @@ async def look(run: KnownRun) -> dict[str, Any]:
     members = (parsed(said, "members") if said is not None else None) or role_names(run.config)
     names = list(dict.fromkeys([*members, *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
-    if not reachable and supervised.alive and supervised.roles.get("redis", _READY).state == "ready":
-        cause = NO_ANSWER
+    if not reachable and (not supervised.alive or supervised.roles.get("redis", _READY).state != "ready"):
+        cause = ""  # it is not to answer now
     if not reachable and not supervised.alive:
         verdict = "down"
     elif cause:
@@ -107,11 +107,11 @@ async def _board(run: KnownRun) -> tuple[dict[str, dict[str, str]] | None, tuple
     try:
         async with live(run) as connection:
             if connection is None:
-                return {}, (), False, ""
+                return {}, (), False, unanswered("")
             snapshot = await take(connection, run.name)
             return snapshot.roles, snapshot.rewards, True, stalled(snapshot)
-    except Unreachable:
-        return {}, (), False, ""
+    except Unreachable as error:
+        return {}, (), False, unanswered(error.message)
     except LedgerDamaged as error:
         output.note(f"warning: the state that roles report is unknown: {error}")
         return None, (), True, ""

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.monitor.progress import Progress
 from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.snapshot import Rates, Snapshot
-from streamrl.monitor.verdict import NO_ANSWER, Pace, Verdict, judge, paces, stalled
+from streamrl.monitor.verdict import Pace, Verdict, judge, paces, stalled, unanswered
 
 _EVENTS_KEPT: Final = 50
 _AT_WORK: Final = frozenset({"ready", "draining"})
@@ -105,7 +105,7 @@ class Board:
         """Why the run stands still; empty if it does not, or if it ends."""
         if self._silent:
             states = dict(self.sorted_roles())
-            return NO_ANSWER if all(state.state == "ready" for state in states.values()) else ""
+            return unanswered("") if all(state.state == "ready" for state in states.values()) else ""
         return stalled(self.snapshot) if self.snapshot is not None else ""
 
     @property

@@ -15,7 +15,7 @@ Stage: TypeAlias = Literal[
     "feeder", "rollouts", "rewards", "learner", "weights", "checkpoint", "staleness", "none", "unknown"
 ]
 
-NO_ANSWER: Final = "Redis does not answer: it hangs, or its host does"
+_CANNOT_WRITE: Final = "Redis refuses writes, because it cannot write its append-only file"
 _LITTLE: Final = 0.25
 """Waiting less than this share of the time is no bottleneck."""
 _QUIET_SECONDS: Final = 10.0
@@ -157,13 +157,19 @@ def stalled(snapshot: Snapshot) -> str:
     """Why the run stands still; empty if it does not. A step is late after twice the longest of the last ones."""
     server = snapshot.server
     if not server.aof_ok:
-        return "Redis refuses writes, because it cannot write its append-only file: its disk is full or broken"
+        return f"{_CANNOT_WRITE}: its disk is full or broken"
     if server.memory_limit_bytes and server.memory_bytes >= server.memory_limit_bytes:
         limit = size(server.memory_limit_bytes)
         return f"Redis refuses writes, because its memory is full ({limit}): raise redis.maxmemory"
     if (late := _late(snapshot, _LATE)) is None:
         return ""
     return f"no step for {duration(late[0])}, and the longest of the last ones took {duration(late[1])}"
+
+
+def unanswered(error: str) -> str:
+    """Why a run stands still whose Redis takes no connection, from the error of that."""
+    _, full_disk, why = error.partition("MISCONF ")
+    return f"{_CANNOT_WRITE}: {why}" if full_disk else "Redis does not answer: it hangs, or its host does"
 
 
 def _late(snapshot: Snapshot, factor: float) -> tuple[float, float] | None:
