@@ -39,7 +39,7 @@ def ok(*arguments: str) -> str:
 
 def audit(run: str) -> dict[str, Any]:
     """Counters of an audit that found nothing wrong."""
-    found = data_of(ok("audit", "--run", run, "--json"), "streamrl.audit/1")
+    found = data_of(ok("audit", "--run", run, "--json"), "streamrl.audit/2")
     assert (found["lost"], found["twice"], found["faults"], found["unproved"]) == (0, 0, [], [])
     return found
 

@@ -127,7 +127,7 @@ def rescore(
     data = {"run": target.name, "into": into, "directory": str(folder), "rewards": rewards, **_counts(outcome)}
     data["comparison"] = None if comparison is None else dataclasses.asdict(comparison)
     data |= {"differ": _different(reading, outcome, differ), "problems": problems}
-    output.answer("streamrl.rescore/1", data, report(data, comparison, threshold), json=json)
+    output.answer("streamrl.rescore/2", data, report(data, comparison, threshold), json=json)
     if picture is not None and comparison is not None:
         draw(picture, into, comparison, outcome.old, outcome.new)
         output.note(f"wrote {picture}")
@@ -264,9 +264,13 @@ def _figures(found: Comparison, threshold: float) -> list[str]:
         ("deviation", number(old.std), number(new.std)),
         ("least", number(old.min), number(new.min)),
         ("greatest", number(old.max), number(new.max)),
-        ("flat groups", f"{found.flat_old}/{found.groups}", f"{found.flat_new}/{found.groups}"),
+        (
+            "zero-variance groups",
+            f"{found.zero_variance_old}/{found.groups}",
+            f"{found.zero_variance_new}/{found.groups}",
+        ),
     ]
-    lines = [f"{name:12} {a:>10} {b:>10}".rstrip() for name, a, b in rows]
+    lines = [f"{name:20} {a:>10} {b:>10}".rstrip() for name, a, b in rows]
     lines += [
         "",
         f"same score        {_share(found.same)} of {found.samples} responses",

@@ -280,8 +280,8 @@ class Comparison:
     spearman: float | None  # correlation of the ranks
     order: float | None  # share of `pairs` with the same order in both, ties counted half: this is what training sees
     pairs: int  # pairs of responses to one prompt with different old scores
-    flat_old: int  # groups of equal old scores, which give no gradient
-    flat_new: int
+    zero_variance_old: int  # groups of equal old scores, which give no gradient
+    zero_variance_new: int
     histogram: tuple[Bin, ...]
 
 
@@ -289,12 +289,12 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
     """Compare finite scores of the same responses. Equal `groups` share a prompt; above `threshold` is right."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     won = pairs = 0.0
-    flat_old = flat_new = members = 0
+    zero_variance_old = zero_variance_new = members = 0
     for rows in _by_group(groups):
         won_here, pairs_here = _order(a[rows], b[rows])
         won, pairs, members = won + won_here, pairs + pairs_here, members + 1
-        flat_old += bool(np.all(a[rows] == a[rows][0]))
-        flat_new += bool(np.all(b[rows] == b[rows][0]))
+        zero_variance_old += bool(np.all(a[rows] == a[rows][0]))
+        zero_variance_new += bool(np.all(b[rows] == b[rows][0]))
     return Comparison(
         samples=len(a),
         groups=members,
@@ -306,8 +306,8 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
         spearman=_correlation(_ranks(a), _ranks(b)),
         order=won / pairs if pairs else None,
         pairs=int(pairs),
-        flat_old=flat_old,
-        flat_new=flat_new,
+        zero_variance_old=zero_variance_old,
+        zero_variance_new=zero_variance_new,
         histogram=_histogram(a, b),
     )
 

@@ -14,7 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.monitor.progress import Progress
 from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.snapshot import Rates, Snapshot
-from streamrl.monitor.verdict import Pace, Verdict, judge, paces, stalled, unanswered
+from streamrl.monitor.verdict import RolePace, Verdict, judge, paces, stalled, unanswered
 
 _EVENTS_KEPT: Final = 50
 _AT_WORK: Final = frozenset({"ready", "draining"})
@@ -88,7 +88,7 @@ class Board:
         roles = self.snapshot.roles if self.snapshot is not None else {}
         return [(name, status["trouble"]) for name, status in sorted(roles.items()) if status.get("trouble")]
 
-    def paces(self) -> list[Pace]:
+    def paces(self) -> list[RolePace]:
         """Of the learner and the replicas that are at work; a role that died or left has none."""
         if self.snapshot is None:
             return []

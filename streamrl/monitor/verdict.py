@@ -2,155 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
 from streamrl.config import RunConfig
 from streamrl.monitor.lines import duration, latency, percent, printable, size
 from streamrl.monitor.snapshot import Snapshot
 from streamrl.queues.replies import read_number
 
-Stage: TypeAlias = Literal[
-    "feeder", "rollouts", "rewards", "learner", "weights", "checkpoint", "staleness", "none", "unknown"
-]
-
-_CANNOT_WRITE: Final = "Redis refuses writes, because it cannot write its append-only file"
 _LITTLE: Final = 0.25
 """Waiting less than this share of the time is no bottleneck."""
 _QUIET_SECONDS: Final = 10.0
-_STATUS: Final = "`streamrl status` says why"
 _LATE: Final = 2.0
 """A step that takes this many times the longest of the last ones is late."""
+_STATUS: Final = "`streamrl status` says why"
+_CANNOT_WRITE: Final = "Redis refuses writes, because it cannot write its append-only file"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The slowest stage, who waits for it, and one sentence of advice (empty: there is nothing to change)."""
+    """The slowest stage, in words who waits for it, and one sentence of advice; empty: there is nothing to change."""
 
-    stage: Stage
+    stage: Literal["feeder", "rollouts", "rewards", "learner", "weights", "checkpoint", "staleness", "none", "unknown"]
     text: str
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a learner or a replica works by its last heartbeat; `waits` is a share of the time."""
+class RolePace(NamedTuple):
+    """What a learner or a replica said in its last heartbeat; `waits` is a share of the time."""
 
     name: str
     tokens_per_second: float | None
     waits: float | None
 
 
-def paces(snapshot: Snapshot, kind: str) -> list[Pace]:
-    """Of all living roles of a kind; a role without a heartbeat is not there."""
+def paces(snapshot: Snapshot, kind: str) -> list[RolePace]:
+    """Of all living roles of a kind that say something of it."""
     return [
-        Pace(name, _field(fields, "tokens_per_second"), _field(fields, "waits"))
+        RolePace(name, read_number(fields.get("tokens_per_second", "")), read_number(fields["waits"]))
         for name, fields in sorted(snapshot.roles.items())
-        if name.partition(".")[0] == kind and (kind != "learner" or name == "learner.0")
+        if name.startswith(f"{kind}.") and "waits" in fields
     ]
 
 
 def judge(snapshot: Snapshot, config: RunConfig) -> Verdict:
     """Find the slowest stage: the learner, if it is busy; else the stage in which the groups are that it lacks."""
     learner, rollout = (_mean(paces(snapshot, kind)) for kind in ("learner", "rollout"))
-    if not any(name.startswith(("learner.", "rollout.")) for name in snapshot.roles):
-        return Verdict("unknown", "no learner and no replica sends a heartbeat")
-    away = [printable(reward.name) for reward in snapshot.rewards if reward.away]
-    if away:
-        return Verdict("rewards", f"all wait for a reward: nobody scores {', '.join(away)}", _STATUS)
-    if learner is not None and _late(snapshot, 1.0) and _ready(snapshot) < config.learner.groups_per_step:
+    ready = snapshot.train.stream("scored").lag >= config.learner.groups_per_step
+    if not ready and _late(snapshot, 1.0):
         learner = 1.0  # its share is of the last step, and it waits since then
-    if learner is not None and learner < _LITTLE:
-        if rollout is None or rollout < _LITTLE:
-            return Verdict("none", f"balanced: {_shares(learner, rollout)}")
-        return _behind(snapshot, config) or _unfed(snapshot, config) or _learner(config, _shares(learner, rollout))
-    if learner is None and _ready(snapshot) >= config.learner.groups_per_step:
-        return Verdict("unknown", "the learner has ended no step yet")
-    who = "the learner waits" if rollout is None or rollout < _LITTLE else "learner and rollouts wait"
-    return (
-        _behind(snapshot, config)
-        or _rewards(snapshot, config, who, learner, rollout)
-        or _unfed(snapshot, config)
-        or _rollouts(snapshot, config, learner, rollout)
-    )
-
-
-def _learner(config: RunConfig, shares: str) -> Verdict:
-    learner = config.learner
-    advice = (
-        f"raise learner.ranks (now {learner.ranks}) or learner.tokens_per_microbatch (now"
-        f" {learner.tokens_per_microbatch})"
-    )
-    return Verdict("learner", f"the rollouts wait for the learner: {shares}", advice)
+    if learner is None and (ready or rollout is None):
+        return Verdict("unknown", "not enough steps yet")
+    if learner is None or learner >= _LITTLE:
+        found = _behind(snapshot, config) or _rewards(snapshot, config, rollout) or _feeder(snapshot, config)
+        found = found or _rollouts(snapshot, config, rollout)
+    elif rollout is None or rollout < _LITTLE:
+        found = Verdict("none", "balanced")
+    else:
+        found = _behind(snapshot, config) or _feeder(snapshot, config) or _learner(config)
+    return replace(found, text=f"{found.text}: learner waits {percent(learner)}, rollouts {percent(rollout)}")
 
 
 def _behind(snapshot: Snapshot, config: RunConfig) -> Verdict | None:
-    """Replicas whose weights are too old for new prompts."""
-    stale = [name for name, fields in snapshot.roles.items() if fields.get("stale") == "1"]
+    stale = [name for name, fields in sorted(snapshot.roles.items()) if fields.get("stale") == "1"]
     if not stale:
         return None
     return Verdict(
         "weights",
-        f"{', '.join(sorted(stale))} may take no prompts before newer weights come",
-        f"raise max_staleness (now {config.max_staleness}), or bring weights faster: weights.transport (now"
+        f"{', '.join(stale)} may take no prompts before newer weights come",
+        f"raise max_staleness (now {config.max_staleness}), or change weights.transport (now"
         f" {config.weights.transport})",
     )
 
 
-def _rewards(
-    snapshot: Snapshot, config: RunConfig, who: str, learner: float | None, rollout: float | None
-) -> Verdict | None:
+def _rewards(snapshot: Snapshot, config: RunConfig, rollout: float | None) -> Verdict | None:
     """Most of what is in flight waits for its score or is being scored."""
-    scoring, making = snapshot.train.stream("rollouts"), snapshot.train.stream("prompts")
-    groups = scoring.depth if scoring.unit == "groups" else scoring.depth / config.sampling.responses
-    busy_elsewhere = making.depth if rollout is None or rollout < 1 - _LITTLE else 0
-    if not scoring.depth or groups < busy_elsewhere:
+    away = [printable(reward.name) for reward in snapshot.rewards if reward.away]
+    if away:
+        return Verdict("rewards", f"all wait for rewards, and nobody scores {', '.join(away)}", _STATUS)
+    stream, worker = snapshot.train.stream("rollouts"), config.reward_worker
+    groups = stream.depth if stream.unit == "groups" else stream.depth / config.sampling.responses
+    sampled = snapshot.train.stream("prompts").depth if rollout is None or rollout < 1 - _LITTLE else 0
+    if not stream.depth or groups < sampled:
         return None
     slowest = max(snapshot.rewards, key=lambda reward: reward.p50 or 0.0, default=None)
-    named = f" (slowest: {printable(slowest.name)}, {latency(slowest.p50)})" if slowest and slowest.p50 else ""
-    text = f"{who} for rewards: {scoring.lag} {scoring.unit} wait, {scoring.pending} are being scored{named}"
-    worker, workers = config.reward_worker, sum(name.startswith("reward.") for name in snapshot.roles)
-    if not scoring.lag:
-        advice = f"raise max_staleness (now {config.max_staleness}), or make the reward faster"
-    elif scoring.pending < worker.concurrency * max(1, workers):
+    named = f", mostly by {printable(slowest.name)} ({latency(slowest.p50)})" if slowest and slowest.p50 else ""
+    text = f"all wait for rewards: {stream.lag} {stream.unit} wait, {stream.pending} are being scored{named}"
+    workers = sum(name.startswith("reward.") for name in snapshot.roles)
+    if not stream.lag:
+        advice = f"make the reward faster, or raise max_staleness (now {config.max_staleness})"
+    elif stream.pending < worker.concurrency * workers:
         advice = f"raise reward_worker.replicas (now {worker.replicas})"
     else:
         advice = (
             f"raise reward_worker.concurrency (now {worker.concurrency}), or reward_worker.replicas (now"
             f" {worker.replicas}) if the reward computes"
         )
-    return Verdict("rewards", f"{text}; {_shares(learner, rollout)}", advice)
+    return Verdict("rewards", text, advice)
 
 
-def _unfed(snapshot: Snapshot, config: RunConfig) -> Verdict | None:
+def _feeder(snapshot: Snapshot, config: RunConfig) -> Verdict | None:
     """Nothing waits for a replica although there is room for more groups."""
-    train = snapshot.train
+    train, cap = snapshot.train, config.hard_cap
     if train.stream("prompts").lag:
         return None
-    if snapshot.hard_cap is not None and train.live >= snapshot.hard_cap:
-        text = f"all wait for a checkpoint: {train.held} trained groups fill the hard cap of {snapshot.hard_cap}"
+    if train.live >= cap:
+        text = f"all wait for a checkpoint, because {train.held} trained groups fill the hard cap of {cap}"
         return Verdict("checkpoint", text, f"lower checkpoint.every (now {config.checkpoint.every})")
-    if snapshot.budget is None or train.live - train.held >= snapshot.budget:
-        return None
-    feeder = next((fields for name, fields in snapshot.roles.items() if name.startswith("feeder.")), None)
-    if feeder is None:
-        return Verdict("feeder", "all wait for the feeder, which sends no heartbeat", _STATUS)
-    state = feeder.get("admission", "")
-    if state == "end of data":
+    fields = snapshot.roles.get("feeder.0", {"admission": "stopped", "trouble": "all wait for the feeder"})
+    if train.live - train.held < config.budget and fields.get("admission") == "stopped":
+        return Verdict("feeder", printable(fields.get("trouble", "admission stopped")), _STATUS)
+    if fields.get("admission") == "end of data":
         return Verdict("feeder", "the data has ended", f"raise data.epochs (now {config.data.epochs})")
-    if state == "stopped":
-        return Verdict("feeder", printable(feeder.get("trouble", "admission stopped")), _STATUS)
     return None
 
 
-def _rollouts(snapshot: Snapshot, config: RunConfig, learner: float | None, rollout: float | None) -> Verdict:
-    waiting = snapshot.train.stream("prompts").lag
-    if rollout is not None and rollout >= _LITTLE and not waiting:
-        text = f"learner and rollouts wait for the last responses of a step: {_shares(learner, rollout)}"
-        return Verdict("staleness", text, f"raise max_staleness (now {config.max_staleness})")
+def _learner(config: RunConfig) -> Verdict:
+    ranks, tokens = config.learner.ranks, config.learner.tokens_per_microbatch
+    advice = f"raise learner.ranks (now {ranks}) or learner.tokens_per_microbatch (now {tokens})"
+    return Verdict("learner", "the rollouts wait for the learner", advice)
+
+
+def _rollouts(snapshot: Snapshot, config: RunConfig, rollout: float | None) -> Verdict:
+    if rollout is not None and rollout >= _LITTLE and not snapshot.train.stream("prompts").lag:
+        advice = f"raise max_staleness (now {config.max_staleness})"
+        return Verdict("staleness", "learner and rollouts wait for the last responses of a step", advice)
     advice = f"raise rollout.replicas (now {config.rollout.replicas}) or engine.slots (now {config.engine.slots})"
-    return Verdict("rollouts", f"the learner waits for the rollouts: {_shares(learner, rollout)}", advice)
+    return Verdict("rollouts", "the learner waits for the rollouts", advice)
 
 
 def stalled(snapshot: Snapshot) -> str:
@@ -158,12 +136,11 @@ def stalled(snapshot: Snapshot) -> str:
     server = snapshot.server
     if not server.aof_ok:
         return f"{_CANNOT_WRITE}: its disk is full or broken"
-    if server.memory_limit_bytes and server.memory_bytes >= server.memory_limit_bytes:
+    if 0 < server.memory_limit_bytes <= server.memory_bytes:
         limit = size(server.memory_limit_bytes)
         return f"Redis refuses writes, because its memory is full ({limit}): raise redis.maxmemory"
-    if (late := _late(snapshot, _LATE)) is None:
-        return ""
-    return f"no step for {duration(late[0])}, and the longest of the last ones took {duration(late[1])}"
+    late = _late(snapshot, _LATE)
+    return f"no step for {duration(late[0])}, the longest of the last ones took {duration(late[1])}" if late else ""
 
 
 def unanswered(error: str) -> str:
@@ -175,25 +152,13 @@ def unanswered(error: str) -> str:
 def _late(snapshot: Snapshot, factor: float) -> tuple[float, float] | None:
     """Seconds since the last step, and of the longest of the last ones, if the next one is late by `factor`."""
     fields = snapshot.roles.get("learner.0", {})
-    usual, ended, now = (_field(fields, name) for name in ("step_seconds", "stepped", "beat"))
+    usual, ended, now = (read_number(fields.get(name, "")) for name in ("step_seconds", "stepped", "beat"))
     if usual is None or ended is None or now is None or fields.get("state") != "ready":
         return None
     since = now - ended
     return (since, usual) if since > max(_QUIET_SECONDS, factor * usual) else None
 
 
-def _ready(snapshot: Snapshot) -> int:
-    return snapshot.train.stream("scored").lag
-
-
-def _shares(learner: float | None, rollout: float | None) -> str:
-    return f"learner waits {percent(learner)}, rollouts {percent(rollout)}"
-
-
-def _mean(found: list[Pace]) -> float | None:
+def _mean(found: list[RolePace]) -> float | None:
     shares = [pace.waits for pace in found if pace.waits is not None]
     return sum(shares) / len(shares) if shares else None
-
-
-def _field(fields: Mapping[str, str], name: str) -> float | None:
-    return read_number(fields.get(name, ""))

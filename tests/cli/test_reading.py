@@ -247,7 +247,7 @@ async def test_what_a_model_wrote_cannot_steer_the_terminal(stopped_run: Path):
 
 async def test_audit_accounts_for_every_group(stopped_run: Path):
     done = await command("audit", "--run", str(stopped_run), "--json")
-    data = data_of(done.stdout, "streamrl.audit/1")
+    data = data_of(done.stdout, "streamrl.audit/2")
     assert done.returncode == 0
     assert (data["admitted"], data["live"], data["dead"], data["lost"], data["twice"]) == (5, 4, 1, 0, 0)
 
@@ -258,7 +258,7 @@ async def test_audit_fails_when_a_group_is_lost(tmp_path: Path):
         await ledgers.connection.read("ZREM", ledgers.train.keys.live, 3)
         await ledgers.connection.read("UNLINK", ledgers.train.keys.group(3))
     done = await command("audit", "--run", str(tmp_path), "--json")
-    data = data_of(done.stdout, "streamrl.audit/1")
+    data = data_of(done.stdout, "streamrl.audit/2")
     assert (done.returncode, data["lost"], data["lost_ids"]) == (1, 1, ["3"])
     assert "NOT PROVED" in (await command("audit", "--run", str(tmp_path))).stdout
 

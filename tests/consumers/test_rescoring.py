@@ -210,7 +210,7 @@ def test_by_hand():
     assert found.same == 0
     # In a: 1 over 0 twice, both ordered alike; in b: 1 over 0 once, ordered alike.
     assert (found.order, found.pairs) == (1.0, 3)
-    assert (found.flat_old, found.flat_new) == (1, 1)  # c has one response
+    assert (found.zero_variance_old, found.zero_variance_new) == (1, 1)  # c has one response
     assert found.old.mean == pytest.approx(4 / 6)
     assert found.new.mean == pytest.approx(3.4 / 6)
     assert found.new.std == pytest.approx(math.sqrt(sum((x - 3.4 / 6) ** 2 for x in new) / 6))
