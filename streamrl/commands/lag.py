@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import asdict
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -21,35 +22,20 @@ _BETWEEN: Final = 1.0
 """Seconds between the two readings that make the first rates."""
 
 
-class Limits(NamedTuple):
-    """Lag and age in seconds from which a stream is late; None: never."""
-
-    lag: int | None = None
-    age: float | None = None
-
-    @classmethod
-    def read(cls, option: str, values: list[str] | None) -> Limits:
-        """`100` is a lag, `30s` is an age."""
-        limits = cls()
-        for value in values or []:
+def limits(option: str, values: list[str] | None) -> tuple[float, float]:
+    """Lag and age in seconds from which a stream is late: `100` is a lag, `30s` is an age; infinite: never."""
+    lag = age = math.inf
+    for value in values or []:
+        try:
             if value.isdecimal():
-                limits = limits._replace(lag=int(value))
-                continue
-            try:
-                limits = limits._replace(age=TypeAdapter(Duration).validate_python(value))
-            except ValidationError:
-                raise UsageError(
-                    f"{option} {value} is neither a number of entries nor an age", "write 100, or 30s"
-                ) from None
-        return limits
-
-    def reached(self, snapshot: Snapshot) -> bool:
-        streams = snapshot.train.streams
-        lag, age = (
-            max(stream.lag for stream in streams),
-            max(stream.oldest_waiting_seconds or 0.0 for stream in streams),
-        )
-        return (self.lag is not None and lag >= self.lag) or (self.age is not None and age >= self.age)
+                lag = int(value)
+            else:
+                age = TypeAdapter(Duration).validate_python(value)
+        except ValidationError:
+            raise UsageError(
+                f"{option} {value} is neither a number of entries nor an age", "write 100, or 30s"
+            ) from None
+    return lag, age
 
 
 def lag(
@@ -71,9 +57,9 @@ def lag(
 
     Rates come from two readings, a second apart at first.
     """
-    low, high = Limits.read("--warn", warn), Limits.read("--crit", crit)
+    low, high = limits("--warn", warn), limits("--crit", crit)
     for one, other in zip(low, high, strict=True):
-        if one is not None and other is not None and one > other:
+        if other < one < math.inf:
             raise UsageError(f"--warn {one:g} is over --crit {other:g}")
     found = find_anywhere(run)
     config = found.config
@@ -105,8 +91,11 @@ def lag(
         return asyncio.run(look())
 
 
-def exit_code(snapshot: Snapshot, warn: Limits, crit: Limits) -> ExitCode:
+def exit_code(snapshot: Snapshot, warn: tuple[float, float], crit: tuple[float, float]) -> ExitCode:
     """The exit code for the worst of the training streams."""
-    if crit.reached(snapshot):
-        return ExitCode.LAG_CRITICAL
-    return ExitCode.FAILURE if warn.reached(snapshot) else ExitCode.OK
+    streams = snapshot.train.streams
+    worst = max(stream.lag for stream in streams), max(stream.oldest_waiting_seconds or 0.0 for stream in streams)
+    for late, code in ((crit, ExitCode.LAG_CRITICAL), (warn, ExitCode.FAILURE)):
+        if worst[0] >= late[0] or worst[1] >= late[1]:
+            return code
+    return ExitCode.OK

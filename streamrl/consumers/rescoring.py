@@ -245,7 +245,6 @@ async def _one(
 Values = npt.NDArray[np.float64]
 
 _SAME: Final = 1e-6
-_BINS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +255,6 @@ class Moments:
     std: float
     min: float
     max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Scores from `low` to below `high` (the last bin includes `high`); both are equal for a single value."""
-
-    low: float
-    high: float
-    old: int
-    new: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +271,6 @@ class Comparison:
     pairs: int  # pairs of responses to one prompt with different old scores
     zero_variance_old: int  # groups of equal old scores, which give no gradient
     zero_variance_new: int
-    histogram: tuple[Bin, ...]
 
 
 def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], threshold: float) -> Comparison:
@@ -308,7 +296,6 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
         pairs=int(pairs),
         zero_variance_old=zero_variance_old,
         zero_variance_new=zero_variance_new,
-        histogram=_histogram(a, b),
     )
 
 
@@ -362,16 +349,3 @@ def _correlation(a: Values, b: Values) -> float | None:
     x, y = x - x.mean(), y - y.mean()
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum() / norm) if norm > 0 else None
-
-
-def _histogram(old: Values, new: Values) -> tuple[Bin, ...]:
-    both = np.concatenate([old, new])
-    values = np.unique(both)
-    if len(values) <= _BINS:
-        return tuple(Bin(float(v), float(v), int((old == v).sum()), int((new == v).sum())) for v in values)
-    shares = np.arange(_BINS + 1) / _BINS
-    edges = values[0] * (1 - shares) + values[-1] * shares  # a difference of huge scores could overflow
-    counts = [
-        np.bincount(np.clip(np.searchsorted(edges, x, "right") - 1, 0, _BINS - 1), minlength=_BINS) for x in (old, new)
-    ]
-    return tuple(Bin(float(edges[k]), float(edges[k + 1]), int(counts[0][k]), int(counts[1][k])) for k in range(_BINS))

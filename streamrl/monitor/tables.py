@@ -16,7 +16,7 @@ from streamrl.monitor.snapshot import LedgerView, Snapshot, StreamView
 from streamrl.monitor.verdict import Verdict, stalled
 from streamrl.queues.replies import read_number
 
-_ALL_COLUMNS: Final = 104
+_ALL_COLUMNS: Final = 110
 """From this width on, tables have all their columns."""
 _LAG_COLUMNS: Final = (
     "DEPTH", "LAG", "PENDING", "IN/s", "OUT/s", "DRAIN", "OLDEST", "LEASED", "SILENT", "RETRIED", "AT WORK",
@@ -26,9 +26,9 @@ _GOOD: Final = {"ready": "green", "stopped": "dim", "starting": "yellow", "drain
 
 
 def lag_table(snapshot: Snapshot, verdict: Verdict, width: int) -> RenderableType:
-    """Under 104 columns without what can be computed from the others, or is rarely needed."""
+    """A narrow terminal gets fewer columns, because a cut value says nothing."""
     wide = width >= _ALL_COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
     table.add_column("STREAM", no_wrap=True)
     shown = [heading for heading in _LAG_COLUMNS if wide or heading not in _WIDE_ONLY]
     for heading in shown:
@@ -136,7 +136,7 @@ def status_table(
 ) -> RenderableType:
     """One row per role (as `streamrl.status/1` has it), one per reward, and the verdict below.
 
-    Under 104 columns the progress of the roles is a table of its own, so that nothing is cut.
+    On a narrow terminal the progress of the roles is a table of its own, so that no value is cut.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION"):
