@@ -64,7 +64,7 @@ async def test_lag_exit_codes(live_run: Path):
              ("--warn 1ms", 1), ("--warn 9 --warn 1ms", 1), ("--warn 9 --crit 1ms", 4))  # fmt: skip
     for limits, code in cases:
         assert (await command("lag", "--run", str(live_run), *limits.split())).returncode == code, limits
-    for wrong, said in ((old, "--warn 3600 is over --crit 0.001"), ("--warn soon", "neither a number nor an age")):
+    for wrong, said in ((old, "--warn 3600 is over --crit 0.001"), ("--warn soon", "nor an age")):
         done = await command("lag", "--run", str(live_run), *wrong.split())
         assert (done.returncode, said in done.stderr) == (2, True), done
     done = await command("lag", "--run", str(live_run), "--warn", "5", "--crit", "2")
@@ -127,7 +127,7 @@ async def test_watch_draws_over_what_it_has_drawn(live_run: Path):
         if process.returncode is None:
             process.kill()
         os.close(ours)
-    first, second = [part for part in seen.split(b"STREAM")][1:3]
+    first, second = seen.split(b"STREAM")[1:3]
     height = first.count(b"\n")
     assert first.count(b"\x1b[1A") == height, "the cursor goes up by all lines of a table before the next one"
     assert "…" not in second.decode()

@@ -237,7 +237,7 @@ def test_another_reward_is_compared(run_dir):
     assert comparison["pearson"] == pytest.approx(-1.0)
     assert comparison["order"] == 0.0
     assert (comparison["new"]["max"], comparison["old"]["max"]) == (2.0, 1.0)
-    assert [(each["low"], each["old"], each["new"]) for each in comparison["histogram"]][-1] == (2.0, 0, 17)
+    assert "zero_variance_old" in comparison
     assert len(data["differ"]) == 10
     assert data["differ"][0]["prompt"].endswith("+ 1 =")
     new = read_archive(run_dir / "rescored" / "far")
@@ -300,7 +300,6 @@ def test_new_scores_are_exported_and_scored_themselves(run_dir, tmp_path):
         (("--reward", "exact_match", "--into", "x", "--set", "seed=1"), 2, "--file"),
         (("--reward", "exact_match", "--into", "x", "--arg", "oops"), 2, "oops"),
         (("--reward", "exact_match", "--into", "x", "--threshold", "nan"), 2, "is not a finite number"),
-        (("--reward", "exact_match", "--into", "x", "--picture", "no/such/folder/x.png"), 73, "no directory"),
         (("--reward", "rescore_rewards:opposite", "--into", "x", "--arg", "wrong=1"), 78, "wrong"),
         (("--reward", "exact_match", "--into", "x", "--from", "/nowhere"), 78, "no archived groups"),
     ],
@@ -328,16 +327,3 @@ def test_the_servers_of_a_run_that_does_not_run_are_not_waited_for(run_dir, tmp_
     assert "run demo is not running, and with it the servers of reward_models.critic" in done.stderr
     own = ("--file", str(file), "--set", f"plugin_paths=[{HERE}]", "--reward", "rescore_rewards:Longest")
     assert rescore(run_dir, *own, "--into", "own").returncode == 0
-
-
-def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "both.png"
-    arguments = ("--reward", "rescore_rewards:Longest", "--into", "drawn", "--picture", str(out))
-    done = rescore(run_dir, *arguments)
-    assert (done.returncode, f"wrote {out}" in done.stderr) == (0, True)
-    assert out.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None)
-    done = rescore(run_dir, *arguments)
-    assert done.returncode == 78
-    assert "matplotlib" in done.stderr
