@@ -32,25 +32,10 @@ ValueError: words"""
 
 def test_one_error_at_one_place_is_one_cause_whatever_it_says():
     """A bug with 13 messages is one cause; the same type raised elsewhere, or by another reward, is another."""
-    words = [
-        "the",
-        "one",
-        "other",
-        "that",
-        "this",
-        "some",
-        "response",
-        "answer",
-        "text",
-        "reward",
-        "sample",
-        "word",
-        "thing",
-        "end",
-    ]
+    words = "the one other that this some response answer text reward sample word thing"
     letters = [
         letter(entry, f"ValueError: no {word} here [mine]", detail=FRAMES.format(line=7))
-        for entry, word in enumerate(words)
+        for entry, word in enumerate(words.split())
     ]
     assert len(letters) == 13
     (cause,) = by_cause(letters)
