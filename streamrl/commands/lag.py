@@ -62,7 +62,7 @@ def lag(
         if other < one < math.inf:
             raise UsageError(f"--warn {one:g} is over --crit {other:g}")
     found = find_anywhere(run)
-    config = found.config
+    config, running = found.config, is_running(found)
 
     async def look() -> int:
         rates = Rates()
@@ -86,7 +86,6 @@ def lag(
 
             return await output.repeat(once, every if watch else None)
 
-    running = is_running(found)
     with output.painting(again=watch and not json) as show:
         return asyncio.run(look())
 

@@ -44,7 +44,7 @@ def lag_table(snapshot: Snapshot, verdict: Verdict, width: int) -> RenderableTyp
         lines.append(Text(_ledger_line("held-out", snapshot.evaluation, None, None)))
     rewards = [rewards_table(snapshot.rewards)] if snapshot.rewards else []
     end = [Text(f"stalled  {cause}", style="bold red")] if (cause := stalled(snapshot)) else []
-    end += [Text(verdict.text, style="bold"), *([Text(f"to mend it: {verdict.advice}")] if verdict.advice else [])]
+    end += [Text(verdict.text, style="bold"), *([Text(f"to fix it: {verdict.advice}")] if verdict.advice else [])]
     return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards, *end)
 
 

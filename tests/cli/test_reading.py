@@ -93,7 +93,7 @@ async def test_lag_takes_two_readings_and_ends_with_the_slowest_stage_and_its_ke
     assert rates == [(0, 0), (12.5, 12.5), (0, 0)]
     assert data["train"]["streams"][1]["drain_seconds"] == pytest.approx(1 / 12.5)
     assert data["bottleneck"]["stage"] == "rewards"
-    assert shown[-2:] == [data["bottleneck"]["text"], f"to mend it: {data['bottleneck']['advice']}"]
+    assert shown[-2:] == [data["bottleneck"]["text"], f"to fix it: {data['bottleneck']['advice']}"]
     assert "max_staleness (now 1)" in shown[-1]
 
 

@@ -73,4 +73,4 @@ def test_lag_cuts_no_value(width: int, unit: str):
     assert ("DEPTH" in heading) == ("RETRIED" in heading) == (width == 110)
     for word in ("12.3k", "0.0218", "2h05m", "9m59s", "16/16", "my_rewards:unit_tests"):
         assert any(word in row for row in rows), word
-    assert lines[-2:] == ["all wait for rewards", "to mend it: raise reward_worker.concurrency (now 8)"]
+    assert lines[-2:] == ["all wait for rewards", "to fix it: raise reward_worker.concurrency (now 8)"]
