@@ -76,6 +76,6 @@ class Spread:
         for process in self.center.processes:
             assert process.wait(60) in {0, -15, 143}, self.center.said()
         found: dict[str, Any] = data_of(
-            cli("audit", "--json", "--run", str(self.run_dir), env=self.env).stdout, "streamrl.audit/1"
+            cli("audit", "--json", "--run", str(self.run_dir), env=self.env).stdout, "streamrl.audit/2"
         )
         return found

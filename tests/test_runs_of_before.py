@@ -39,7 +39,7 @@ def ok(*arguments: str) -> str:
 
 def audit(run: str) -> dict[str, Any]:
     """Counters of an audit that found nothing wrong."""
-    found = data_of(ok("audit", "--run", run, "--json"), "streamrl.audit/1")
+    found = data_of(ok("audit", "--run", run, "--json"), "streamrl.audit/2")
     assert (found["lost"], found["twice"], found["faults"], found["unproved"]) == (0, 0, [], [])
     return found
 
@@ -47,7 +47,8 @@ def audit(run: str) -> dict[str, Any]:
 def test_it_is_looked_at(case: Path) -> None:
     run = str(case / "runs" / "old")
     found = audit(run)
-    assert (found["checkpoint"], found["admitted"], found["trained"], found["live"]) == ("1-11", 34, 22, 4)
+    assert (found["checkpoint"], found["admitted"], found["trained"], found["live"]) == ("1-11", 22, 22, 0)
+    assert (found["held_out"]["admitted"], found["evaluated"], found["held_out"]["live"]) == (12, 8, 4)
     trained = data_of(ok("trace", "9", "--run", run, "--json"), "streamrl.trace/1")
     assert trained["state"] == "trained"
     record = trained["record"]

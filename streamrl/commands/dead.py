@@ -40,7 +40,7 @@ def ls(
     json: JsonOption = False,
 ) -> int:
     """List dead letters by cause, the most frequent first, each with its newest traceback."""
-    letters, queued = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
+    letters, queued, elsewhere = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
     causes = by_cause(letters)
     shown = letters[::-1][:limit]
     data = {"count": len(letters), "queued": queued, "causes": [_cause_data(cause) for cause in causes]}
@@ -54,8 +54,11 @@ def ls(
         output.note(f"{count - limit} more {kind}; -n {count} shows all")
     if queued:
         output.note(f"{_counted(len(queued), 'group waits', 'groups wait')} for room to be admitted again")
+    if elsewhere:
+        which, how = ("training", "without --eval") if evaluation else ("held-out", "with --eval")
+        output.note(f"{_counted(elsewhere, 'letter', 'letters')} of {which} groups: {how}")
     if not letters:
-        output.note("no dead letters")
+        output.note(f"no dead letters of {'held-out' if evaluation else 'training'} groups")
     elif not each:
         output.note("--each lists them one by one; streamrl dead show ID, replay ID or drop ID, or all")
     return 0
@@ -74,6 +77,7 @@ def _cause_data(cause: DeadCause) -> dict[str, Any]:
         "stage": newest.stage,
         "samples": cause.samples,
         "groups": cause.groups,
+        "messages": cause.messages,
         "first": cause.letters[0].at,
         "last": cause.letters[-1].at,
         "id": newest.entry,
@@ -86,8 +90,9 @@ def _cause_lines(cause: DeadCause) -> list[str]:
     dead = ", ".join(_counted(count, one, many) for count, one, many in counts if count)
     ids = [letter.entry for letter in cause.letters[: -_SHOWN_IDS - 1 : -1]]
     more = f" and {len(cause.letters) - len(ids)} more" if len(cause.letters) > len(ids) else ""
+    others = f"  (one of {cause.messages} messages)" if cause.messages > 1 else ""
     return [
-        f"{dead}  {first.stage}  {printable(cause.newest.why)}",
+        f"{dead}  {first.stage}  {printable(cause.newest.why)}{others}",
         *(f"    {printable(line)}" for line in folded(cause.newest.detail)),
         f"    {date_time(first.at)} to {date_time(last.at)}, ids {' '.join(ids)}{more}",
     ]
@@ -101,7 +106,7 @@ def show(
     json: JsonOption = False,
 ) -> int:
     """Show one dead letter with its traceback."""
-    letters, _ = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
+    letters, *_ = asyncio.run(_letters_and_queue(find_run(run), evaluation=evaluation))
     [found] = _chosen(letters, [letter])
     data = letter_data(found)
     lines = [
@@ -176,10 +181,11 @@ def drop(
     return 0
 
 
-async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int]]:
+async def _letters_and_queue(run: RunDirectory, *, evaluation: bool) -> tuple[list[DeadLetter], list[int], int]:
+    """Letters and queued groups of one ledger, and how many letters the other one has."""
     async with ledgers_to_look(run) as opened:
-        ledger = opened.evaluation if evaluation else opened.train
-        return await ledger.dead_letters(), list(await ledger.queued_replays())
+        ledger, other = (opened.train, opened.evaluation)[:: -1 if evaluation else 1]
+        return await ledger.dead_letters(), list(await ledger.queued_replays()), (await other.state()).dead
 
 
 async def _replay(run: RunDirectory, entries: Sequence[str], *, evaluation: bool) -> dict[int, ReplayOutcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TextIO
 import orjson
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 Colour = Literal["auto", "always", "never"]
 
@@ -51,6 +52,19 @@ def console(stream: Any = None) -> Console:
         highlight=False,
         soft_wrap=False,
     )
+
+
+@contextlib.contextmanager
+def painting(*, again: bool) -> Iterator[Callable[[RenderableType], None]]:
+    """Yields what shows a table on stdout; with `again`, on a terminal, each is drawn over the one before."""
+    shown = console()
+    if not again or not sys.stdout.isatty():
+        yield shown.print
+        return
+    from rich.live import Live
+
+    with Live(console=shown, auto_refresh=False) as live:
+        yield lambda table: live.update(table, refresh=True)
 
 
 def envelope(schema: str, data: Any) -> bytes:

@@ -26,7 +26,6 @@ from streamrl.commands.reward_choice import AdapterOption, ArgOption, FileOption
 from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.consumers.rescoring import (
-    Bin,
     Comparison,
     RescoredSet,
     RescoreResult,
@@ -37,9 +36,8 @@ from streamrl.consumers.rescoring import (
 )
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.scoring import PatientScorer
-from streamrl.errors import CannotCreate, ExitCode, StreamrlError, UsageError, need_packages, unwrapped, writing
+from streamrl.errors import ExitCode, StreamrlError, UsageError, unwrapped
 from streamrl.monitor.lines import duration, number, printable, shortened
-from streamrl.monitor.plots import bar
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RewardOption = Annotated[
@@ -61,9 +59,6 @@ ThresholdOption = Annotated[
 ]
 DropOption = Annotated[
     bool, typer.Option("--drop-failed", help="Also write groups in which a response failed, without it.")
-]
-PictureOption = Annotated[
-    Path | None, typer.Option("--picture", metavar="FILE.png", help="Draw both sets of scores (matplotlib).")
 ]
 
 
@@ -87,17 +82,16 @@ def rescore(
     ] = 10,
     drop_failed: DropOption = False,
     force: Annotated[bool, typer.Option("--force", help="Discard existing scores of this name.")] = False,
-    picture: PictureOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Score recorded groups with another reward, and compare: agreement, correlation, histogram, what differs most.
+    """Score recorded groups with another reward, and compare: agreement, correlation, what differs most.
 
     Example: `streamrl rescore --reward my_rewards:Stricter --into strict --since 2h`. The run is not changed. The new
     scores are a recording, RUN_DIR/rescored/NAME: `--from` reads it, and `streamrl up --train-only` trains it. A repeat
     continues where the last call stopped, and retries what failed. A sample on which the reward fails is listed and
     gets no new score, never a 0. Exit code 1 if a sample failed, or if groups could not be read.
     """
-    _check(into, threshold, picture)
+    _check(into, threshold)
     target = find_run(run)
     config = choose(target, file, overrides, reward=reward, arguments=arguments, adapter=adapter)
     place = source or target.path
@@ -127,23 +121,16 @@ def rescore(
     data = {"run": target.name, "into": into, "directory": str(folder), "rewards": rewards, **_counts(outcome)}
     data["comparison"] = None if comparison is None else dataclasses.asdict(comparison)
     data |= {"differ": _different(reading, outcome, differ), "problems": problems}
-    output.answer("streamrl.rescore/1", data, report(data, comparison, threshold), json=json)
-    if picture is not None and comparison is not None:
-        draw(picture, into, comparison, outcome.old, outcome.new)
-        output.note(f"wrote {picture}")
+    output.answer("streamrl.rescore/2", data, report(data, comparison, threshold), json=json)
     return int(ExitCode.FAILURE if outcome.failures or problems else ExitCode.OK)
 
 
-def _check(into: str, threshold: float, picture: Path | None) -> None:
+def _check(into: str, threshold: float) -> None:
     """Before anything is opened."""
     if not _NAME.fullmatch(into):
         raise UsageError(f"--into {into} is not a valid name", "letters, digits, dots, dashes, underscores, at most 64")
     if not math.isfinite(threshold):
         raise UsageError(f"--threshold {threshold} is not a finite number", "a number, e.g. 0.5")
-    if picture is not None:
-        if not picture.absolute().parent.is_dir():
-            raise CannotCreate(f"{picture}: there is no directory {picture.parent}", "make it first")
-        need_packages("a picture", "matplotlib", otherwise="leave --picture out")
 
 
 def _on(progress: output.ProgressLine) -> Callable[[RescoreResult], None]:
@@ -236,7 +223,6 @@ def _different(reading: ArchiveReading, outcome: RescoreResult, count: int) -> l
     return rows
 
 
-_BAR: Final = 24
 _SHOWN_FAILURES: Final = 10
 _TEXT: Final = 100
 
@@ -247,7 +233,7 @@ def report(data: dict[str, Any], comparison: Comparison | None, threshold: float
     if comparison is None:
         lines.append("nothing to compare: no response has both scores")
     else:
-        lines += ["", *_figures(comparison, threshold), "", *_histogram(comparison.histogram)]
+        lines += ["", *_figures(comparison, threshold)]
     if data["differ"]:
         lines += ["", "these differ most, by their rank in each set:"]
         lines += [line for row in data["differ"] for line in _different_lines(row)]
@@ -264,9 +250,13 @@ def _figures(found: Comparison, threshold: float) -> list[str]:
         ("deviation", number(old.std), number(new.std)),
         ("least", number(old.min), number(new.min)),
         ("greatest", number(old.max), number(new.max)),
-        ("flat groups", f"{found.flat_old}/{found.groups}", f"{found.flat_new}/{found.groups}"),
+        (
+            "zero-variance groups",
+            f"{found.zero_variance_old}/{found.groups}",
+            f"{found.zero_variance_new}/{found.groups}",
+        ),
     ]
-    lines = [f"{name:12} {a:>10} {b:>10}".rstrip() for name, a, b in rows]
+    lines = [f"{name:20} {a:>10} {b:>10}".rstrip() for name, a, b in rows]
     lines += [
         "",
         f"same score        {_share(found.same)} of {found.samples} responses",
@@ -286,17 +276,6 @@ def _share(value: float | None) -> str:
 
 def _two(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _histogram(bins: Sequence[Bin]) -> list[str]:
-    most = max(max(each.old, each.new) for each in bins)
-    labels = [f"{each.low:.4g}" if each.low == each.high else f"{each.low:.3g} .. {each.high:.3g}" for each in bins]
-    width = max(map(len, ["score", *labels]))
-    lines = [f"{'score':{width}}  {'old':{_BAR + 8}} new"]
-    for label, each in zip(labels, bins, strict=True):
-        sides = [f"{bar(count / most, _BAR)} {count:<7}" for count in (each.old, each.new)]
-        lines.append(f"{label:{width}}  {sides[0]}{sides[1]}".rstrip())
-    return lines
 
 
 def _different_lines(row: dict[str, Any]) -> list[str]:
@@ -321,25 +300,3 @@ def _failures(data: dict[str, Any]) -> list[str]:
             f"their {data['unwritten']} groups are not written: the same call tries them again (--drop-failed)"
         )
     return lines
-
-
-def draw(path: Path, name: str, comparison: Comparison, old: Sequence[float], new: Sequence[float]) -> None:
-    """Write a picture (PNG): each response as a point, new over old, and both histograms."""
-    # A figure of its own: no pyplot, so no global state and no window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), dpi=150)
-    FigureCanvasAgg(figure)
-    points, bars = figure.subplots(1, 2)
-    points.scatter(old, new, s=9, alpha=0.35, color="#0b7a4b", edgecolors="none")
-    points.set(xlabel="old score", ylabel="new score", title=f"{name}: {comparison.samples} responses")
-    bins = comparison.histogram
-    places = range(len(bins))
-    bars.bar([place - 0.2 for place in places], [each.old for each in bins], 0.4, label="old", color="#7aa6c2")
-    bars.bar([place + 0.2 for place in places], [each.new for each in bins], 0.4, label="new", color="#0b7a4b")
-    bars.set_xticks(list(places), [f"{each.low:.3g}" for each in bins], rotation=45, ha="right")
-    bars.set(xlabel="score", ylabel="responses")
-    bars.legend(frameon=False)
-    with writing(path):
-        figure.savefig(path, format="png", bbox_inches="tight")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,12 +19,17 @@ from streamrl.monitor.lines import printable
 from streamrl.monitor.reward_figures import RewardView
 from streamrl.monitor.roles import KnownRole, Supervised, read_states, states_said
 from streamrl.monitor.snapshot import take
+from streamrl.monitor.verdict import stalled, unanswered
 from streamrl.queues.keys import BEAT_TTL, SUPERVISOR
 from streamrl.queues.replies import read_number
 from streamrl.queues.supervision import parsed
 from streamrl.runtime.plan import role_names
 
-_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble"})
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble", "stepped"})
+_READY = KnownRole("ready", 0.0)
 
 
 def status(
@@ -32,8 +37,9 @@ def status(
 ) -> int:
     """Show each role: state, pid, restarts, version, progress.
 
-    Exit code: 0 all roles are ready, or the run is finished; 1 a role is not ready or reports trouble, or a reward gets
-    no scores; 69 the run is down.
+    Exit code: 0 all roles are ready, or the run is finished; 1 a role is not ready or reports trouble, a reward gets no
+    scores, or the run is stalled: Redis refuses writes or does not answer, or there is no step for twice as long as
+    usual; 69 the run is down.
     """
     target = find_anywhere(run)
 
@@ -42,22 +48,29 @@ def status(
         if json:
             output.write_json("streamrl.status/1", data)
         else:
-            _print(data)
+            show(_table(data))
         return int(_CODES[data["verdict"]])
 
-    return asyncio.run(output.repeat(once, every if watch else None))
+    with output.painting(again=watch and not json) as show:
+        return asyncio.run(output.repeat(once, every if watch else None))
 
 
-_CODES = {"ready": ExitCode.OK, "finished": ExitCode.OK, "degraded": ExitCode.FAILURE, "down": ExitCode.UNREACHABLE}
+_CODES = {
+    "ready": ExitCode.OK,
+    "finished": ExitCode.OK,
+    "degraded": ExitCode.FAILURE,
+    "stalled": ExitCode.FAILURE,
+    "down": ExitCode.UNREACHABLE,
+}
 
 
 async def look(run: KnownRun) -> dict[str, Any]:
-    """Content of the envelope: `verdict`, `roles`, `rewards`, `summary` of a finished run.
+    """Content of the envelope: `verdict` (a key of `_CODES`), `roles`, `rewards`, `summary` of a finished run.
 
     Roles come from the plan, from the supervisor and from the heartbeats in Redis: of a role that others started only
     the heartbeat is known.
     """
-    board, rewards, reachable = await _board(run)
+    board, rewards, reachable, cause = await _board(run)
     said = board.pop(SUPERVISOR, None) if board else None
     supervised = read_states(run.path) if run.path is not None else Supervised(alive=False, roles={})
     if said is not None and not supervised.alive:
@@ -65,11 +78,15 @@ async def look(run: KnownRun) -> dict[str, Any]:
     members = (parsed(said, "members") if said is not None else None) or role_names(run.config)
     names = list(dict.fromkeys([*members, *supervised.roles, *sorted(board or ())]))
     roles = [_role(name, supervised, board, reachable=reachable) for name in names]
+    if not reachable and (not supervised.alive or supervised.roles.get("redis", _READY).state != "ready"):
+        cause = ""  # it is not to answer now
     finished = read_finished(run.path) if run.path is not None else None
     if finished is not None and finished.holds(run.config) and not supervised.alive and not board:
         verdict = "finished"
     elif not reachable and not supervised.alive:
         verdict = "down"
+    elif cause:
+        verdict = "stalled"
     elif all(role["state"] == "ready" and not role["trouble"] for role in roles) and not any(r.away for r in rewards):
         verdict = "ready"
     else:
@@ -78,6 +95,7 @@ async def look(run: KnownRun) -> dict[str, Any]:
         "run": run.name,
         "directory": str(run.path.resolve()) if run.path is not None else None,
         "verdict": verdict,
+        "stalled": cause,
         "supervised": supervised.alive,
         "redis": reachable,
         "roles": roles,
@@ -86,22 +104,22 @@ async def look(run: KnownRun) -> dict[str, Any]:
     }
 
 
-async def _board(run: KnownRun) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool]:
-    """The fields of roles and the rewards, and whether Redis answers; a stopped Redis is not started for this.
+async def _board(run: KnownRun) -> tuple[dict[str, dict[str, str]] | None, tuple[RewardView, ...], bool, str]:
+    """The fields of roles, the rewards, whether Redis answers, and why the run is stalled. A stopped Redis stays so.
 
     The fields are None if the run's keys are damaged.
     """
     try:
         async with live(run) as connection:
             if connection is None:
-                return {}, (), False
+                return {}, (), False, unanswered("")
             snapshot = await take(connection, run.name)
-            return snapshot.roles, snapshot.rewards, True
-    except Unreachable:
-        return {}, (), False
+            return snapshot.roles, snapshot.rewards, True, stalled(snapshot)
+    except Unreachable as error:
+        return {}, (), False, unanswered(error.message)
     except LedgerDamaged as error:
         output.note(f"warning: the state that roles report is unknown: {error}")
-        return None, (), True
+        return None, (), True, ""
 
 
 def _role(
@@ -166,13 +184,13 @@ def _summary(run_dir: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def _print(data: dict[str, Any]) -> None:
+def _table(data: dict[str, Any]) -> RenderableType:
     from streamrl.monitor.tables import status_table
 
-    verdict = f"run {data['run']}: {data['verdict']}"
+    verdict = f"run {data['run']}: {data['verdict']}" + (f": {data['stalled']}" if data["stalled"] else "")
     if data["verdict"] == "down":
         verdict += " (`streamrl up --resume` goes on)"
     elif data["verdict"] == "finished" and data["summary"] is not None:
         verdict += " (see summary.json)"
     rewards = [RewardView(**reward) for reward in data["rewards"]]
-    output.console().print(status_table(data["roles"], verdict, rewards))
+    return status_table(data["roles"], verdict, rewards, output.console().width)

@@ -209,7 +209,7 @@ def _supervise(prepared: PreparedRun, screen: str, on: Literal["local", "ray"]) 
         accuracy=config.learner.stop_at_accuracy,
         round_responses=config.evaluation.prompts * config.evaluation.samples,
     )
-    board = Board(config.name, prepared.run_dir, goal, look)
+    board = Board(config.name, prepared.run_dir, goal, look, config)
     with contextlib.closing(look), VIEWERS[screen](board) as viewer:
         return asyncio.run(supervise(config, prepared.run_dir, viewer.on_event, on=on))
 

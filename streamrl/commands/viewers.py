@@ -191,13 +191,9 @@ def plain_line(board: Board) -> str:
     if board.snapshot is not None:
         lags = " ".join(f"{stream.name} {stream.lag}" for stream in board.snapshot.train.streams)
         parts.append(f"waiting {lags}")
-    parts.append(
-        f"learner {number(progress.learner.tokens_per_second)} tok/s waits {percent(progress.learner.idle_fraction)}"
-    )
-    states = {name: state.state for name, state in board.sorted_roles()}
-    for name, side in sorted(progress.rollouts.items()):
-        if states.get(name) not in {"starting", "backoff"}:  # the figures are those of its last life
-            parts.append(f"{name} {number(side.tokens_per_second)} tok/s waits {percent(side.idle_fraction)}")
+    parts += [
+        f"{pace.name} {number(pace.tokens_per_second)} tok/s waits {percent(pace.waits)}" for pace in board.paces()
+    ]
     for name, known in board.sorted_roles():
         if known.state not in {"ready", "stopped"}:
             since = f" {duration(time.time() - known.since)}" if known.state == "starting" else ""
@@ -210,6 +206,10 @@ def plain_line(board: Board) -> str:
     if board.restarts:
         parts.append(f"{board.restarts} restarts")
     parts += [f"{name}: {printable(trouble)}" for name, trouble in board.troubles()]
+    if cause := board.stalled():
+        parts.append(f"STALLED: {cause}")
+    elif (stage := board.verdict().stage) not in {"none", "unknown"}:
+        parts.append(f"bottleneck {stage}")
     return " | ".join(parts)
 
 

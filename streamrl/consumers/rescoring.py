@@ -245,7 +245,6 @@ async def _one(
 Values = npt.NDArray[np.float64]
 
 _SAME: Final = 1e-6
-_BINS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +255,6 @@ class Moments:
     std: float
     min: float
     max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Scores from `low` to below `high` (the last bin includes `high`); both are equal for a single value."""
-
-    low: float
-    high: float
-    old: int
-    new: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,21 +269,20 @@ class Comparison:
     spearman: float | None  # correlation of the ranks
     order: float | None  # share of `pairs` with the same order in both, ties counted half: this is what training sees
     pairs: int  # pairs of responses to one prompt with different old scores
-    flat_old: int  # groups of equal old scores, which give no gradient
-    flat_new: int
-    histogram: tuple[Bin, ...]
+    zero_variance_old: int  # groups of equal old scores, which give no gradient
+    zero_variance_new: int
 
 
 def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], threshold: float) -> Comparison:
     """Compare finite scores of the same responses. Equal `groups` share a prompt; above `threshold` is right."""
     a, b = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
     won = pairs = 0.0
-    flat_old = flat_new = members = 0
+    zero_variance_old = zero_variance_new = members = 0
     for rows in _by_group(groups):
         won_here, pairs_here = _order(a[rows], b[rows])
         won, pairs, members = won + won_here, pairs + pairs_here, members + 1
-        flat_old += bool(np.all(a[rows] == a[rows][0]))
-        flat_new += bool(np.all(b[rows] == b[rows][0]))
+        zero_variance_old += bool(np.all(a[rows] == a[rows][0]))
+        zero_variance_new += bool(np.all(b[rows] == b[rows][0]))
     return Comparison(
         samples=len(a),
         groups=members,
@@ -306,9 +294,8 @@ def compare(old: Sequence[float], new: Sequence[float], groups: Sequence[Any], t
         spearman=_correlation(_ranks(a), _ranks(b)),
         order=won / pairs if pairs else None,
         pairs=int(pairs),
-        flat_old=flat_old,
-        flat_new=flat_new,
-        histogram=_histogram(a, b),
+        zero_variance_old=zero_variance_old,
+        zero_variance_new=zero_variance_new,
     )
 
 
@@ -362,16 +349,3 @@ def _correlation(a: Values, b: Values) -> float | None:
     x, y = x - x.mean(), y - y.mean()
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum() / norm) if norm > 0 else None
-
-
-def _histogram(old: Values, new: Values) -> tuple[Bin, ...]:
-    both = np.concatenate([old, new])
-    values = np.unique(both)
-    if len(values) <= _BINS:
-        return tuple(Bin(float(v), float(v), int((old == v).sum()), int((new == v).sum())) for v in values)
-    shares = np.arange(_BINS + 1) / _BINS
-    edges = values[0] * (1 - shares) + values[-1] * shares  # a difference of huge scores could overflow
-    counts = [
-        np.bincount(np.clip(np.searchsorted(edges, x, "right") - 1, 0, _BINS - 1), minlength=_BINS) for x in (old, new)
-    ]
-    return tuple(Bin(float(edges[k]), float(edges[k + 1]), int(counts[0][k]), int(counts[1][k])) for k in range(_BINS))

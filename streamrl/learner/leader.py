@@ -455,7 +455,7 @@ class Leader:
                 **head,
                 "loss": float(line["loss"]),  # type: ignore[arg-type]
                 "reward": float(line["reward_mean"]),  # type: ignore[arg-type]
-                "idle_fraction": round(self._meter.idle_fraction, 4),
+                **self._meter.shown(),
             }
         )
         self._role.record({**head, **line})

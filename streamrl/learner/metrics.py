@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -28,26 +28,35 @@ from streamrl.learner.episode_figures import EpisodeFigures
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
+from streamrl.queues.pace import Pace
+
+_USUAL_STEPS: Final = 20
+"""Steps of which the longest is what a step usually takes."""
 
 
 class StepMeter:
     """Measures from the end of one step to the end of the next; the first step begins with its first groups."""
 
     def __init__(self) -> None:
-        self._began: float | None = None
-        self._since = 0.0
-        self._computed = 0.0
+        self._since: float | None = None
+        self._tokens = 0
+        self._idle = 0.0
+        self._pace = Pace()
+        self._seconds: deque[float] = deque(maxlen=_USUAL_STEPS)
 
     def begin(self) -> None:
         """The first groups are there. Later calls do nothing."""
-        if self._began is None:
-            self._began = self._since = time.monotonic()
+        if self._since is None:
+            self._since = time.monotonic()
+            self._pace.mark(self._since, 0, 0.0)
 
-    @property
-    def idle_fraction(self) -> float:
-        """Share of the time since the first groups came in which torch did nothing."""
-        total = self._since - self._began if self._began is not None else 0.0
-        return 1 - self._computed / total if total else 0.0
+    def shown(self) -> dict[str, float]:
+        """Fields of the heartbeat after a step: its pace, when it ended, and how long a step takes at most, as usual.
+
+        One step says nothing of what is usual.
+        """
+        usual = {"step_seconds": round(max(self._seconds), 3)} if len(self._seconds) > 1 else {}
+        return {**self._pace.shown(), "stepped": time.time(), **usual}
 
     def line(
         self,
@@ -63,16 +72,19 @@ class StepMeter:
         then.
         """
         now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        computed = sum(end - start for start, end in busy)
-        self._computed += computed
+        seconds, self._since = now - (self._since or now), now
+        idle = max(0.0, seconds - sum(end - start for start, end in busy))
         tokens = sum(group.tokens for group in groups)
+        self._tokens += tokens
+        self._idle += idle
+        self._pace.mark(now, self._tokens, self._idle)
+        self._seconds.append(seconds)
         return {
             **_groups(groups, step),
             **_learnt(stats),
             "length_read": float(np.mean(read)) if read else None,
             "lengths_read": histogram(read),
-            "idle_seconds": max(0.0, seconds - computed),
+            "idle_seconds": idle,
             "busy": [[round(start, 6), round(end, 6)] for start, end in busy],
             "step_seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from streamrl.config import RunConfig
 from streamrl.monitor.progress import Progress
 from streamrl.monitor.roles import KnownRole
-from streamrl.monitor.snapshot import Snapshot, with_rates
+from streamrl.monitor.snapshot import Rates, Snapshot
+from streamrl.monitor.verdict import RolePace, Verdict, judge, paces, stalled, unanswered
 
 _EVENTS_KEPT: Final = 50
+_AT_WORK: Final = frozenset({"ready", "draining"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,15 @@ class Board:
     run_dir: Path
     goal: Goal
     look: Callable[[], Snapshot | None]
+    config: RunConfig | None = None
     started: float = field(default_factory=time.time)
     footer: str = "Ctrl-C drains and stops, again: now"
     snapshot: Snapshot | None = None
     roles: dict[str, KnownRole] = field(default_factory=dict)
     events: deque[tuple[float, str, bool]] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
     progress: Progress = field(init=False)
-    _previous: Snapshot | None = None
+    _rates: Rates = field(default_factory=Rates)
+    _silent: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -64,12 +69,9 @@ class Board:
     def refresh(self) -> None:
         """Read the queue in one round trip, and what was added to the files."""
         snapshot = self.look()
+        self._silent = snapshot is None and self.snapshot is not None
         if snapshot is not None:
-            before = self._previous
-            self.snapshot = with_rates(snapshot, before) if before is not None else snapshot
-            # Rates over about five seconds are steadier than those between two snapshots.
-            if before is None or snapshot.at - before.at >= 5:
-                self._previous = snapshot
+            self.snapshot = self._rates.of(snapshot)
         elif self.snapshot is not None:
             self.snapshot = replace(self.snapshot, roles={})
         self.progress.refresh()
@@ -86,6 +88,26 @@ class Board:
     def troubles(self) -> list[tuple[str, str]]:
         roles = self.snapshot.roles if self.snapshot is not None else {}
         return [(name, status["trouble"]) for name, status in sorted(roles.items()) if status.get("trouble")]
+
+    def paces(self) -> list[RolePace]:
+        """Of the learner and the replicas that are at work; a role that died or left has none."""
+        if self.snapshot is None:
+            return []
+        states = dict(self.sorted_roles())
+        found = [*paces(self.snapshot, "learner"), *paces(self.snapshot, "rollout")]
+        return [pace for pace in found if pace.name not in states or states[pace.name].state in _AT_WORK]
+
+    def verdict(self) -> Verdict:
+        if self.snapshot is None or self.config is None:
+            return Verdict("unknown", "not enough steps yet")
+        return judge(self.snapshot, self.config)
+
+    def stalled(self) -> str:
+        """Why the run stands still; empty if it does not, or if it ends."""
+        if self._silent:
+            states = dict(self.sorted_roles())
+            return unanswered("") if all(state.state == "ready" for state in states.values()) else ""
+        return stalled(self.snapshot) if self.snapshot is not None else ""
 
     @property
     def restarts(self) -> int:

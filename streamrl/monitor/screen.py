@@ -14,7 +14,6 @@ from rich.text import Text
 from streamrl.monitor import plots
 from streamrl.monitor.board import Board
 from streamrl.monitor.lines import clock, duration, number, percent, printable
-from streamrl.monitor.progress import Side
 from streamrl.monitor.roles import KnownRole
 from streamrl.monitor.tables import stream_name
 
@@ -70,7 +69,8 @@ def _headline(board: Board) -> Text:
 
 
 def _troubles(board: Board) -> list[Text]:
-    return [Text(f" {name}: {printable(trouble)}", style="bold red") for name, trouble in board.troubles()]
+    stalled = [Text(f" stalled: {cause}", style="bold red")] if (cause := board.stalled()) else []
+    return stalled + [Text(f" {name}: {printable(trouble)}", style="bold red") for name, trouble in board.troubles()]
 
 
 def _learning(board: Board, width: int, height: int) -> Panel:
@@ -140,24 +140,17 @@ def _balance(board: Board, width: int) -> Panel:
     for heading in ("side", "tokens/s", "waits"):
         table.add_column(heading, justify="left" if heading == "side" else "right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    sides: list[tuple[str, Side]] = [("learner", board.progress.learner), *sorted(board.progress.rollouts.items())]
-    for name, side in sides:
-        idle = side.idle_fraction
+    for pace in board.paces():
+        share = pace.waits
         table.add_row(
-            name, number(side.tokens_per_second), percent(idle), plots.bar(idle, 10) if idle is not None else ""
+            pace.name,
+            number(pace.tokens_per_second),
+            percent(share),
+            plots.bar(share, 10) if share is not None else "",
         )
-    return _panel("who waits for whom", width, table, Text(who_waits(board), style="dim"))
-
-
-def who_waits(board: Board) -> str:
-    learner = board.progress.learner.idle_fraction
-    shares = [idle for side in board.progress.rollouts.values() if (idle := side.idle_fraction) is not None]
-    if learner is None or not shares:
-        return "not enough steps yet"
-    rollout = sum(shares) / len(shares)
-    if abs(learner - rollout) < 0.1:
-        return "balanced"
-    return "the learner waits for rollouts" if learner > rollout else "the rollouts wait for the learner"
+    verdict = board.verdict()
+    lines = [Text(text, style=style) for text, style in ((verdict.text, "dim"), (verdict.advice, "yellow")) if text]
+    return _panel("who waits for whom", width, table, *lines)
 
 
 def _brief(board: Board) -> Text:

@@ -1,8 +1,8 @@
 """A read-only picture of a whole run, taken in one round trip.
 
-`lag` of a stream is depth - pending and never the native lag of Redis (absent on 6.2, NULL or wrong after out-of-order
-deletes on 7 and 8); it is exact here because an ack deletes the entry. Ages come from the server's clock and the ids of
-the entries, so the reader's clock does not matter.
+`lag` of a stream is depth - pending, of `scored` the groups that are not trained yet. It is never the native lag of
+Redis (absent on 6.2, NULL or wrong after out-of-order deletes on 7 and 8); it is exact here because an ack deletes the
+entry. Ages come from the server's clock and the ids of the entries, so the reader's clock does not matter.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from streamrl.queues.keys import REWARD_FIGURES, Keys
 from streamrl.queues.replies import pairs, read_number, text
 
 MOST_PENDING: Final = 10_000
+_RATE_SECONDS: Final = 5.0
 _STREAMS: Final = ("prompts", "rollouts", "scored")
 _KEYS: Final = (*_STREAMS, "live", "dead", "state", "dropped", "roles")
 
@@ -49,11 +50,15 @@ class StreamView:
     out_per_second: float | None = None
     consumers: tuple[Consumer, ...] = ()
     unit: str = "groups"
+    drain_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """The training or the evaluation ledger. Counts are of groups; `state` is the whole state hash as text."""
+    """The training or the evaluation ledger. Counts are of groups.
+
+    `finished` groups were ever trained (or evaluated) or dropped; `state` is the whole state hash as text.
+    """
 
     streams: tuple[StreamView, ...]
     live: int
@@ -64,6 +69,7 @@ class LedgerView:
     done: int | None
     version: int
     epoch: int
+    finished: int = 0
     state: dict[str, str] = field(default_factory=dict)
 
     def stream(self, name: str) -> StreamView:
@@ -165,47 +171,78 @@ def with_rates(now: Snapshot, before: Snapshot) -> Snapshot:
     )
 
 
+class Rates:
+    """Adds the rates of its streams to each snapshot of a run, over about five seconds where there are as many.
+
+    Such rates are steadier than those between two snapshots.
+    """
+
+    def __init__(self) -> None:
+        self._before: Snapshot | None = None
+
+    def of(self, snapshot: Snapshot) -> Snapshot:
+        before = self._before
+        if before is None or snapshot.at - before.at >= _RATE_SECONDS:
+            self._before = snapshot
+        return snapshot if before is None else with_rates(snapshot, before)
+
+
 def _shown_rates(ledger: LedgerView, roles: Mapping[str, Mapping[str, str]]) -> LedgerView:
     """Rates known from one snapshot: reward workers report how many samples a second they score."""
     rates = [read_number(status["per_second"]) for status in roles.values() if "per_second" in status]
     shown = [rate for rate in rates if rate is not None]
     if not shown or ledger.stream("rollouts").unit != "samples":
         return ledger
-    streams = [replace(s, out_per_second=sum(shown)) if s.name == "rollouts" else s for s in ledger.streams]
+    scored = sum(shown)
+    streams = [_with_rates(s, None, scored) if s.name == "rollouts" else s for s in ledger.streams]
     return replace(ledger, streams=tuple(streams))
 
 
 def _rated(now: LedgerView, before: LedgerView, seconds: float) -> LedgerView:
     views = []
     for new, old in zip(now.streams, before.streams, strict=True):
-        put: int | None = None
-        if new.added is not None and old.added is not None:
-            put = max(0, new.added - old.added)
+        # What leaves is what came in, less what is there more than before; of one of the three the server may know
+        # nothing (Redis 6.2 does not count entries).
+        more = (new.lag + new.pending - old.lag - old.pending) / seconds
+        if new.name == "scored":
+            left = max(0, now.finished - before.finished) / seconds
+            views.append(_with_rates(new, max(0.0, left + more), left))
         elif new.name == "prompts":
-            put = max(0, now.cursor - before.cursor)
-        if put is None:
+            put = max(0, now.cursor - before.cursor) / seconds
+            views.append(_with_rates(new, put, max(0.0, put - more)))
+        elif new.added is not None and old.added is not None:
+            put = max(0, new.added - old.added) / seconds
+            views.append(_with_rates(new, put, max(0.0, put - more)))
+        elif new.out_per_second is not None:
+            views.append(_with_rates(new, max(0.0, new.out_per_second + more), new.out_per_second))
+        else:
             views.append(new)
-            continue
-        done = max(0, put - (new.depth - old.depth))
-        views.append(replace(new, in_per_second=put / seconds, out_per_second=done / seconds))
     return replace(now, streams=tuple(views))
+
+
+def _with_rates(stream: StreamView, put: float | None, left: float) -> StreamView:
+    waits = stream.lag + stream.pending
+    return replace(
+        stream, in_per_second=put, out_per_second=left, drain_seconds=waits / left if waits and left else None
+    )
 
 
 def _ledger(reply: list[Any], at: float) -> LedgerView:
     streams, flat, live, dead, dropped, _ = reply
     state = _text_map(flat)
+    held = int(state.get("held", 0))
+    views = [_stream(name, _unit(name, state), parts, at) for name, parts in zip(_STREAMS, streams, strict=True)]
     return LedgerView(
-        streams=tuple(
-            _stream(name, _unit(name, state), parts, at) for name, parts in zip(_STREAMS, streams, strict=True)
-        ),
+        streams=tuple(replace(s, lag=max(0, s.depth - held)) if s.name == "scored" else s for s in views),
         live=live,
-        held=int(state.get("held", 0)),
+        held=held,
         dead=dead,
         dropped=dropped,
         cursor=int(state.get("cursor", 0)),
         done=int(state["done"]) if "done" in state else None,
         version=int(state.get("version", -1)),
         epoch=int(state.get("epoch", 0)),
+        finished=int(state.get("retired", 0)) + held + dropped,
         state=state,
     )
 

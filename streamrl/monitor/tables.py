@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,32 +13,47 @@ from rich.text import Text
 from streamrl.monitor.lines import duration, latency, number, printable, size
 from streamrl.monitor.reward_figures import RewardView
 from streamrl.monitor.snapshot import LedgerView, Snapshot, StreamView
+from streamrl.monitor.verdict import Verdict, stalled
 from streamrl.queues.replies import read_number
 
-_GOOD = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
+_ALL_COLUMNS: Final = 110
+"""From this width on, tables have all their columns."""
+_LAG_COLUMNS: Final = (
+    "DEPTH", "LAG", "PENDING", "IN/s", "OUT/s", "DRAIN", "OLDEST", "LEASED", "SILENT", "RETRIED", "AT WORK",
+)  # fmt: skip
+_WIDE_ONLY: Final = frozenset({"DEPTH", "SILENT", "RETRIED"})
+_GOOD: Final = {"ready": "green", "stopped": "dim", "starting": "yellow", "draining": "yellow"}
 
 
-def lag_table(snapshot: Snapshot) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("STREAM", "DEPTH", "LAG", "PENDING", "IN/s", "OUT/s", "OLDEST", "LEASED", "SILENT", "RETRIED"):
-        table.add_column(heading, justify="left" if heading == "STREAM" else "right", no_wrap=True)
-    table.add_column("CONSUMERS", no_wrap=True)
+def lag_table(snapshot: Snapshot, verdict: Verdict, width: int) -> RenderableType:
+    """A narrow terminal gets fewer columns, because a cut value says nothing."""
+    wide = width >= _ALL_COLUMNS
+    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
+    table.add_column("STREAM", no_wrap=True)
+    shown = [heading for heading in _LAG_COLUMNS if wide or heading not in _WIDE_ONLY]
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
     for prefix, ledger in (("", snapshot.train), ("eval ", snapshot.evaluation)):
         if prefix and not ledger.cursor:
             continue
         for stream in ledger.streams:
-            table.add_row(prefix + stream_name(stream), *_stream_cells(stream, "feeder" if prefix else "learner"))
+            cells = _stream_cells(stream, "feeder" if prefix else "learner")
+            table.add_row(prefix + stream_name(stream), *(cells[heading] for heading in shown))
     lines = [Text(_ledger_line("groups", snapshot.train, snapshot.budget, snapshot.hard_cap))]
     if snapshot.evaluation.cursor:
         lines.append(Text(_ledger_line("held-out", snapshot.evaluation, None, None)))
     rewards = [rewards_table(snapshot.rewards)] if snapshot.rewards else []
-    return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards)
+    end = [Text(f"stalled  {cause}", style="bold red")] if (cause := stalled(snapshot)) else []
+    end += [Text(verdict.text, style="bold"), *([Text(f"to fix it: {verdict.advice}")] if verdict.advice else [])]
+    return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards, *end)
 
 
 def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("REWARD", "SCORED", "/s", "MEAN", "P50", "P95", "FAILED", "RETRIED", "DEAD", "TOKENS"):
-        table.add_column(heading, justify="left" if heading == "REWARD" else "right", no_wrap=True)
+    table.add_column("REWARD", overflow="fold")
+    tokens = any(reward.tokens for reward in rewards)
+    for heading in ("SCORED", "/s", "MEAN", "P50", "P95", "FAILED", "RETRIED", "DEAD", *(["TOKENS"] if tokens else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
     for reward in rewards:
         table.add_row(
             Text(printable(reward.name)),
@@ -50,7 +65,7 @@ def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
             Text(str(reward.failed), style="yellow" if reward.failed else ""),
             str(reward.retried),
             Text(str(reward.dead), style="red" if reward.dead else ""),
-            str(reward.tokens) if reward.tokens else "-",
+            *([str(reward.tokens)] if tokens else []),
         )
     lines = [printable(f"{reward.name}  {line}") for reward in rewards for line in reward.trouble]
     trouble = [Text(line, style="red") for line in lines]
@@ -61,22 +76,23 @@ def stream_name(stream: StreamView) -> str:
     return f"{stream.name} (groups)" if stream.name == "rollouts" and stream.unit == "groups" else stream.name
 
 
-def _stream_cells(stream: StreamView, reader: str) -> list[str]:
-    # `scored` has no consumer group: one reader takes all of it, so waiting and leased mean nothing there.
+def _stream_cells(stream: StreamView, reader: str) -> dict[str, str]:
+    # `scored` has no consumer group: one reader takes all of it, so leased means nothing there.
     grouped = stream.name != "scored"
     working = sum(consumer.pending > 0 for consumer in stream.consumers)
-    return [
-        str(stream.depth),
-        str(stream.lag) if grouped else "-",
-        str(stream.pending) if grouped else "-",
-        number(stream.in_per_second),
-        number(stream.out_per_second),
-        duration(stream.oldest_waiting_seconds),
-        duration(stream.oldest_leased_seconds),
-        duration(stream.silent_seconds) if stream.pending else "-",
-        str(stream.retried) if grouped else "-",
-        f"{len(stream.consumers)} ({working} at work)" if grouped else reader,
-    ]
+    return {
+        "DEPTH": str(stream.depth),
+        "LAG": str(stream.lag),
+        "PENDING": str(stream.pending) if grouped else "-",
+        "IN/s": number(stream.in_per_second),
+        "OUT/s": number(stream.out_per_second),
+        "DRAIN": duration(stream.drain_seconds),
+        "OLDEST": duration(stream.oldest_waiting_seconds),
+        "LEASED": duration(stream.oldest_leased_seconds),
+        "SILENT": duration(stream.silent_seconds) if stream.pending else "-",
+        "RETRIED": str(stream.retried) if grouped else "-",
+        "AT WORK": f"{working}/{len(stream.consumers)}" if grouped else reader,
+    }
 
 
 def _server_line(snapshot: Snapshot) -> Text:
@@ -116,26 +132,41 @@ def _weights_line(snapshot: Snapshot) -> str:
 
 
 def status_table(
-    roles: Sequence[Mapping[str, Any]], verdict: str, rewards: Sequence[RewardView] = ()
+    roles: Sequence[Mapping[str, Any]], verdict: str, rewards: Sequence[RewardView], width: int
 ) -> RenderableType:
-    """One row per role (as `streamrl.status/1` has it), one per reward, and the verdict below."""
+    """One row per role (as `streamrl.status/1` has it), one per reward, and the verdict below.
+
+    On a narrow terminal the progress of the roles is a table of its own, so that no value is cut.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("ROLE", "STATE", "PID", "UP", "RESTARTS", "VERSION"):
         table.add_column(heading, justify="left" if heading in ("ROLE", "STATE") else "right", no_wrap=True)
-    table.add_column("PROGRESS", overflow="fold")  # the only one that may wrap, so that no other is cut for it
+    beside = width >= _ALL_COLUMNS
+    below = Table(box=None, pad_edge=False, header_style="bold")
+    below.add_column("ROLE", no_wrap=True)
+    (table if beside else below).add_column("PROGRESS", overflow="fold")
     for role in roles:
-        progress = " ".join(f"{key}={_short(value)}" for key, value in role["progress"].items())
-        trouble = role["reason"] or role["trouble"]
-        table.add_row(
+        cells = [
             role["name"],
             Text(role["state"], style=_GOOD.get(role["state"], "red")),
             _shown(role["pid"]),
             duration(role["up_seconds"]),
             str(role["restarts"]),
             _shown(role["version"]),
-            Text(trouble or progress, style="red" if trouble else ""),
-        )
-    return Group(table, *([rewards_table(rewards)] if rewards else []), Text(verdict))
+        ]
+        progress = _progress(role)
+        table.add_row(*cells, *([progress] if beside else []))
+        if progress:
+            below.add_row(role["name"], progress)
+    parts = [table, *([] if beside else [below]), *([rewards_table(rewards)] if rewards else [])]
+    return Group(*parts, Text(verdict))
+
+
+def _progress(role: Mapping[str, Any]) -> Text:
+    """What is wrong with a role, else how far it is."""
+    trouble = role["reason"] or role["trouble"]
+    progress = " ".join(f"{key}={_short(value)}" for key, value in role["progress"].items())
+    return Text(trouble or progress, style="red" if trouble else "")
 
 
 def _shown(value: int | None) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 
 from streamrl.engine import EngineLoad
 from streamrl.queues import Role
+from streamrl.queues.pace import Pace
 
 TICK_SECONDS: Final = 0.05
 RECORD_SECONDS: Final = 1.0
@@ -17,10 +18,11 @@ RECORD_SECONDS: Final = 1.0
 class Meter:
     """Reads the load of an engine every 50 ms and reports once a second, with the figures of `weights`.
 
-    Status fields: `version`, `tokens`, `tokens_per_second` (last second), `idle` (share of the
-    time since the start). Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic seconds, tokens sampled
-    in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`, `waiting`, `capacity`
-    (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to 1), `preemptions`.
+    Status fields: `version`, `tokens`, `tokens_per_second` and `waits` (share of the time in which the engine had
+    nothing to do), both of the last ten seconds. Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic
+    seconds, tokens sampled in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`,
+    `waiting`, `capacity` (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to
+    1), `preemptions`.
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class Meter:
         self._start = time.monotonic()
         self._busy_before = load().busy_seconds
         self._tokens = load().tokens_sampled
-        self._reported = (self._start, self._tokens)
+        self._reported_at = self._start
+        self._pace = Pace()
         self._timeline: list[tuple[float, int]] = []
 
     async def run(self) -> None:
@@ -50,16 +53,14 @@ class Meter:
         if tokens > self._tokens:
             self._timeline.append((now, tokens - self._tokens))
             self._tokens = tokens
-        if now - self._reported[0] >= RECORD_SECONDS:
+        if now - self._reported_at >= RECORD_SECONDS:
             self._report(now)
 
     def _report(self, now: float) -> None:
         load = self._load()
-        elapsed = now - self._start
-        idle = max(0.0, elapsed - (load.busy_seconds - self._busy_before))
-        since, before = self._reported
-        rate = (self._tokens - before) / (now - since) if now > since else 0.0
-        self._reported = (now, self._tokens)
+        idle = max(0.0, now - self._start - (load.busy_seconds - self._busy_before))
+        self._pace.mark(now, self._tokens, idle)
+        self._reported_at = now
         timeline, self._timeline = self._timeline, []
         shared = {
             "version": load.version,
@@ -72,6 +73,5 @@ class Meter:
             "preemptions": load.preemptions,
             **self._weights(),
         }
-        share = idle / elapsed if elapsed else 0.0
-        self._role.status.update(shared, tokens_per_second=round(rate, 1), idle=round(share, 4))
+        self._role.status.update(shared, **self._pace.shown())
         self._role.record({**shared, "timeline": timeline, "idle_seconds": idle})

@@ -21,6 +21,7 @@ _ENTRY: Final = re.compile(r"\d{1,18}-\d{1,18}", re.ASCII)
 _OF_ONE_SAMPLE: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[-+]?\d+(?:[.,]\d+)*")
 _ERROR: Final = re.compile(r"^([\w. ]{1,60}):")
 _REWARD: Final = re.compile(r"\[([^\]]*)\]$")
+_FRAME: Final = re.compile(r'^  File "([^"]*", line \d+), in ', re.MULTILINE)
 
 
 class AdmitOutcome(Enum):
@@ -312,12 +313,22 @@ class DeadCause:
     def groups(self) -> int:
         return len(self.letters) - self.samples
 
+    @property
+    def messages(self) -> int:
+        """How many messages the letters have, numbers and quotations aside."""
+        return len({_words(letter.why) for letter in self.letters})
+
 
 def by_cause(letters: Sequence[DeadLetter]) -> list[DeadCause]:
-    """Letters with the same stage and words (numbers and quotations aside); the largest cause first."""
-    found: dict[tuple[str, str], list[DeadLetter]] = {}
+    """Letters of one stage with the same type and place of the error; the largest cause first.
+
+    Without a traceback: with the same words, numbers and quotations aside.
+    """
+    found: dict[tuple[object, ...], list[DeadLetter]] = {}
     for letter in letters:
-        found.setdefault((letter.stage, _OF_ONE_SAMPLE.sub("...", letter.why)), []).append(letter)
+        frames = _FRAME.findall(letter.detail)
+        alike = (_kind(letter.why), frames[-1]) if frames else (_words(letter.why),)
+        found.setdefault((letter.stage, *alike), []).append(letter)
     return sorted((DeadCause(tuple(alike)) for alike in found.values()), key=lambda cause: -len(cause.letters))
 
 
@@ -328,7 +339,11 @@ def same_kind(letters: Sequence[DeadLetter]) -> bool:
 
 def _kind(why: str) -> tuple[str, str]:
     kind, reward = _ERROR.match(why), _REWARD.search(why)
-    return (kind[1] if kind else _OF_ONE_SAMPLE.sub("...", why)), (reward[1] if reward else "")
+    return (kind[1] if kind else _words(why)), (reward[1] if reward else "")
+
+
+def _words(why: str) -> str:
+    return _OF_ONE_SAMPLE.sub("...", why)
 
 
 class ReplayOutcome(Enum):

@@ -39,14 +39,24 @@ _PAGE: Final = 1000
 _COUNTS: Final = ("n", "todo", "left", "nx")
 
 
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    admitted: int = 0
+    dropped: int = 0
+    dead: int = 0
+    live: int = 0
+    lost: int = 0
+    dead_samples: int = 0
+
+
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Groups by where they are; every id is counted once, and what was trained counts as trained.
 
-    `admitted` = trained + dropped + dead + evaluated + live + lost. `lost` and `twice` must be 0. `dead_samples` are
-    responses with a dead letter, also of groups that went on without them. `lost_ids` and
-    `twice_ids` list the first hundred, held-out groups as `eval:ID`. `unproved` says why the records prove nothing: the
-    checkpoint that Redis retired for is missing, or its log does not fit the weights. `faults` are breaches of the
-    structure of the ledger, and trained groups that are also dropped or dead (Redis came back from the past).
+    `admitted` = trained + dropped + dead + live + lost, of training groups. `held_out.admitted` = evaluated and those
+    of `held_out`. `lost` (of both) and `twice` must be 0. `dead_samples` are responses with a dead letter, also of
+    groups that went on without them. `lost_ids` and `twice_ids` list the first hundred, held-out groups as `eval:ID`.
+    `unproved` says why the records prove nothing: the checkpoint that Redis retired for is missing, or its log does not
+    fit the weights. `faults` are breaches of the structure of the ledger, and trained groups that are also dropped or
+    dead (Redis came back from the past).
     """
 
     admitted: int
@@ -58,6 +68,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     twice: int
     dead_samples: int = 0
+    held_out: HeldOut = HeldOut()
     lost_ids: list[str]
     twice_ids: list[str]
     checkpoint: str | None
@@ -77,6 +88,10 @@ class _Places(msgspec.Struct):
     live: set[int]
     lost: set[int]
     dead_samples: int = 0
+
+    def counts(self) -> dict[str, int]:
+        ends = {name: len(getattr(self, name)) for name in ("dropped", "dead", "live", "lost")}
+        return {**ends, "admitted": len(self.done) + sum(ends.values()), "dead_samples": self.dead_samples}
 
 
 async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
@@ -100,20 +115,12 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     for ledger in (ledgers.train, ledgers.evaluation):
         faults.extend(await structural_faults(ledger))
     lost = [str(group_id) for group_id in sorted(first.lost)] + [f"eval:{group_id}" for group_id in sorted(second.lost)]
-    both = (first, second)
-    counts = {
-        "trained": len(first.done),
-        "evaluated": len(second.done),
-        "dropped": sum(len(places.dropped) for places in both),
-        "dead": sum(len(places.dead) for places in both),
-        "live": sum(len(places.live) for places in both),
-        "lost": len(lost),
-    }
     return Audit(
-        **counts,
-        admitted=sum(counts.values()),
+        **{**first.counts(), "lost": len(lost)},
+        trained=len(first.done),
+        evaluated=len(second.done),
         twice=sum(repeats.values()),
-        dead_samples=train[1].dead_samples + held_out[1].dead_samples,
+        held_out=HeldOut(**second.counts()),
         lost_ids=lost[:_LISTED],
         twice_ids=[str(group_id) for group_id in sorted(repeats)][:_LISTED],
         checkpoint=meta.name if meta else None,
@@ -144,7 +151,8 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
     dropped = (places.dropped & admitted) - done
     dead = (places.dead & admitted) - done - dropped
     live = places.live - done - dropped - dead
-    return _Places(done, dropped, dead, live, admitted - done - dropped - dead - live)
+    lost = admitted - done - dropped - dead - live
+    return _Places(done, dropped, dead, live, lost, places.dead_samples)
 
 
 async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:

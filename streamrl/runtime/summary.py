@@ -157,7 +157,7 @@ def draw_curve(
         places, values, _ = zip(*measured, strict=True)
         label = "held-out accuracy: " + ", ".join(f"{value:.3f} {when}" for _, value, when in measured)
         axes.plot(places, values, marker="*", ms=14, color=_ENDS, ls="none", zorder=5, label=label)
-    axes.set(xlabel="step of the learner", ylabel="share right / mean reward", title=_title(name, summary))
+    axes.set(xlabel="step of the learner", ylabel="accuracy / mean reward", title=_title(name, summary))
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.05, axes.get_ylim()[1]))
     axes.margins(x=0.06)
     axes.locator_params(axis="x", integer=True)

@@ -173,8 +173,9 @@ def check(fire: Fire) -> dict:
     code, audit = fire.streamrl("audit")
     assert (audit["lost"], audit["twice"], audit["faults"]) == (0, 0, []), audit
     assert code == 0
-    parts = sum(audit[key] for key in ("trained", "dropped", "dead", "evaluated", "live", "lost"))
-    assert audit["admitted"] == parts
+    assert audit["admitted"] == sum(audit[key] for key in ("trained", "dropped", "dead", "live"))
+    held_out = audit["held_out"]
+    assert held_out["admitted"] == audit["evaluated"] + sum(held_out[key] for key in ("dropped", "dead", "live"))
     return audit
 
 

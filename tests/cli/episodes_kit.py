@@ -37,4 +37,4 @@ def audited(folder: Path, settings: dict[str, dict[str, Any]], name: str, **talk
     (folder / "run.yaml").write_text(yaml.safe_dump({"name": name, **whole}))
     done = process("up", "run.yaml", "--screen", "plain", cwd=folder, seconds=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    return data_of(cli("audit", "--json", cwd=folder).stdout, "streamrl.audit/1")
+    return data_of(cli("audit", "--json", cwd=folder).stdout, "streamrl.audit/2")

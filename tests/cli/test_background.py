@@ -68,7 +68,7 @@ def test_a_run_of_another_machine_is_seen_scaled_and_ended(tiny: Path, tmp_path:
     assert ended.returncode == 0, ended.stderr
     assert "has ended" in ended.stderr
     until(lambda: not left(run_dir), "nothing is left")
-    audit = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/1")
+    audit = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/2")
     assert (audit["lost"], audit["twice"]) == (0, 0)
     assert audit["trained"] > 0
     secret = redis.password_file.read_text().strip()

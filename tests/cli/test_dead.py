@@ -110,7 +110,7 @@ async def test_replay_admits_the_group_again_under_a_new_attempt(live_run: Path)
     assert (trace["state"], trace["attempt"]) == ("open", 2)
     again = await command("dead", "replay", letter["id"], "--run", str(live_run))
     assert again.returncode == 2
-    audit = await answered("streamrl.audit/1", live_run, "audit")
+    audit = await answered("streamrl.audit/2", live_run, "audit")
     assert (audit["dead"], audit["live"], audit["lost"]) == (0, 5, 0)
 
 
@@ -147,7 +147,7 @@ async def test_replay_of_all_queues_what_finds_no_room_and_a_repeat_changes_noth
         async with open_ledgers(config, tmp_path) as ledgers:
             state = await ledgers.train.state()
             assert (state.live, state.replays) == (4, 66)
-        audit = await answered("streamrl.audit/1", tmp_path, "audit")
+        audit = await answered("streamrl.audit/2", tmp_path, "audit")
         assert (audit["admitted"], audit["live"], audit["dead"], audit["lost"]) == (70, 4, 66, 0)
 
 
@@ -224,7 +224,7 @@ async def test_drop_wants_a_yes_and_keeps_the_group_accounted_for(live_run: Path
     done = await command("dead", "drop", "all", "--yes", "--run", str(live_run), "--json")
     assert data_of(done.stdout, "streamrl.dead.drop/1")["removed"] >= 1
     assert await letters(live_run) == []
-    audit = await answered("streamrl.audit/1", live_run, "audit")
+    audit = await answered("streamrl.audit/2", live_run, "audit")
     assert (audit["dead"], audit["dropped"], audit["lost"]) == (0, 1, 0)
     trace = await answered("streamrl.trace/1", live_run, "trace", "1")
     assert trace["state"] == "dropped"

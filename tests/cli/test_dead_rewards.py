@@ -68,5 +68,5 @@ async def test_a_group_that_a_reward_doomed_is_replayed_and_scored_anew(tmp_path
         data = data_of(await command("trace", "0"), "streamrl.trace/1")
         assert (data["attempt"], data["state"], data["letters"]) == (2, "closed", [])
         assert [response["score"] for response in data["responses"]] == [1.0, 1.0]
-        audit = data_of(await command("audit"), "streamrl.audit/1")
+        audit = data_of(await command("audit"), "streamrl.audit/2")
         assert (audit["dead"], audit["live"], audit["lost"]) == (0, 1, 0)

@@ -113,7 +113,7 @@ def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr + done.stdout
     summary = orjson.loads((tmp_path / "t" / "summary.json").read_bytes())
     assert (summary["steps"], summary["groups_trained"], summary["groups_admitted"]) == (3, 12, 12)
-    audit = data_of(cli("audit", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.audit/1")
+    audit = data_of(cli("audit", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.audit/2")
     assert (audit["trained"], audit["lost"], audit["twice"], audit["faults"]) == (12, 0, 0, [])
     status = data_of(cli("status", "--run", str(tmp_path / "t"), "--json").stdout, "streamrl.status/1")
     assert [role["name"] for role in status["roles"]] == ["redis", "learner.0", "player.0"]

@@ -17,12 +17,18 @@ from streamrl.commands.viewers import plain_line
 from streamrl.monitor import plots, screen
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.lines import duration, log_line, number, printable, size
-from streamrl.monitor.progress import Progress, Side
+from streamrl.monitor.progress import Progress
 from streamrl.monitor.reward_figures import reward_views
 from streamrl.monitor.roles import KnownRole
-from streamrl.monitor.snapshot import LedgerView, ServerView, Snapshot, StreamView
+from streamrl.monitor.snapshot import Snapshot, StreamView
 from streamrl.monitor.tail import Tail
 from streamrl.queues.keys import REWARD_FIGURES
+from streamrl.queues.pace import Pace
+from streamrl.runfile import load
+
+from . import snapshots
+
+STREAMS = ("prompts", "rollouts", "scored")
 
 
 def test_spark_by_hand():
@@ -97,18 +103,16 @@ def test_a_tail_gives_each_whole_line_once_whatever_happens_to_the_file(tmp_path
     assert list(tail.read()) == [{"a": 4}]
 
 
-def test_a_side_measures_over_ten_seconds_and_starts_anew_with_a_new_process():
-    side = Side()
-    assert (side.tokens_per_second, side.idle_fraction) == (None, None)
-    side.mark(100.0, 1000, 5.0)
-    side.mark(104.0, 1400, 6.0)
-    assert (side.tokens_per_second, side.idle_fraction) == (100.0, 0.25)
+def test_the_pace_of_a_role_is_that_of_the_last_ten_seconds():
+    pace = Pace()
+    assert pace.shown() == {}
+    pace.mark(100.0, 1000, 5.0)
+    assert pace.shown() == {}
+    pace.mark(104.0, 1400, 6.0)
+    assert pace.shown() == {"tokens_per_second": 100.0, "waits": 0.25}
     for second in range(105, 120):
-        side.mark(second, 1400 + (second - 104) * 200, 6.0)
-    assert side.tokens_per_second == pytest.approx(200, rel=0.1)
-    assert side.idle_fraction == pytest.approx(0, abs=0.1)
-    side.mark(121, 10, 0.0)
-    assert side.tokens_per_second is None
+        pace.mark(second, 1400 + (second - 104) * 200, 6.0)
+    assert pace.shown() == {"tokens_per_second": 200.0, "waits": 0.0}
 
 
 def learner_line(step: int, reward: float = 0.5) -> dict:
@@ -133,8 +137,6 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 
 def filled(run_dir: Path) -> Progress:
     write_lines(run_dir / "metrics" / "learner.0.jsonl", [learner_line(step) for step in range(1, 6)])
-    rollout = [{"mono": 100.0 + s, "tokens": 5000 * s, "idle_seconds": 0.5 * s} for s in range(3)]
-    write_lines(run_dir / "metrics" / "rollout.0.jsonl", rollout)
     rounds = [{"gid": g, "round": 1 if g < 4 else 4, "right": g % 2, "scores": [1.0]} for g in range(8)]
     write_lines(run_dir / "evaluation.jsonl", [*rounds, rounds[0]])
     progress = Progress(run_dir)
@@ -146,8 +148,6 @@ def test_progress_reads_what_the_roles_write(tmp_path: Path):
     progress = filled(tmp_path)
     assert [step.step for step in progress.steps] == [1, 2, 3, 4, 5]
     assert progress.steps[-1].staleness == {0: 250, 1: 750}
-    assert (progress.learner.tokens_per_second, progress.learner.idle_fraction) == (1000.0, 0.25)
-    assert progress.rollouts["rollout.0"].tokens_per_second == 5000.0
     assert progress.accuracy.groups == 8
     assert progress.accuracy.points() == [(1, 0.5), (4, 0.5)]
     assert progress.accuracy.points(least=5) == []
@@ -160,18 +160,19 @@ def test_a_learner_that_came_back_replaces_the_steps_of_the_lost_branch(tmp_path
     assert [(step.step, step.reward) for step in progress.steps][-2:] == [(3, 0.5), (4, 0.9)]
 
 
-def ledger() -> LedgerView:
-    streams = tuple(StreamView(name, 9, 3, 6, 1.5, 2.5, 0.1, 0) for name in ("prompts", "rollouts", "scored"))
-    return LedgerView(streams, live=40, held=8, dead=2, dropped=1, cursor=77, done=None, version=5, epoch=1)
-
-
 def snapshot() -> Snapshot:
-    server = ServerView("7.0.15", 60, 1 << 20, 1 << 30, 0, 0, aof_ok=True)
-    return Snapshot("demo", time.time(), server, ledger(), ledger(), 64, 96, 5, {"rollout.0": {"version": "4"}})
+    paces = {"learner.0": ("1000.0", "0.25"), "rollout.0": ("5000.0", "0.5")}
+    fields = {name: {"tokens_per_second": tokens, "waits": share} for name, (tokens, share) in paces.items()}
+    return snapshots.snapshot(None, None, *map(stream, STREAMS), roles=fields, live=40, held=8, dead=2, cursor=77)
+
+
+def stream(name: str) -> StreamView:
+    return snapshots.stream(name, 6, 3, oldest_waiting_seconds=1.5)
 
 
 def board_of(run_dir: Path) -> Board:
-    board = Board("demo", run_dir, Goal(steps=60, accuracy=0.9, round_responses=4), snapshot)
+    config = load(None, ["name=demo"], {}).config
+    board = Board("demo", run_dir, Goal(steps=60, accuracy=0.9, round_responses=4), snapshot, config)
     board.role("learner.0", KnownRole("ready", 0))
     board.role("rollout.0", KnownRole("backoff", 0, restarts=2, reason="killed by SIGKILL"))
     board.event("rollout.0 backoff: killed by SIGKILL", bad=True)
@@ -221,7 +222,7 @@ def test_screens_of_a_run_that_has_not_begun(tmp_path: Path):
     board.refresh()
     for width in (80, 120):
         assert "no version evaluated yet" in drawn(board, width)
-    assert "learner - tok/s" in plain_line(board)
+    assert "tok/s" not in plain_line(board)
 
 
 def test_the_plain_line(tmp_path: Path):
@@ -231,21 +232,41 @@ def test_the_plain_line(tmp_path: Path):
     line = plain_line(board)
     for words in ("step 5/60 v6", "reward 0.5", "accuracy 0.500 (v4)", "stale 0.8", "prompts 6", "rollout.0 backoff"):
         assert words in line
-    assert board.progress.rollouts["rollout.0"].tokens_per_second
+    assert "learner.0 1,000 tok/s waits 25 %" in line
     assert line.count("tok/s") == 1, "of a replica that is not there"
 
 
-@pytest.mark.parametrize(
-    ("learner", "rollout", "says"),
-    [(0.5, 0.1, "the learner waits"), (0.1, 0.5, "the rollouts wait"), (0.2, 0.25, "balanced")],
-)
-def test_who_waits_for_whom(tmp_path: Path, learner: float, rollout: float, says: str):
-    board = Board("demo", tmp_path, Goal(), lambda: None)
-    assert screen.who_waits(board) == "not enough steps yet"
-    for side, idle in (
-        (board.progress.learner, learner),
-        (board.progress.rollouts.setdefault("rollout.0", Side()), rollout),
-    ):
-        side.mark(0.0, 0, 0.0)
-        side.mark(10.0, 100, 10 * idle)
-    assert says in screen.who_waits(board)
+def test_a_role_that_left_has_no_figures(tmp_path: Path):
+    """Its files stay, and its heartbeat ends."""
+    write_lines(
+        tmp_path / "metrics" / "rollout.2.jsonl",
+        [{"mono": 100.0 + s, "tokens": 5000 * s, "idle_seconds": 0.5 * s} for s in range(3)],
+    )
+    board = board_of(tmp_path)
+    board.role("rollout.0", KnownRole("ready", 0))
+    board.refresh()
+    assert "rollout.0 5,000 tok/s waits 50 %" in plain_line(board)
+    assert "rollout.2" not in plain_line(board)
+    assert "rollout.2" not in drawn(board, 120)
+
+
+def test_the_screen_and_the_plain_line_name_the_slowest_stage(tmp_path: Path):
+    board = board_of(tmp_path)
+    board.refresh()
+    assert board.verdict().stage == "rollouts"
+    assert plain_line(board).endswith("bottleneck rollouts")
+    assert "rollout.replicas (now 1)" in " ".join(drawn(board, 200).split())
+
+
+def test_a_stall_is_on_the_screen_and_at_the_end_of_the_plain_line(tmp_path: Path):
+    board = board_of(tmp_path)
+    board.look = lambda: replace(snapshot(), server=replace(snapshots.SERVER, aof_ok=False))
+    board.refresh()
+    assert "STALLED: Redis refuses writes" in plain_line(board).split(" | ")[-1]
+    assert "stalled: Redis refuses writes" in drawn(board, 80)
+    board.look = lambda: None
+    board.role("rollout.0", KnownRole("ready", 0))
+    board.refresh()
+    assert plain_line(board).endswith("STALLED: Redis does not answer: it hangs, or its host does")
+    board.role("learner.0", KnownRole("stopped", 0))
+    assert "STALLED" not in plain_line(board), "a run that ends stops its Redis too"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import sys
+import termios
 import time
 from functools import partial
 from pathlib import Path
@@ -25,8 +29,10 @@ from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.runfile import read_saved
 from streamrl.wire import pack_frame
+from tests.queues import ledger_kit
+from tests.redis_kit import Probe, RedisRun
 
-from .run_kit import DOC, admit, answered, command, data_of, documented, filled_and_stopped, make_run
+from .run_kit import DOC, admit, answered, command, data_of, documented, fill, filled_and_stopped, make_run
 
 
 async def test_lag_of_a_live_run_counts_what_waits_and_what_is_held(live_run: Path):
@@ -53,8 +59,14 @@ async def test_lag_is_the_same_on_a_stopped_run_and_leaves_it_stopped(stopped_ru
 
 
 async def test_lag_exit_codes(live_run: Path):
-    for limits, code in (("", 0), ("--warn 3", 0), ("--warn 2", 1), ("--warn 1 --crit 2", 4), ("--crit 2", 4)):
+    old = "--warn 1h --crit 0.001s"
+    cases = (("", 0), ("--warn 3", 0), ("--warn 2", 1), ("--warn 1 --crit 2", 4), ("--crit 2", 4), ("--warn 1h", 0),
+             ("--warn 1ms", 1), ("--warn 9 --warn 1ms", 1), ("--warn 9 --crit 1ms", 4))  # fmt: skip
+    for limits, code in cases:
         assert (await command("lag", "--run", str(live_run), *limits.split())).returncode == code, limits
+    for wrong, said in ((old, "--warn 3600 is over --crit 0.001"), ("--warn soon", "nor an age")):
+        done = await command("lag", "--run", str(live_run), *wrong.split())
+        assert (done.returncode, said in done.stderr) == (2, True), done
     done = await command("lag", "--run", str(live_run), "--warn", "5", "--crit", "2")
     assert (done.returncode, "--warn 5 is over --crit 2" in done.stderr) == (2, True)
 
@@ -64,9 +76,71 @@ async def test_lag_as_a_table_is_not_cut_in_a_pipe_and_has_no_colour(live_run: P
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[1].split()[:5] == ["STREAM", "DEPTH", "LAG", "PENDING", "IN/s"]
-    assert lines[1].split()[-1] == "CONSUMERS"
+    assert lines[1].split()[-2:] == ["AT", "WORK"]
     assert re.match(r"prompts\s+3\s+2\s+1\s", lines[2])
     assert "admitted 5  untrained 4/8  live 4/88" in done.stdout
+    assert lines[-1] == "not enough steps yet"
+
+
+async def test_lag_takes_two_readings_and_ends_with_the_slowest_stage_and_its_key(live_run: Path):
+    config = read_saved(live_run / "run.json").config
+    async with open_ledgers(config, live_run) as ledgers:
+        for name in ("learner.0", "rollout.0"):
+            await ledgers.roles.beat(name, {"state": "ready", "waits": 0.98}, 60)
+        data = await answered("streamrl.lag/1", live_run, "lag", code=0)
+        shown = (await command("lag", "--run", str(live_run))).stdout.splitlines()
+    rates = [(stream["in_per_second"], stream["out_per_second"]) for stream in data["train"]["streams"]]
+    assert rates == [(0, 0), (12.5, 12.5), (0, 0)]
+    assert data["train"]["streams"][1]["drain_seconds"] == pytest.approx(1 / 12.5)
+    assert data["bottleneck"]["stage"] == "rewards"
+    assert shown[-2:] == [data["bottleneck"]["text"], f"to fix it: {data['bottleneck']['advice']}"]
+    assert "max_staleness (now 1)" in shown[-1]
+
+
+async def test_what_the_learner_has_trained_is_no_lag_of_scored(live_run: Path):
+    """`held` groups wait for a checkpoint; the others wait for the learner."""
+    config = read_saved(live_run / "run.json").config
+    async with open_ledgers(config, live_run) as ledgers:
+        before = await take(ledgers.connection, "demo")
+        assert (before.train.stream("scored").depth, before.train.stream("scored").lag) == (1, 1)
+        assert before.train.stream("scored").oldest_waiting_seconds is not None
+        await ledgers.connection.read("HSET", ledgers.train.keys.state, "held", 1)
+        now = await take(ledgers.connection, "demo")
+    scored = with_rates(now, before).train.stream("scored")
+    assert (scored.depth, scored.lag, scored.oldest_waiting_seconds) == (1, 0, None)
+    assert scored.out_per_second == pytest.approx(1 / (now.at - before.at))
+    assert scored.in_per_second == pytest.approx(0)
+
+
+async def test_watch_draws_over_what_it_has_drawn(live_run: Path):
+    """On a terminal of 80 columns: no line is written twice below the other, and none is cut."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    watch = [sys.executable, "-m", "streamrl", "lag", "--run", str(live_run), "--watch", "--every", "0.1"]
+    process = await asyncio.create_subprocess_exec(*watch, stdout=theirs, preexec_fn=interruptible)
+    os.close(theirs)
+    try:
+        seen = await asyncio.wait_for(asyncio.to_thread(read_until, ours, b"STREAM", 3), 60)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        os.close(ours)
+    first, second = seen.split(b"STREAM")[1:3]
+    height = first.count(b"\n")
+    assert first.count(b"\x1b[1A") == height, "the cursor goes up by all lines of a table before the next one"
+    assert "…" not in second.decode()
+
+
+interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it
+
+
+def read_until(terminal: int, word: bytes, times: int) -> bytes:
+    seen = b""
+    while seen.count(word) < times:
+        seen += os.read(terminal, 1 << 16)
+    return seen
 
 
 async def test_colour_can_be_forced_and_no_color_is_honoured(live_run: Path):
@@ -184,6 +258,46 @@ async def test_a_role_whose_event_loop_stands_still_is_not_ready(live_run: Path)
     assert found["feeder.0"] == ("ready", "")
 
 
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_redis_that_serves_nothing_is_a_stall_within_ten_seconds(tmp_path: Path, full: bool):
+    """It hangs, or its memory is full; the supervisor has seen all roles ready."""
+    run = RedisRun(tmp_path)
+    config = make_run(tmp_path)
+    run.start()
+    try:
+        await fill(config, tmp_path)
+        states = RoleStates(tmp_path)
+        for name in ("redis", "learner.0", "feeder.0", "rollout.0", "reward.0"):
+            states.note(name, KnownRole("ready", since=time.time(), pid=os.getpid()))
+        if full:
+            with Probe(config.redis.url or f"unix://{embedded.socket_path(tmp_path)}") as probe:
+                probe.call("CONFIG", "SET", "maxmemory", 1)
+        else:
+            run.pause()
+        begun = time.monotonic()
+        done = await command("status", "--run", str(tmp_path), "--json")
+        assert time.monotonic() - begun < 10
+        data = data_of(done.stdout, "streamrl.status/1")
+        why = "its memory is full" if full else "Redis does not answer"
+        assert (done.returncode, data["verdict"], why in data["stalled"]) == (1, "stalled", True)
+        last = (await command("status", "--run", str(tmp_path))).stdout.splitlines()[-1]
+        assert last == f"run demo: stalled: {data['stalled']}"
+    finally:
+        run.wake()
+        run.kill()
+
+
+async def test_a_late_step_is_a_stall(live_run: Path):
+    config = read_saved(live_run / "run.json").config
+    async with open_ledgers(config, live_run) as ledgers:
+        step = {"state": "ready", "stepped": time.time() - 90, "step_seconds": 2.0, "beat": time.time()}
+        await ledgers.roles.beat("learner.0", step, 60)
+        done = await command("status", "--run", str(live_run), "--json")
+    data = data_of(done.stdout, "streamrl.status/1")
+    assert (done.returncode, data["verdict"]) == (1, "stalled")
+    assert data["stalled"] == "no step for 1m30s, the longest of the last ones took 2.0s"
+
+
 async def test_damaged_keys_do_not_make_roles_silent(live_run: Path):
     config = read_saved(live_run / "run.json").config
     states = RoleStates(live_run)
@@ -247,9 +361,33 @@ async def test_what_a_model_wrote_cannot_steer_the_terminal(stopped_run: Path):
 
 async def test_audit_accounts_for_every_group(stopped_run: Path):
     done = await command("audit", "--run", str(stopped_run), "--json")
-    data = data_of(done.stdout, "streamrl.audit/1")
+    data = data_of(done.stdout, "streamrl.audit/2")
     assert done.returncode == 0
     assert (data["admitted"], data["live"], data["dead"], data["lost"], data["twice"]) == (5, 4, 1, 0, 0)
+    shown = (await command("audit", "--run", str(stopped_run))).stdout
+    assert re.search(r"^groups +training +held-out\nadmitted +5 +0\ntrained +0 +-\n", shown)
+    assert "streamrl dead ls shows why responses are dead" in shown
+
+
+async def test_held_out_groups_are_counted_apart_and_their_letters_are_pointed_at(tmp_path: Path):
+    """What `audit` counts as dead, `dead ls` shows or names the option for."""
+    config = make_run(tmp_path)
+    async with embedded.running(config.redis, tmp_path):
+        async with open_ledgers(config, tmp_path) as ledgers:
+            await admit(ledgers.train, 0)
+            for group_id in range(3):
+                await admit(ledgers.evaluation, group_id)
+            (prompt,) = await ledger_kit.lease(ledgers.evaluation, "prompts")
+            await ledgers.evaluation.fail_prompt(prompt, "broken")
+        data = await answered("streamrl.audit/2", tmp_path, "audit", code=0)
+        assert (data["admitted"], data["dead"], data["held_out"]["admitted"], data["held_out"]["dead"]) == (1, 0, 3, 1)
+        shown = await command("audit", "--run", str(tmp_path))
+        assert "streamrl dead ls --eval shows why responses are dead" in shown.stdout
+        lag = await answered("streamrl.lag/1", tmp_path, "lag")
+        assert (lag["train"]["cursor"], lag["evaluation"]["cursor"]) == (1, 3)
+        done = await command("dead", "ls", "--run", str(tmp_path))
+        assert "no dead letters of training groups" in done.stderr
+        assert "letters of held-out groups: with --eval" in done.stderr
 
 
 async def test_audit_fails_when_a_group_is_lost(tmp_path: Path):
@@ -258,7 +396,7 @@ async def test_audit_fails_when_a_group_is_lost(tmp_path: Path):
         await ledgers.connection.read("ZREM", ledgers.train.keys.live, 3)
         await ledgers.connection.read("UNLINK", ledgers.train.keys.group(3))
     done = await command("audit", "--run", str(tmp_path), "--json")
-    data = data_of(done.stdout, "streamrl.audit/1")
+    data = data_of(done.stdout, "streamrl.audit/2")
     assert (done.returncode, data["lost"], data["lost_ids"]) == (1, 1, ["3"])
     assert "NOT PROVED" in (await command("audit", "--run", str(tmp_path))).stdout
 
@@ -347,7 +485,7 @@ async def test_logs_follow_new_lines(stopped_run: Path):
         "--run",
         str(stopped_run),
         stdout=asyncio.subprocess.PIPE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+        preexec_fn=interruptible,
     )
     assert process.stdout is not None
     try:

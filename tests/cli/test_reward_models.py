@@ -62,7 +62,7 @@ def test_a_model_with_a_url_is_asked_without_the_redis_of_the_run(tmp_path: Path
     run_dir = kept_run(tmp_path / "run", models, GONE, "redis.patience=1")
     done = rescore(run_dir, "--reward", *ASKS, *TEMPLATE, "--json")
     assert done.returncode == 0, done.stderr
-    assert data_of(done.stdout, "streamrl.rescore/1")["comparison"]["new"]["mean"] == 0.5
+    assert data_of(done.stdout, "streamrl.rescore/2")["comparison"]["new"]["mean"] == 0.5
     tried = cli("reward", "test", *ASKS, *TEMPLATE, "--set", models, "--sample", samples, "--json")
     assert tried.returncode == 0, tried.stderr
     assert data_of(tried.stdout, "streamrl.reward.test/1")["mean"] == 0.5

@@ -161,7 +161,7 @@ def test_damage_is_told_to_programs_too(run_dir, tmp_path):
     assert str(first) in data["problems"][0]
     assert cli("archive", "export", "--run", str(folder), "--out", "-").returncode == 1
     again = rescore(folder, "--reward", "exact_match", "--into", "new", "--json")
-    data = data_of(again.stdout, "streamrl.rescore/1")
+    data = data_of(again.stdout, "streamrl.rescore/2")
     assert (again.returncode, data["scored"], len(data["problems"])) == (1, 4, 1)
     tried = cli("reward", "test", "exact_match", "--sample", str(folder), "--json")
     assert (tried.returncode, data_of(tried.stdout, "streamrl.reward.test/1")["scored"]) == (1, 4)
@@ -205,7 +205,7 @@ def test_when_since_is():
 
 def test_another_reward_is_compared(run_dir):
     done = rescore(run_dir, "--reward", "rescore_rewards:opposite", "--arg", "by=2", "--into", "far", "--json")
-    data = data_of(done.stdout, "streamrl.rescore/1")
+    data = data_of(done.stdout, "streamrl.rescore/2")
     assert (data["groups"], data["scored"], data["failed"], data["unwritten"]) == (10, 37, 2, 1)
     assert done.returncode == 1  # group 5 has two responses that the reward does not take
     assert {(each["group"], each["sample"]) for each in data["failures"]} == {(5, 0), (5, 2)}
@@ -214,7 +214,7 @@ def test_another_reward_is_compared(run_dir):
     assert comparison["pearson"] == pytest.approx(-1.0)
     assert comparison["order"] == 0.0
     assert (comparison["new"]["max"], comparison["old"]["max"]) == (2.0, 1.0)
-    assert [(each["low"], each["old"], each["new"]) for each in comparison["histogram"]][-1] == (2.0, 0, 17)
+    assert "zero_variance_old" in comparison
     assert len(data["differ"]) == 10
     assert data["differ"][0]["prompt"].endswith("+ 1 =")
     new = read_archive(run_dir / "rescored" / "far")
@@ -236,7 +236,7 @@ def test_a_name_is_taken_once(run_dir):
     assert other.returncode == 78
     assert "--force" in other.stderr
     forced = rescore(run_dir, "--reward", "number_match", "--into", "again", "--force", "--json")
-    data = data_of(forced.stdout, "streamrl.rescore/1")
+    data = data_of(forced.stdout, "streamrl.rescore/2")
     assert (forced.returncode, data["scored"], data["comparison"]["same"]) == (0, 39, 1.0)
     assert data["differ"] == []
     wrong = rescore(run_dir, "--reward", "rescore_rewards:opposite", "--arg", "x=1", "--into", "again", "--force")
@@ -247,7 +247,7 @@ def test_a_name_is_taken_once(run_dir):
 
 def test_a_reward_that_compares_and_a_limit(run_dir):
     done = rescore(run_dir, "--reward", "rescore_rewards:Longest", "--into", "longest", "--limit", "4", "--json")
-    data = data_of(done.stdout, "streamrl.rescore/1")
+    data = data_of(done.stdout, "streamrl.rescore/2")
     assert (done.returncode, data["groups"], data["scored"]) == (0, 4, 15)
     three = read_archive(run_dir / "rescored" / "longest").find(3)[0]
     assert {sample.score.parts["rescore_rewards:Longest/of"] for sample in three.samples} == {3.0}
@@ -256,7 +256,7 @@ def test_a_reward_that_compares_and_a_limit(run_dir):
 def test_a_function_of_another_system(run_dir):
     done = rescore(run_dir, "--reward", "rescore_rewards:verl_like", "--adapter", "verl", "--into", "verl", "--json")
     assert done.returncode == 0, done.stderr
-    assert data_of(done.stdout, "streamrl.rescore/1")["comparison"]["same"] == 1.0
+    assert data_of(done.stdout, "streamrl.rescore/2")["comparison"]["same"] == 1.0
 
 
 def test_new_scores_are_exported_and_scored_themselves(run_dir, tmp_path):
@@ -265,7 +265,7 @@ def test_new_scores_are_exported_and_scored_themselves(run_dir, tmp_path):
     assert cli("archive", "export", "--from", folder, "--out", str(tmp_path / "one.jsonl")).returncode == 0
     assert len((tmp_path / "one.jsonl").read_bytes().splitlines()) == 40
     done = rescore(run_dir, "--reward", "exact_match", "--into", "two", "--from", folder, "--json")
-    assert data_of(done.stdout, "streamrl.rescore/1")["scored"] == 39
+    assert data_of(done.stdout, "streamrl.rescore/2")["scored"] == 39
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,6 @@ def test_new_scores_are_exported_and_scored_themselves(run_dir, tmp_path):
         (("--reward", "exact_match", "--into", "x", "--set", "seed=1"), 2, "--file"),
         (("--reward", "exact_match", "--into", "x", "--arg", "oops"), 2, "oops"),
         (("--reward", "exact_match", "--into", "x", "--threshold", "nan"), 2, "is not a finite number"),
-        (("--reward", "exact_match", "--into", "x", "--picture", "no/such/folder/x.png"), 73, "no directory"),
         (("--reward", "rescore_rewards:opposite", "--into", "x", "--arg", "wrong=1"), 78, "wrong"),
         (("--reward", "exact_match", "--into", "x", "--from", "/nowhere"), 78, "no archived groups"),
     ],
@@ -305,16 +304,3 @@ def test_the_servers_of_a_run_that_does_not_run_are_not_waited_for(run_dir, tmp_
     assert "run demo is not running, and with it the servers of reward_models.critic" in done.stderr
     own = ("--file", str(file), "--set", f"plugin_paths=[{HERE}]", "--reward", "rescore_rewards:Longest")
     assert rescore(run_dir, *own, "--into", "own").returncode == 0
-
-
-def test_a_picture_where_there_is_matplotlib(run_dir, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "both.png"
-    arguments = ("--reward", "rescore_rewards:Longest", "--into", "drawn", "--picture", str(out))
-    done = rescore(run_dir, *arguments)
-    assert (done.returncode, f"wrote {out}" in done.stderr) == (0, True)
-    assert out.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("streamrl.errors.find_spec", lambda name: None)
-    done = rescore(run_dir, *arguments)
-    assert done.returncode == 78
-    assert "matplotlib" in done.stderr

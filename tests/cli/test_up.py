@@ -96,7 +96,7 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     assert [list(response["parts"]) for response in trained["responses"]] == [["spread"]] * 4
     assert [response["score"] for response in trained["responses"]] == trained["record"]["rewards"]
     assert all(response["text"] for response in trained["responses"])
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
     assert data["evaluated"] == summary["groups_evaluated"]
     status = data_of(cli("status", "--json", cwd=tmp_path).stdout, "streamrl.status/1")
@@ -130,7 +130,7 @@ def test_roles_of_a_prepared_run_meet_at_a_redis_elsewhere(tiny: Path, tmp_path:
         for role, kind in zip(others, kinds[1:], strict=True):
             assert role.wait(40) == 0, (tmp_path / f"{kind}.log").read_text()
         assert cli("lag", "--run", str(run_dir)).returncode == 0
-        data = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/1")
+        data = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/2")
         assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)
         logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
         assert "theirs" not in logs + (run_dir / "run.json").read_text()
@@ -166,7 +166,7 @@ def test_ctrl_c_drains_and_resume_goes_on(tiny: Path, tmp_path: Path):
     summary = orjson.loads((tmp_path / "runs" / "tiny" / "summary.json").read_bytes())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, None)
     assert summary["steps"] >= 3
-    assert data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")["twice"] == 0
+    assert data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")["twice"] == 0
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
         r"(with the same error, and none has a score|nothing was trained: .* most of them): ValueError: no judge today"
     )
     assert re.search(ends, " ".join(text.split())), text
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")
     assert (data["lost"], data["twice"], data["unproved"], data["faults"]) == (0, 0, [], [])
     assert data["admitted"] == data["dead"] + data["live"] > 0
     assert data["dead_samples"] >= 32
@@ -240,7 +240,7 @@ def test_a_run_in_which_all_fail_alike_ends_early_and_after_the_replay_of_all_is
     assert len(replayed.stdout.splitlines()) == data["dead"]
     done = process("up", "--resume", "--screen", "plain", cwd=tmp_path, seconds=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")
     assert (data["admitted"], data["dead"], data["dead_samples"], data["live"], data["lost"]) == (16, 0, 0, 0, 0)
     assert data["trained"] == 16
 

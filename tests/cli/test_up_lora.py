@@ -33,7 +33,7 @@ def sets(*settings: str) -> list[str]:
 
 
 def audited(folder: Path) -> tuple[int, int, int]:
-    data = data_of(cli("audit", "--json", cwd=folder).stdout, "streamrl.audit/1")
+    data = data_of(cli("audit", "--json", cwd=folder).stdout, "streamrl.audit/2")
     return data["trained"], data["lost"], data["twice"]
 
 

@@ -117,7 +117,7 @@ def test_another_shell_sees_the_states_while_the_supervisor_lives(tmp_path: Path
                 states.note(event.role, event.known)
         data = data_of(cli("status", "--run", str(tmp_path), "--json").stdout, "streamrl.status/1")
         roles = {role["name"]: role for role in data["roles"]}
-        assert (data["verdict"], data["supervised"], data["redis"]) == ("degraded", True, False)
+        assert (data["verdict"], data["supervised"], data["redis"]) == ("stalled", True, False)
         assert (roles["rollout.0"]["state"], roles["rollout.0"]["restarts"]) == ("backoff", 1)
         assert roles["rollout.0"]["reason"] == "exit 1: no memory"
         assert roles["feeder.0"]["state"] == "down"

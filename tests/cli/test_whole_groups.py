@@ -59,7 +59,7 @@ async def test_lag_and_trace_say_that_groups_are_scored_whole(live_run: Path):
 
 
 async def test_a_dead_group_is_audited_listed_replayed_and_whole_again(live_run: Path):
-    data = await answered("streamrl.audit/1", live_run, "audit")
+    data = await answered("streamrl.audit/2", live_run, "audit")
     assert (data["admitted"], data["dead"], data["live"], data["lost"], data["faults"]) == (4, 1, 3, 0, [])
     data = await answered("streamrl.dead/1", live_run, "dead", "ls")
     letters = {(letter["group"], letter["sample"]): letter for letter in data["letters"]}

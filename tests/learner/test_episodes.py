@@ -283,6 +283,16 @@ def test_a_group_of_episodes_is_opened_with_ages_of_each_token_and_its_figures()
     assert "episodes" not in StepMeter().line([opened((single(), 1.0))], stats, 1, [], [])
 
 
+def test_a_learner_says_in_its_heartbeat_how_long_it_waits_and_how_long_a_step_takes():
+    meter, stats = StepMeter(), StepStats.of([], kl_coefficient=0)
+    meter.begin()
+    assert meter.shown().keys() == {"stepped"}
+    took = [meter.line([opened((single(), 1.0))], stats, step, [], [])["step_seconds"] for step in range(1, 4)]
+    shown = meter.shown()
+    assert (shown["step_seconds"], shown["waits"]) == (round(max(took), 3), 1.0), "torch did nothing"
+    assert shown["tokens_per_second"] > 0
+
+
 def single():
     return wire.Sample(tokens=wire.pack_int32([4]), logprobs=wire.pack_float32([-1]), runs=[(0, 3)], finish="stop")
 

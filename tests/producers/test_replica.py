@@ -74,6 +74,8 @@ async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_rig
         )
         assert role.status["tokens"] == 23 * 12
         assert role.status["version"] == 1
+        await until(lambda: "waits" in role.status)
+        assert 0 <= role.status["waits"] <= 1
     rows = [orjson.loads(row) for row in (small.run_dir / "metrics" / "rollout.0.jsonl").read_bytes().splitlines()]
     assert sum(delta for row in rows for _, delta in row["timeline"]) == 23 * 12 == rows[-1]["tokens"]
     moments = [moment for row in rows for moment, _ in row["timeline"]]

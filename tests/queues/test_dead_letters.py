@@ -22,6 +22,32 @@ def test_what_differs_from_sample_to_sample_makes_no_cause_of_its_own():
     assert [(cause.samples, cause.groups) for cause in causes] == [(3, 0), (1, 0), (1, 0), (0, 1)]
 
 
+FRAMES = """Traceback (most recent call last):
+  File "/venv/streamrl/consumers/calls.py", line 1, in _attempt
+    result = await call(sample)
+  File "/home/me/rewards.py", line {line}, in score
+    raise ValueError(words)
+ValueError: words"""
+
+
+def test_one_error_at_one_place_is_one_cause_whatever_it_says():
+    """A bug with 13 messages is one cause; the same type raised elsewhere, or by another reward, is another."""
+    words = "the one other that this some response answer text reward sample word thing"
+    letters = [
+        letter(entry, f"ValueError: no {word} here [mine]", detail=FRAMES.format(line=7))
+        for entry, word in enumerate(words.split())
+    ]
+    assert len(letters) == 13
+    (cause,) = by_cause(letters)
+    assert (cause.samples, cause.messages) == (13, 13)
+    other = [
+        letter(20, "ValueError: no end here [mine]", detail=FRAMES.format(line=9)),
+        letter(21, "KeyError: end [mine]", detail=FRAMES.format(line=7)),
+        letter(22, "ValueError: no end here [yours]", detail=FRAMES.format(line=7)),
+    ]
+    assert [cause.samples for cause in by_cause([*letters, *other])] == [13, 1, 1, 1]
+
+
 def test_errors_of_one_kind_and_one_reward_are_alike():
     alike = [
         letter(1, "ValueError: this response is bad: hello [my_reward]"),

@@ -12,6 +12,7 @@ from rich.console import Console
 from streamrl.errors import LedgerDamaged
 from streamrl.monitor.snapshot import take
 from streamrl.monitor.tables import lag_table
+from streamrl.monitor.verdict import Verdict
 from streamrl.queues import Ledgers, replies
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import open_to_look
@@ -69,7 +70,7 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
         snapshot = await take(connection, "test")
     assert snapshot.version == 4
     screen = Console(width=200, file=io.StringIO(), record=True)
-    screen.print(lag_table(snapshot))
+    screen.print(lag_table(snapshot, Verdict("none", "balanced"), 200))
     assert "6 foreign entries removed" in screen.export_text()
 
 
@@ -186,5 +187,5 @@ async def test_a_counter_that_is_no_number_is_named_by_whoever_trips_over_it(led
         await blame_damage(train.connection, "test", caught.value)
     snapshot = await take(train.connection, "test")
     screen = Console(file=io.StringIO(), width=200)
-    screen.print(lag_table(snapshot))
+    screen.print(lag_table(snapshot, Verdict("none", "balanced"), 200))
     assert "foreign" not in screen.file.getvalue(), "the table is drawn, and says nothing of what it cannot read"

@@ -29,8 +29,9 @@ class Book:
 
     async def audit(self):
         found = await audit(self.config, self.run_dir, self.ledgers)
-        parts = found.trained + found.dropped + found.dead + found.evaluated + found.live + found.lost
-        assert found.admitted == parts
+        other = found.held_out
+        assert found.admitted == found.trained + found.dropped + found.dead + found.live + found.lost - other.lost
+        assert other.admitted == found.evaluated + other.dropped + other.dead + other.live + other.lost
         return found
 
     async def admit(self, count, ledger=None) -> None:
@@ -116,8 +117,9 @@ async def test_every_group_is_counted_once_where_it_is(book):
     await train.retire(NONCE, name, 0, [0, 1])  # 2 is in the chain and still live: trained
     await held_out.retire(NONCE, "eval", 0, [0])
     found = await book.audit()
-    assert counts(found) == {"trained": 3, "dropped": 1, "dead": 1, "evaluated": 2, "live": 7 + 2}
-    assert (found.admitted, found.checkpoint, found.faults) == (16, "1-1", [])
+    assert counts(found) == {"trained": 3, "dropped": 1, "dead": 1, "evaluated": 2, "live": 7}
+    assert (found.admitted, found.checkpoint, found.faults) == (12, "1-1", [])
+    assert (found.held_out.admitted, found.held_out.live) == (4, 2)
 
 
 async def test_a_healthy_run_has_no_faults_while_all_its_roles_work(book):
@@ -165,7 +167,7 @@ async def test_dead_responses_are_counted_beside_dead_groups(book):
     (third,) = await book.lease(held_out, "prompts")
     await held_out.fail_sample(third, 1, "broken")
     found = await book.audit()
-    assert (found.dead, found.dead_samples) == (1, 1 + 2 + 1)
+    assert (found.dead, found.dead_samples, found.held_out.dead_samples) == (1, 1 + 2, 1)
 
 
 async def test_lost_groups_are_named(book):
@@ -177,7 +179,8 @@ async def test_lost_groups_are_named(book):
     await book.ledgers.train.retire(NONCE, "0-0", 0, [1, 3])  # retired without a checkpoint that holds them
     await held_out.retire(NONCE, "eval", 0, [1])
     found = await book.audit()
-    assert counts(found) == {"live": 4, "lost": 3}
+    assert counts(found) == {"live": 3, "lost": 3}
+    assert (found.held_out.live, found.held_out.lost) == (1, 1)
     assert found.lost_ids == ["1", "3", "eval:1"]
     assert not found.proved
 

@@ -293,7 +293,7 @@ def test_a_run_whose_directory_is_on_the_driver_only(tiny: Path, tmp_path: Path)
         store = ("--set", f"checkpoint.store={tmp_path / 'store'}")
         done = process(*up, *flags, *store, cwd=place, env=env, seconds=200)
         assert done.returncode == 0, done.stderr + done.stdout
-        audit = data_of(cli("audit", "--json", cwd=place).stdout, "streamrl.audit/1")
+        audit = data_of(cli("audit", "--json", cwd=place).stdout, "streamrl.audit/2")
         assert (audit["trained"], audit["lost"], audit["twice"]) == (12, 0, 0)
         summary = orjson.loads((place / "runs" / "tiny" / "summary.json").read_bytes())
         assert summary["steps"] == 3
@@ -317,5 +317,5 @@ def test_a_whole_run_on_a_ray_of_its_own(tiny: Path, tmp_path: Path):  # noqa: F
     up = ["up", str(tiny / "run.yaml"), "--on", "ray", "--set", "cluster.address=local", "--screen", "logs"]
     done = process(*up, cwd=tmp_path, env=env, seconds=200)
     assert done.returncode == 0, done.stderr + done.stdout + said_by_ray(Path(env["RAY_TMPDIR"]))
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/1")
+    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")
     assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)

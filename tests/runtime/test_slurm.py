@@ -199,7 +199,7 @@ def test_a_run_is_preempted_and_goes_on_to_its_end(
         until(lambda: not list(state.glob("queued-*")), "all jobs have ended")
         subprocess.run([tmp_path / "jobs" / "submit.sh"], env=env, check=True, timeout=60)
         until(lambda: not list(state.glob("queued-*")), "there is nothing left to do")
-        audit = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/1")
+        audit = data_of(cli("audit", "--json", "--run", str(run_dir)).stdout, "streamrl.audit/2")
         assert (audit["lost"], audit["twice"]) == (0, 0)
         assert audit["trained"] == 400
     except BaseException:

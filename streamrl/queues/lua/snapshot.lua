@@ -12,13 +12,15 @@ local function fields(flat)
   return map
 end
 
+local held = tonumber(redis.call('HGET', KEYS[6], 'held') or 0)
+
 local function stream(key)
   local depth = redis.call('XLEN', key)
   local groups = redis.pcall('XINFO', 'GROUPS', key)
   if groups.err then return { depth, 0, false, '0-0', false, 0, 0, false, {} } end
   local added = fields(redis.call('XINFO', 'STREAM', key))['entries-added'] or false
-  if #groups == 0 then
-    local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+  if #groups == 0 then  -- `scored`: its trained groups are about its oldest
+    local first = redis.call('XRANGE', key, '-', '+', 'COUNT', held + 1)[held + 1]
     return { depth, 0, added, '0-0', first and first[1] or false, 0, 0, false, {} }
   end
   local group = fields(groups[1])
