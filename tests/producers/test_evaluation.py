@@ -6,7 +6,7 @@ import orjson
 import pytest
 from producer_kit import Hands, kill, payload, until, write_prompts
 
-from streamrl.archive.reader import ARCHIVE
+from streamrl.archive.reader import read_archive
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.producers.admission import VersionBell
@@ -82,7 +82,7 @@ async def test_rounds_lines_and_accuracy(run):
     records = [orjson.loads(row) for row in (run.run_dir / "metrics" / "feeder.0.jsonl").read_bytes().splitlines()]
     rounds = [(row["version"], row["responses"]) for row in records if row.get("kind") == "evaluation"]
     assert rounds == [(1, 7), (3, 8)]
-    assert not (run.run_dir / ARCHIVE).exists()
+    assert [group.group_id for group in read_archive(run.run_dir, evaluation=True)] == list(range(8))
 
 
 async def test_dead_groups_do_not_block_a_round(run):
