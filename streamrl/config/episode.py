@@ -51,7 +51,11 @@ class AgentConfig(Section):
         description="replies that are trained; used: not those that a later one to the same messages replaced, and not"
         " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
     )
-    ignore: tuple[str, ...] = Field((), description="options of calls that are ignored instead of refused, by name")
+    ignore: tuple[str, ...] = Field(
+        ("strict",),
+        description="options of calls that are ignored instead of refused, by name; `strict`, which many packages set by"
+        " themselves, asks for calls that fit their schema: a policy that learns makes others",
+    )
     failed: Literal["score", "drop"] = Field(
         "score",
         description="an agent that fails after a reply of the model has the score that it posted, else failed_score;"

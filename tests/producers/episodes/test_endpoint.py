@@ -244,9 +244,13 @@ async def test_options_that_ask_for_nothing_or_belong_to_the_run_are_taken(serve
 
 
 async def test_a_run_may_ignore_options(serve):
-    served = await serve("six", agent={"ignore": ["strict", "guided_json"]})
+    served = await serve("six", "six", agent={"ignore": ["guided_json"]})
     tool = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
-    answer = await served.ask(tools=[tool], extra_body={"guided_json": {}})
+    with pytest.raises(openai.BadRequestError, match="`strict`"):
+        await served.ask(tools=[tool])
+    answer = await (await serve("six", agent={})).ask(tools=[tool])  # what agent packages set by themselves
+    assert answer.choices[0].message.content == "six"
+    answer = await served.ask(extra_body={"guided_json": {}})
     assert answer.choices[0].message.content == "six"
     with pytest.raises(openai.BadRequestError, match="`guided_regex`"):
         await served.ask(extra_body={"guided_regex": "x"})
