@@ -8,7 +8,7 @@ from streamrl.consumers.transcript import transcript
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.session import EpisodeSession
 
-from .chat_kit import KEEPS_THINKING, answered, asked, make_tokenizer
+from .chat_kit import KEEPS_THINKING, LOOK_UP, answered, asked, make_tokenizer
 from .episode_kit import ADD, Script, call, config_of, order_of
 from .test_session import CHAT, TOKENIZER, replied, session_of
 
@@ -21,9 +21,9 @@ def seen(session):
 
 async def test_a_reward_sees_roles_calls_and_results_of_all_turns():
     session, _ = session_of([call(ADD), "so it is three", "welcome"])
-    first = await replied(session, CHAT)
+    first = await replied(session, CHAT, [LOOK_UP])
     chat = [*CHAT, first.message, answered("3", first.calls[0].id)]
-    second = await replied(session, chat)
+    second = await replied(session, chat, [LOOK_UP])
     third = await replied(session, [*chat, second.message, asked("thanks")])
     sample = seen(session)
     said = [first.message, chat[-1], second.message, asked("thanks"), third.message]
@@ -83,7 +83,7 @@ async def test_thinking_that_a_client_drops_is_seen():
 
 async def test_a_number_that_messagepack_cannot_hold_fails_no_episode():
     session, _ = session_of([call(ADD), "three"])
-    first = await replied(session, CHAT)
+    first = await replied(session, CHAT, [LOOK_UP])
     answer = answered("3", first.calls[0].id) | {"metadata": {"id": 1 << 70, "of": -7}}
     await replied(session, [*CHAT, first.message, answer])
     assert seen(session).completion[1]["metadata"] == {"id": float(1 << 70), "of": -7}

@@ -189,7 +189,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_words_and_records_nothing(serve, options, said):
-    served = await serve("six")
+    served = await serve("six", agent={"ignore": []})
     with pytest.raises(openai.BadRequestError, match=said):
         await served.ask(**options)
     assert (await served.ask()).choices[0].message.content == "six"
@@ -220,7 +220,7 @@ SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
     ],
 )
 async def test_options_of_other_apis_that_cannot_be_obeyed_are_refused_by_name(serve, path, body, said):
-    served = await serve()
+    served = await serve(agent={"ignore": []})
     status, answer = await post(served, body, path)
     assert (status, said in answer["error"]["message"]) == (400, True), answer
 
@@ -244,7 +244,7 @@ async def test_options_that_ask_for_nothing_or_belong_to_the_run_are_taken(serve
 
 
 async def test_a_run_may_ignore_options(serve):
-    served = await serve("six", "six", agent={"ignore": ["guided_json"]})
+    served = await serve("six", agent={"ignore": ["guided_json"]})
     tool = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
     with pytest.raises(openai.BadRequestError, match="`strict`"):
         await served.ask(tools=[tool])
