@@ -53,8 +53,8 @@ class AgentConfig(Section):
     )
     ignore: tuple[str, ...] = Field(
         ("strict",),
-        description="options of calls that are ignored instead of refused, by name; `strict`, which many packages set by"
-        " themselves, asks for calls that fit their schema: a policy that learns makes others",
+        description="options of calls that are ignored instead of refused, by name; many packages set `strict` by"
+        " themselves: that calls fit their schema, which those of a policy that learns need not",
     )
     failed: Literal["score", "drop"] = Field(
         "score",

@@ -24,7 +24,7 @@ async def test_a_reward_sees_roles_calls_and_results_of_all_turns():
     first = await replied(session, CHAT, [LOOK_UP])
     chat = [*CHAT, first.message, answered("3", first.calls[0].id)]
     second = await replied(session, chat, [LOOK_UP])
-    third = await replied(session, [*chat, second.message, asked("thanks")])
+    third = await replied(session, [*chat, second.message, asked("thanks")], [LOOK_UP])
     sample = seen(session)
     said = [first.message, chat[-1], second.message, asked("thanks"), third.message]
     assert (sample.text, sample.completion) == ("welcome", said)
@@ -85,5 +85,5 @@ async def test_a_number_that_messagepack_cannot_hold_fails_no_episode():
     session, _ = session_of([call(ADD), "three"])
     first = await replied(session, CHAT, [LOOK_UP])
     answer = answered("3", first.calls[0].id) | {"metadata": {"id": 1 << 70, "of": -7}}
-    await replied(session, [*CHAT, first.message, answer])
+    await replied(session, [*CHAT, first.message, answer], [LOOK_UP])
     assert seen(session).completion[1]["metadata"] == {"id": float(1 << 70), "of": -7}
