@@ -29,7 +29,8 @@ async def test_a_reward_sees_roles_calls_and_results_of_all_turns():
     said = [first.message, chat[-1], second.message, asked("thanks"), third.message]
     assert (sample.text, sample.completion) == ("welcome", said)
     assert sample.messages == [*CHAT, *said]
-    assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant", "user", "assistant"]
+    roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]  # the first: the prompt with its tools
+    assert [turn.role for turn in sample.turns] == roles
     text = transcript(sample)
     assert (
         text.index('"name": "add"') < text.index("<tool_response>\n3\n</tool_response>") < text.index("so it is three")
