@@ -158,7 +158,8 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, raw: str, or
 
 
 def _number(text: str) -> str | float:
-    """YAML 1.1 reads `1e-6` as a string; people mean a number."""
+    """YAML 1.1 reads `1e-6` as a string; people mean a number. UnicodeEncodeError: it holds a part of a character."""
+    text.encode()
     try:
         return float(text) if "e" in text.lower() else text
     except ValueError:

@@ -103,8 +103,9 @@ def test_what_is_said(override: str, message: str):
         load(None, [override], {})
 
 
-def test_a_part_of_a_character(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text('health: {host: "\\ud800"}\n')
+@pytest.mark.parametrize("text", ['health: {host: "\\ud800"}', 'data: {train: "\\ud800"}'])
+def test_a_part_of_a_character(tmp_path: Path, text: str):
+    (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="part of a character"):
         load(tmp_path / "run.yaml", environ={})
 

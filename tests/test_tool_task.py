@@ -11,6 +11,8 @@ from streamrl.producers.episodes import probe
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.tokenizer import Tokenizer
 
+LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
 
 def test_the_chat_template_only_appends_and_its_words_are_one_token():
     backend = prepare.make_chat_tokenizer()
@@ -27,7 +29,7 @@ def test_a_lesson_is_what_an_episode_would_record():
             [token for token, _ in run]
             for _, run in itertools.groupby(zip(ids, written, strict=True), lambda it: it[1])
         ]
-        question, first = {"role": "user", "content": "".join(map(chr_of, turns[0][1:-1]))}, renderer.parse(turns[1])
+        question, first = {"role": "user", "content": "".join(map(chr_of, turns[0][1:-1]))}, renderer.parse(turns[1], [LOOK_UP])
         assert renderer.render([question]) == turns[0]
         if not first.calls:
             assert len(first.content) == 2

@@ -59,7 +59,7 @@ def contents(run_dir: Path) -> dict[str, tuple[int, int]]:
     [
         (("audit",), "nothing lost, nothing trained twice"),
         (("trace", "0"), "group 0: closed"),
-        (("score", "show", "0"), "score 1"),
+        (("trace", "0"), "score 1"),
         (("dead", "ls"), "too long for the engine"),
         (("lag",), "admitted 5"),
         (("logs",), ""),

@@ -171,7 +171,8 @@ def test_a_server_that_streamrl_starts_gets_the_values_of_the_run():
     read = load(None, values, environ={}).config
     assert (read.engine.slots, read.engine.dtype, read.engine.kv_cache, read.seed) == (7, "bfloat16", 1 << 20, 9)
     assert read.model.tokenizer == "yes: [1]"
-    assert not any("key" in word for word in argv)
+    assert "--no-api-key" in argv
+    assert not any("key-file" in word for word in argv)
 
 
 # --- leases ---
