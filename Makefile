@@ -34,7 +34,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 WORKERS ?= 2
 # uv takes a fifth of pip's time. It gets pip's settings (pip.conf, PIP_*), and keeps what it downloads.
-INDEX = $(if $(CPU_WHEELS),UV_INDEX="$${UV_INDEX:-} $(CPU_WHEELS)")
+INDEX = $(if $(CPU_WHEELS),UV_INDEX="$${UV_INDEX:-} $$CPU_WHEELS")
 UV_INSTALL = $(INDEX) $(BIN)/python -P streamrl/servers/uv.py --quiet
 
 help:
@@ -114,7 +114,7 @@ warm-start-%: setup
 test-slow: prepare-slow
 	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
 
-# For who changes a benchmark; CI does not run them.
+# Run this after a change to a benchmark; CI does not.
 test-benchmarks: environment-vllm crosscheck warm-start
 	$(BIN)/pytest -m benchmarks
 

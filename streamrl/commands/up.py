@@ -21,7 +21,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look, li
 from streamrl.commands.viewers import LiveViewer, LogViewer, PlainViewer, Viewer
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode, LedgerDamaged, Refused, Unreachable, UsageError, writing
-from streamrl.learner.ending import is_over, read_finished
+from streamrl.learner.ending import has_ended, read_finished
 from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.roles import read_states
 from streamrl.monitor.snapshot import Snapshot, take
@@ -129,7 +129,7 @@ def _is_over(config: RunConfig, folder: Path) -> bool:
 
 async def _trains_no_more(config: RunConfig, folder: Path) -> bool:
     async with ledgers_to_look(find_run(folder)) as opened:
-        return await is_over(config, folder, opened.train)
+        return await has_ended(config, folder, opened.train)
 
 
 def _detach(prepared: PreparedRun, on: str) -> int:
@@ -180,7 +180,8 @@ def _plan(loaded: LoadedConfig, run_dir: Path | None, *, here: bool) -> int:
     output.write(f"run {loaded.config.name} in {folder}")
     for line in describe(loaded.config, folder):
         output.write(f"start  {line}")
-    output.write(f"threads  {describe_threads(loaded.config)}")
+    if here:
+        output.write(f"threads  {describe_threads(loaded.config)}")
     checks = check_all(loaded.config, folder, here=here)
     write_checks(checks)
     for key, value in leaves(without_secrets(loaded)):

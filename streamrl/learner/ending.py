@@ -59,17 +59,23 @@ def read_finished(run_dir: Path) -> Finished | None:
         return None
 
 
+async def has_ended(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
+    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis)."""
+    finished = read_finished(run_dir)
+    if finished is None or not finished.holds(config):
+        return False
+    state = await ledger.state()
+    return finished.reason != "data" or not (state.live or state.replays)
+
+
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """Whether the run has ended and no group came back since (replayed, or with an older state of Redis).
+    """As `has_ended`, when the learner starts.
 
     If not, the file of an earlier end is removed: whoever starts roles asks whether it is there.
     """
-    finished = read_finished(run_dir)
-    if finished is not None and finished.holds(config):
-        state = await ledger.state()
-        if finished.reason != "data" or not (state.live or state.replays):
-            logger.info("the run is over already", extra={"reason": finished.reason, "step": finished.step})
-            return True
+    if await has_ended(config, run_dir, ledger):
+        logger.info("the run is over already", extra={"end": str(read_finished(run_dir))})
+        return True
     (run_dir / FINISHED_FILE).unlink(missing_ok=True)
     return False
 

@@ -159,7 +159,7 @@ class Leader:
         self._role, self._config = role, role.config
         self._ranks, self._worker = ranks, ranks.worker
         self._ending = Ending(role.config, role.ledgers.roles)
-        self._meter = StepMeter()
+        self._meter = StepMeter(self._config.checkpoint.every)
         self._repeat_at = 0.0
         self._version = start.version
         self._diverged, self._unread, self._skipped_updates = 0, 0, 0

@@ -31,18 +31,18 @@ from streamrl.learner.step import StepStats
 from streamrl.queues.pace import Pace
 
 _USUAL_STEPS: Final = 20
-"""Steps of which the longest is what a step usually takes."""
+"""Least number of steps of which the longest is what a step usually takes; one of them has a checkpoint."""
 
 
 class StepMeter:
     """Measures from the end of one step to the end of the next; the first step begins with its first groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint_every: int = 1) -> None:
         self._since: float | None = None
         self._tokens = 0
         self._idle = 0.0
         self._pace = Pace()
-        self._seconds: deque[float] = deque(maxlen=_USUAL_STEPS)
+        self._seconds: deque[float] = deque(maxlen=max(_USUAL_STEPS, checkpoint_every + 1))
 
     def begin(self) -> None:
         """The first groups are there. Later calls do nothing."""

@@ -288,7 +288,7 @@ class PartWriter:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH})
+_BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH, Command.SAVE})
 """Orders whose time counts as busy."""
 _NEEDS_NO_DEVICE: Final = frozenset(
     {Command.IDLE, Command.STOP, Command.SAVED, Command.BRING, Command.UNLOAD, Command.RELOAD}

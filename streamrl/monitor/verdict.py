@@ -47,6 +47,8 @@ def paces(snapshot: Snapshot, kind: str) -> list[RolePace]:
 
 def judge(snapshot: Snapshot, config: RunConfig) -> Verdict:
     """Find the slowest stage: the learner, if it is busy; else the stage in which the groups are that it lacks."""
+    if config.recording.mode != "off":
+        return Verdict("unknown", "this run has no rollouts or no learner")
     learner, rollout = (_mean(paces(snapshot, kind)) for kind in ("learner", "rollout"))
     ready = snapshot.train.stream("scored").lag >= config.learner.groups_per_step
     if not ready and _late(snapshot, 1.0):
@@ -89,7 +91,9 @@ def _rewards(snapshot: Snapshot, config: RunConfig, rollout: float | None) -> Ve
     named = f", mostly by {printable(slowest.name)} ({latency(slowest.p50)})" if slowest and slowest.p50 else ""
     text = f"all wait for rewards: {stream.lag} {stream.unit} wait, {stream.pending} are being scored{named}"
     workers = sum(name.startswith("reward.") for name in snapshot.roles)
-    if not stream.lag:
+    if not workers:
+        advice = _STATUS
+    elif not stream.lag:
         advice = f"make the reward faster, or raise max_staleness (now {config.max_staleness})"
     elif stream.pending < worker.concurrency * workers:
         advice = f"raise reward_worker.replicas (now {worker.replicas})"
@@ -128,7 +132,7 @@ def _rollouts(snapshot: Snapshot, config: RunConfig, rollout: float | None) -> V
         advice = f"raise max_staleness (now {config.max_staleness})"
         return Verdict("staleness", "learner and rollouts wait for the last responses of a step", advice)
     advice = f"raise rollout.replicas (now {config.rollout.replicas}) or engine.slots (now {config.engine.slots})"
-    return Verdict("rollouts", "the learner waits for the rollouts", advice)
+    return Verdict("rollouts", "the learner waits for the rollouts", _STATUS if rollout is None else advice)
 
 
 def stalled(snapshot: Snapshot) -> str:

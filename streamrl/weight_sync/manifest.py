@@ -12,7 +12,6 @@ from streamrl.errors import WeightsError
 SCHEMA: Final = 2
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MANIFEST_FILE: Final = "manifest.json"
-"""Folder in the run directory with the versions that a person wants to keep, whole and durable."""
 
 # A name of one file or folder: no path, so that a manifest cannot point outside of the folder of its transport.
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]

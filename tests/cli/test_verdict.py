@@ -54,6 +54,7 @@ def test_slow_rewards_are_named_with_the_key_that_helps():
         (snapshot(0.9, 0.9, roles={"feeder.0": {"admission": "stopped"}}, live=2), "feeder", "streamrl status"),
         (snapshot(None, 0.99, stream("rollouts", 200, 8)), "rewards", "reward_worker.concurrency (now 8)"),
         (snapshot(None, None), "unknown", ""),
+        (snapshot(0.98, None, stream("prompts", 6, 8)), "rollouts", "streamrl status"),
     ],
 )
 def test_each_stage_can_be_the_slowest(now, stage, advice):
@@ -61,6 +62,19 @@ def test_each_stage_can_be_the_slowest(now, stage, advice):
     assert found.stage == stage, found
     assert advice in found.advice
     assert bool(found.advice) == (stage not in {"none", "unknown"})
+
+
+def test_no_reward_worker_is_helped_by_no_key():
+    now = snapshot(0.98, 0.98, stream("rollouts", 200, 0), live=32)
+    del now.roles["reward.0"]
+    found = judge(now, CONFIG)
+    assert (found.stage, found.advice) == ("rewards", "`streamrl status` says why")
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_a_recording_lacks_a_stage_and_waits_for_none(mode):
+    recording = CONFIG.model_copy(update={"recording": CONFIG.recording.model_copy(update={"mode": mode})})
+    assert judge(snapshot(None, 0.9), recording).stage == "unknown"
 
 
 def test_a_reward_that_nobody_gives_is_the_slowest_stage():

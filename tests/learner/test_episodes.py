@@ -293,6 +293,18 @@ def test_a_learner_says_in_its_heartbeat_how_long_it_waits_and_how_long_a_step_t
     assert shown["tokens_per_second"] > 0
 
 
+@pytest.mark.parametrize(("every", "usual"), [(30, 40.0), (1, 1.0)])
+def test_a_step_usually_takes_as_long_as_one_with_a_checkpoint(monkeypatch, every, usual):
+    now = [1.0]
+    monkeypatch.setattr("streamrl.learner.metrics.time.monotonic", lambda: now[0])
+    meter, stats = StepMeter(every), StepStats.of([], kl_coefficient=0)
+    meter.begin()
+    for step, seconds in enumerate([40.0, *25 * [1.0]], 1):
+        now[0] += seconds
+        meter.line([opened((single(), 1.0))], stats, step, [], [])
+    assert meter.shown()["step_seconds"] == usual
+
+
 def single():
     return wire.Sample(tokens=wire.pack_int32([4]), logprobs=wire.pack_float32([-1]), runs=[(0, 3)], finish="stop")
 
