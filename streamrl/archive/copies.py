@@ -1,9 +1,9 @@
 """Copies of finished files of an archive in `archive.store`, made by a thread of their own.
 
 A file is copied when the next one is begun or its writer closes, the oldest first. What a process that was killed did
-not copy, the next one on its host does: whether a file is there is seen by its size, and a repeat replaces it. Each
-recording has a folder named by its id, so that files of two hosts never meet under one name. Local files are thinned
-only when they are copied.
+not copy, the next one on its host does: whether a file is there is seen by its size (a thinned
+one: by its name), and a repeat replaces it. Each recording has a folder named by its id, so that files of two hosts
+never meet under one name. Local files are thinned only when they are copied.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class ArchiveCopies:
         except ConfigError as error:
             logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
             return
-        if header is None or header.one_in > 1:
-            return  # its writer died before it wrote anything, or it is thinned, and copied before that
+        if header is None:
+            return  # its writer died before it wrote anything
         name = f"{self._name}/{header.id}/{file.name}"
-        if not self._store.has(name) or self._store.size(name) != file.stat().st_size:
+        if not self._store.has(name) or (header.one_in == 1 and self._store.size(name) != file.stat().st_size):
             self._store.put(file, name)
 
     def _wait(self, error: OSError) -> None:

@@ -7,7 +7,9 @@ the id of the group, so a group that was written twice stays or goes as a whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +28,10 @@ _MOST: Final = 1 << 32
 
 
 def thin(files: Sequence[Path], limit: int) -> None:
-    """Thin finished files, the oldest first, until they take at most `limit` bytes. OSError: the disk is full."""
+    """Thin finished files, the oldest first, until they take `limit` bytes; without room for a draft one goes."""
     sizes = {file: file.stat().st_size for file in files}
-    if sum(sizes.values()) <= limit:
-        return
-    kept = {file: one_in for file in files if (one_in := _kept_of(file))}
+    over = sum(sizes.values()) > limit
+    kept = {file: one_in for file in files if over and (one_in := _kept_of(file))}
     sizes = {file: sizes[file] for file in kept}
     while sum(sizes.values()) > limit:
         thinned = [file for file in sizes if kept[file] > 1]
@@ -42,7 +43,7 @@ def thin(files: Sequence[Path], limit: int) -> None:
         for file in chosen:
             kept[file] = one_in
             if not _rewrite(file, one_in):
-                file.unlink()
+                file.unlink(missing_ok=True)
                 del sizes[file]
             else:
                 sizes[file] = file.stat().st_size
@@ -58,10 +59,11 @@ def _kept_of(file: Path) -> int:
 
 
 def _rewrite(file: Path, one_in: int) -> int:
-    """Keep one group in `one_in` of a file; return how many that are."""
+    """Keep one group in `one_in` of a file; return how many that are; 0: none, or the disk has no room for a draft."""
     count, draft = 0, draft_of(file)
     header, groups = read_file(file)
-    assert header is not None
+    if header is None or one_in > _MOST or file.stat().st_size > shutil.disk_usage(file.parent).free:
+        return 0
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     try:
         with draft.open("wb") as raw:
@@ -69,11 +71,15 @@ def _rewrite(file: Path, one_in: int) -> int:
             with compressor.stream_writer(raw, closefd=False) as out, contextlib.suppress(WireError):
                 out.write(msgspec.msgpack.encode(msgspec.structs.replace(header, one_in=one_in)))
                 for group in groups:
-                    if one_in <= _MOST and zlib.crc32(b"%d" % group.group_id) % one_in == 0:
+                    if zlib.crc32(b"%d" % group.group_id) % one_in == 0:
                         out.write(msgspec.msgpack.encode(group))
                         count += 1
             os.fsync(raw.fileno())
         draft.replace(file)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        count = 0
     finally:
         draft.unlink(missing_ok=True)  # it would take room from a full disk
     return count

@@ -6,9 +6,9 @@ The first reader of a closed group (rank 0 of the learner; the feeder for held-o
 anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
 
-A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`. A full disk costs the
-archive, not the run: groups wait in memory until there is room, up to `MAX_WAITING` bytes; those above it are lost and
-counted.
+A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`; no group waits for the
+thread that thins. A full disk costs the archive, not the run: groups wait in memory until there is room, up to
+`MAX_WAITING` bytes; those above it are lost and counted.
 
 A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
 If that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
@@ -22,6 +22,7 @@ import hashlib
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,6 +172,7 @@ class Archive:
         self._given_up = 0
         self._torn = False
         self._dirty = False
+        self._thinning: threading.Thread | None = None
 
     def add(self, group: ClosedGroup) -> None:
         """Add a group; a repeat of the same content does nothing. It waits in memory for `settle`, `sync` or `run`."""
@@ -281,6 +283,8 @@ class Archive:
     def _begin(self) -> RecordingWriter:
         """A file of its own for this process; another one may begin at the same time."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.glob("*.draft"):  # a kill left it
+            draft.unlink(missing_ok=True)
         header, limit = self._header(), self._limit(recording_files(self._folder))
         file_bytes = min(self._config.file_bytes, self._config.file_bytes if limit is None else limit // _FILES)
         for _ in range(_TRIES):
@@ -337,12 +341,12 @@ class Archive:
 
     def _make_room(self, writer: RecordingWriter) -> None:
         files = recording_files(self._folder)
-        if (limit := self._limit(files)) is None:
+        if (self._thinning and self._thinning.is_alive()) or (limit := self._limit(files)) is None:
             return
         own = self._folder / writer.file
-        copied = None if self._copies is None else self._copies.copied
-        finished = [file for file in files if file != own and (copied is None or file.name in copied)]
-        thin(finished, max(0, limit - own.stat().st_size))
+        done = [file for file in files if file != own and (self._copies is None or file.name in self._copies.copied)]
+        self._thinning = threading.Thread(target=thin, args=(done, max(0, limit - own.stat().st_size)))
+        self._thinning.start()
 
     def _close(self) -> None:
         if left := _number(self._pending):

@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.archive import copies as module
 from streamrl.archive.reader import ARCHIVE, EVALUATION, archive_files, read_archive, read_groups
+from streamrl.archive.thinning import thin
 from streamrl.archive.writer import Archive
 from tests.archive_kit import archived, closed, configured
 
@@ -88,6 +89,19 @@ async def test_copies_stay_whole_when_files_here_are_thinned(tmp_path):
     await archived(tmp_path / "run", config, closed(201))
     (folder,) = (tmp_path / "store" / "kept" / ARCHIVE).iterdir()
     assert [group.group_id for group in read_archive(folder)] == list(range(202))
+
+
+async def test_a_file_that_was_thinned_before_there_was_a_store_is_copied(tmp_path):
+    await archived(tmp_path / "run", configured(), *(closed(group_id) for group_id in range(50)))
+    (file,) = archive_files(tmp_path / "run")
+    thin([file], file.stat().st_size - 1)
+    await archived(tmp_path / "run", configured(store=str(tmp_path / "store")), closed(50))
+    (folder,) = (tmp_path / "store" / "kept" / ARCHIVE).iterdir()
+    assert (folder / file.name).read_bytes() == file.read_bytes()
+    whole = (folder / file.name).read_bytes()
+    thin([file], file.stat().st_size - 1)
+    await archived(tmp_path / "run", configured(store=str(tmp_path / "store")), closed(51))
+    assert (folder / file.name).read_bytes() == whole, "a copy is never replaced by less"
 
 
 async def test_a_copy_that_broke_off_is_made_again_by_the_next_process(tmp_path):

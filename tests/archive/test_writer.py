@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,79 @@ async def test_log_probabilities_can_be_left_out(tmp_path):
     assert "group 2" in reading.problems[0]
 
 
+def thinned() -> None:
+    """Waits until thinning that has begun ends."""
+    for thread in threading.enumerate():
+        if "(thin)" in thread.name:
+            thread.join(60)
+
+
+async def test_no_group_waits_while_files_are_thinned(tmp_path, monkeypatch, caplog):
+    go_on = threading.Event()
+    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(module, "thin", lambda files, limit: go_on.wait(60))
+    archive = Archive(configured(max_bytes=8_000), tmp_path)
+    try:
+        archive.add(closed(1))
+        await archive.sync()
+        archive.add(closed(2))
+        await archive.settle()
+        assert archive.written == 2
+        assert [group.group_id for group in read_archive(tmp_path)] == [1, 2]
+        assert caplog.records == []
+    finally:
+        go_on.set()
+        await archive.close()
+        thinned()
+
+
+async def test_a_disk_without_room_for_a_draft_loses_the_oldest_file(tmp_path, monkeypatch, caplog):
+    for life in range(3):
+        await archived(tmp_path, configured(), *(closed(group_id) for group_id in range(50 * life, 50 * life + 50)))
+    oldest, *files = archive_files(tmp_path)
+    taken = sum(file.stat().st_size for file in (oldest, *files))
+    monkeypatch.setattr("streamrl.archive.thinning.draft_of", lambda file: file / "nowhere")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(taken, taken, 1))
+    thin([oldest, *files], taken - 1)
+    assert archive_files(tmp_path) == files
+    assert [group.group_id for group in read_archive(tmp_path)] == list(range(50, 150))
+    await archived(tmp_path, configured(max_bytes=taken), closed(150))
+    thinned()
+    assert [group.group_id for group in read_archive(tmp_path)] == [150]
+    assert caplog.records == []
+
+
+async def test_a_file_that_a_quota_does_not_let_rewrite_goes(tmp_path, monkeypatch):
+    await archived(tmp_path, configured(), *(closed(group_id) for group_id in range(50)))
+
+    def full(descriptor):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", full)
+    (file,) = archive_files(tmp_path)
+    thin([file], file.stat().st_size - 1)
+    assert list(file.parent.iterdir()) == []
+
+
+async def test_a_file_stays_when_another_process_took_the_draft(tmp_path, monkeypatch):
+    await archived(tmp_path, configured(), *(closed(group_id) for group_id in range(50)))
+    (file,) = archive_files(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: file.with_name(f"{file.name}.draft").unlink())
+    with pytest.raises(FileNotFoundError):
+        thin([file], file.stat().st_size - 1)
+    assert len(list(read_archive(tmp_path))) == 50
+
+
+async def test_what_a_kill_left_of_thinning_goes_when_the_next_process_begins(tmp_path):
+    await archived(tmp_path, configured(), closed(1))
+    (file,) = archive_files(tmp_path)
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_bytes(b"half")
+    await archived(tmp_path, configured(), closed(2))
+    assert not draft.exists()
+    assert [group.group_id for group in read_archive(tmp_path)] == [1, 2]
+
+
 async def test_a_limit_keeps_the_newest_groups_and_a_sample_of_all_others(tmp_path):
     limit, count, sizes = 40_000, 3000, []
     for life in range(3):
@@ -105,8 +179,10 @@ async def test_a_limit_keeps_the_newest_groups_and_a_sample_of_all_others(tmp_pa
             archive.add(closed(group_id))
             if group_id % 5 == 4:
                 await archive.sync()
+                thinned()
                 sizes.append(sum(file.stat().st_size for file in archive_files(tmp_path)))
         await archive.close()
+        thinned()
     assert limit / 2 < max(sizes) <= limit
     reading = read_archive(tmp_path)
     kept = [group.group_id for group in reading]
@@ -122,7 +198,9 @@ async def test_versions_of_a_group_stay_or_go_together(tmp_path):
     config = configured(max_bytes=8_000)
     for bonus in (0.0, 0.5):
         await archived(tmp_path, config, *(closed(group_id, bonus=bonus) for group_id in range(100)))
+        thinned()
     await archived(tmp_path, config, *(closed(group_id) for group_id in range(100, 200)))
+    thinned()
     old = [group for group in read_archive(tmp_path) if group.group_id < 100]
     assert 0 < len(old) < 100
     assert {group.samples[0].score.value - (group.group_id + 1) % 2 for group in old} == {0.5}
