@@ -162,7 +162,10 @@ class KnownRenderer(ChatRenderer):
         except _REFUSALS:  # a policy may write anything; what cannot be read is content
             return Reply(self._tokenizer.decode(tokens))
         if found.tool_calls and not tools:  # they stay text, as they were sampled
-            begin = (found.tool_calls[0].token_span or (0,))[0]
+            if found.tool_calls[0].token_span is None:
+                raw = "".join(call.raw for call in found.tool_calls)
+                return Reply(f"{found.content or ''}{raw}", found.reasoning_content or "")
+            begin = found.tool_calls[0].token_span[0]
             end = len(tokens) - (tokens[-1] in self._stops)
             before = self.parse(tokens[:begin], prompt=prompt)
             return replace(before, content=before.content + self._tokenizer.decode(tokens[begin:end], special=True))

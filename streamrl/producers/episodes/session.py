@@ -45,7 +45,7 @@ from streamrl.wire import (
 _ABORTS: Final = 3
 """Times in a row that the engine may break a turn off without a token."""
 _REFUSED_SECONDS: Final = 0.1
-"""How long code that goes on after the end waits for each refusal but the first."""
+"""How long each call waits after one that found the episode ended, or its conversation too long."""
 _CLOSE_SECONDS: Final = 1.0
 """How long the end of an episode waits for what was cancelled."""
 
@@ -171,8 +171,8 @@ class EpisodeSession:
             DataError: the messages cannot be rendered.
             Unreachable: the engine died.
         """
-        # Code that goes on after the end must not keep the event loop busy.
-        await asyncio.sleep(_REFUSED_SECONDS if self._refused else 0)
+        # Code that goes on after a refusal must not keep the event loop busy.
+        await asyncio.sleep(_REFUSED_SECONDS if self._refused or self.overflowed else 0)
         self._check_open()
         begun = asyncio.get_running_loop().time()
         async with self._owned():

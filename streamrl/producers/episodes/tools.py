@@ -264,7 +264,8 @@ class LeftBehind:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # or the interpreter's end would wait for its `close`
 
     def _ended(self, work: asyncio.Future[Any]) -> None:
-        self._going_on.pop(work, None)
+        if self._going_on.pop(work, None) is not None and isinstance(work, asyncio.Task):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(work))
         if not work.cancelled():
             work.exception()  # nobody asks for it
 

@@ -303,6 +303,8 @@ async def test_bodies_that_are_no_call(serve):
     for path, body, status in (
         ("chat/completions", b"{", 400),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "user": "\xff"}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "seed": 1e999}', 400),
         ("streamrl/reward", b'{"\xff": 1}', 400),
         ("responses", b'{"input": []}', 400),
         ("messages", b'{"messages": [1]}', 400),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -157,6 +158,25 @@ def test_without_tools_a_call_is_text(name: str):
         assert reply.content.replace("\n", "") == text.replace("\n", "")
         assert reply.reasoning == ("A book." if thought else "")
     assert made.parse(ids, [LOOK_UP], prompt=made.render([asked()])).calls
+
+
+def test_a_call_without_a_place_among_the_tokens_is_text_as_it_was_written(monkeypatch: pytest.MonkeyPatch):
+    made = renderer_of(make_tokenizer(kit.STRIPS_THINKING), KNOWN)
+    assert isinstance(made, KnownRenderer)
+    parse = made._inner.parse_response
+
+    def placeless(*given: Any, **named: Any) -> Any:
+        found = parse(*given, **named)
+        return replace(found, tool_calls=[replace(call, token_span=None) for call in found.tool_calls])
+
+    monkeypatch.setattr(made._inner, "parse_response", placeless)
+    call = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+    text = f"<think>\nA book.\n</think>\n\nI look.\n{call}"
+    reply = made.parse([*make_tokenizer(None).plain_ids(text), max(made.stops)], prompt=made.render([asked()]))
+    assert (reply.reasoning, reply.calls) == ("A book.", ())
+    assert reply.content.startswith("I look.")
+    assert '{"name": "look_up", "arguments": {}}' in reply.content
+    assert "<|im_end|>" not in reply.content
 
 
 UNENDED = "{% for message in messages %}{{ message.role + ':' + message.content + '\\n' }}{% endfor %}"

@@ -183,6 +183,24 @@ async def test_a_conversation_that_is_too_long_leaves_the_others_alive():
     assert (sample.stop, len([turn for turn in sample.turns if turn.sampled])) == ("context_overflow", 2)
 
 
+async def test_code_that_repeats_a_conversation_that_is_too_long_waits_each_time(monkeypatch):
+    waited = []
+
+    async def wait(seconds):
+        waited.append(seconds)
+
+    session, _ = session_of(["a", "b"], model={"context": 90})
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    for _ in range(3):
+        with pytest.raises(ContextOverflow):
+            await session.sampled([asked(LONG * 4)])
+    assert waited == [0, 0.1, 0.1]
+    await session.sampled([asked("in short")])
+    del waited[:]
+    await session.sampled([asked("and?")])
+    assert waited[0] == 0
+
+
 @pytest.mark.parametrize(
     ("tools", "most", "content", "calls"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -247,6 +248,21 @@ async def test_a_tool_that_swallows_cancellation_is_left_behind_counted_and_name
         task.cancel()
     released.set()
     await until(lambda: not left)
+
+
+async def test_what_was_left_behind_is_free_after_its_end(monkeypatch):
+    monkeypatch.setattr(tools, "left_behind", left := tools.LeftBehind())
+    monkeypatch.setattr(tools, "_GRACE", 0.0)
+    swallowing = Swallowing()
+    await Toolbox.of([swallowing.fetch]).call(called("fetch"), deadline=0.1, longest=200)
+    [task] = left._going_on
+    held = weakref.ref(task)
+    swallowing.let_go = True
+    task.cancel()
+    del task
+    await until(lambda: not left)
+    gc.collect()
+    assert held() is None
 
 
 LEAVE_BEHIND = """

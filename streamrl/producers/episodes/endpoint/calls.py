@@ -30,6 +30,7 @@ IGNORED: Final = dict.fromkeys((*_SAMPLING, *_PENALTIES, *_ACCOUNTS, *_CACHES))
 OVERFLOW: Final = "context_length_exceeded"
 """Code of a call whose conversation is too long: the agent may go on with a shorter one."""
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+_Value = TypeVar("_Value")
 
 
 class CallRefused(StreamrlError):
@@ -80,8 +81,8 @@ class AgentApi(Protocol):
         return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
-def decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """The body of a request; fields that `kind` does not have are ignored. CallRefused: it is not one."""
+def decoded(body: bytes | msgspec.Raw, kind: type[_Value]) -> _Value:
+    """The body of a request or a part of it, without fields that `kind` does not have. CallRefused: it is not one."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -93,8 +94,8 @@ def decoded(body: bytes, kind: type[_Body]) -> _Body:
 def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collection[str]) -> _Body:
     """The body of a call. CallRefused: it is not one, or it has an option that cannot be obeyed."""
     asked = decoded(body, kind)
-    for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
-        if name not in kind.__struct_fields__ and (value := msgspec.json.decode(raw)) is not None:
+    for name, raw in decoded(body, dict[str, msgspec.Raw]).items():  # which checks what `kind` does not have
+        if name not in kind.__struct_fields__ and (value := decoded(raw, object)) is not None:
             harmless = options.get(name, ())
             refuse(name, harmless is not None and value not in harmless, ignored)
     return asked
