@@ -245,6 +245,10 @@ def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> I
         row.line: (row.record["prompt"], tokens)
         for row, tokens in zip(texts, tokenizer.encode_texts([row.record["prompt"] for row in texts]), strict=True)
     }
+    chats = [row for row in rows if row.line not in found]
+    with contextlib.suppress(DataError):  # if one is refused, each is encoded alone below
+        encoded = tokenizer.encode_chats([row.record["messages"] for row in chats])
+        found |= {row.line: chat for row, chat in zip(chats, encoded, strict=True)}
     for row in rows:
         if row.line not in found:
             with faults.at(row.line):

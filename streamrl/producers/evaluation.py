@@ -48,8 +48,8 @@ def evaluation_budget(config: RunConfig) -> int:
 class Evaluation:
     """Rounds of held-out prompts; one in the feeder. `bell` tells the newest version.
 
-    Status fields of the role: `evaluated` (groups so far), and of the last complete round `accuracy` (share of its
-    scored responses that are right) and `accuracy_version`.
+    Status fields of the role: `evaluated` (groups so far), `held_out_too_long` (prompts that are left out, if any), and
+    of the last complete round `accuracy` (share of its scored responses that are right) and `accuracy_version`.
     """
 
     def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
@@ -209,6 +209,8 @@ class Evaluation:
     def _show(self) -> None:
         status = self._role.status
         status["evaluated"] = len(self._log.group_ids)
+        if self._data.dropped:
+            status["held_out_too_long"] = self._data.dropped
         status.update(self._archive.counts)
         unfinished = self._round.version if self._open and self._round is not None else None
         complete = [version for version, tally in self._log.rounds.items() if version != unfinished and tally.scored]

@@ -79,6 +79,28 @@ def test_chat_prompts_go_through_the_template_once(tmp_path, chat_tokenizer):
     assert text.token_ids.tolist() == [0, ord("x")]
 
 
+def test_chats_are_encoded_together_unless_one_is_refused(tmp_path, chat_tokenizer, monkeypatch):
+    sizes, encode = [], Tokenizer.encode_chats
+
+    def noted(self, chats):
+        sizes.append(len(chats))
+        return encode(self, chats)
+
+    monkeypatch.setattr(Tokenizer, "encode_chats", noted)
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
+    path = write(tmp_path / "p.jsonl", *chats[:2], {"prompt": "x"}, chats[2])
+    data = load_prompts(path, chat_tokenizer, PromptLimits(99, 100))
+    assert [decode(prompt, Prompt).text[:7] for prompt in data.prompts] == ["[user]a", "[user]b", "x", "[user]c"]
+    assert sizes == [3]
+    with pytest.raises(DataError, match=r":2: .*no robots"):
+        load_prompts(
+            write(path, chats[0], {"messages": [{"role": "robot", "content": "a"}]}),
+            chat_tokenizer,
+            PromptLimits(99, 100),
+        )
+    assert sizes == [3, 2, 1, 1]
+
+
 def test_decoding_leaves_out_special_tokens_only(tokenizer):
     assert Tokenizer.decode(tokenizer, [0, *characters("ab"), 1]).replace(" ", "") == "ab"
 

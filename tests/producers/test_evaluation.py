@@ -85,6 +85,15 @@ async def test_rounds_lines_and_accuracy(run):
     assert [group.group_id for group in read_archive(run.run_dir, evaluation=True)] == list(range(8))
 
 
+async def test_held_out_prompts_that_are_too_long_are_counted(run):
+    with run.held_out.open("ab") as file:
+        file.write(b'{"prompt": "' + b"h0 " * 40 + b'"}\n')
+    run.evaluate().set("data", long_prompts="drop")
+    async with run.open() as ledgers, run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+        await until(lambda: role.is_ready)
+        assert role.status["held_out_too_long"] == 1
+
+
 async def test_dead_groups_do_not_block_a_round(run):
     run.evaluate(prompts=3)
     async with run.open() as ledgers:
