@@ -224,7 +224,7 @@ class ManagedServer:
             await self._wait_saying({asking, self._attending}, seconds)
             if self._attending.done():
                 cause = self._cause()
-                if _TAKEN.search(cause):
+                if _TAKEN.search(f"{cause}\n{self._tail()}"):  # the cause may be another error
                     raise _PortTakenError(cause)
                 if self._process is not None and self._process.returncode == _USAGE and (said := self._refusal()):
                     section = self._settings.section
@@ -266,13 +266,14 @@ class ManagedServer:
 
     def _cause(self) -> str:
         code = self._process.returncode if self._process is not None else None
+        killed = code is not None and (code < 0 or code > 128)
         if code is None:
             ended = "stopped"
-        elif code < 0 or code > 128:
+        elif killed:
             ended = f"killed by {_signal_name(abs(code) % 128)}"
         else:
             ended = f"exit {code}"
-        if cause := self.root_cause():
+        if not killed and (cause := self.root_cause()):  # a signal comes of no error in the log
             return f"{ended}: {cause}"
         tail = self._tail()
         return f"{ended}; its log ends with:\n{tail}" if tail else f"{ended}, and it has logged nothing"

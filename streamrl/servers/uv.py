@@ -15,13 +15,14 @@ import subprocess
 import sys
 from typing import Final
 
-_MANY: Final = {
-    "extra-index-url": "--index",
-    "find-links": "--find-links",
-    "constraint": "--constraint",
-    "trusted-host": "--allow-insecure-host",
-}
+_MANY: Final = {"constraint": "--constraint", "trusted-host": "--allow-insecure-host"}
 _SWITCHES: Final = {"no-index": ["--no-index"], "pre": ["--prerelease", "allow"], "no-cache-dir": ["--no-cache"]}
+_LISTS: Final = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+}
+"""Places, with what separates them. URLs may hold passwords, and every user of the machine can read arguments."""
 _VARIABLES: Final = {
     "cert": "SSL_CERT_FILE",
     "client-cert": "SSL_CLIENT_CERT",
@@ -41,7 +42,7 @@ def install_command(uv: str) -> tuple[list[str], dict[str, str]]:
     """Return `uv pip install` with its first arguments, and its environment.
 
     As pip does, uv takes the best version of all indexes, and not that of the first index with any. `UV_INDEX` names
-    more indexes; beside a flag of the same meaning uv would not look at it.
+    more indexes, which come before those of pip.
     """
     arguments = ["--index-strategy", "unsafe-best-match"]
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
@@ -50,8 +51,9 @@ def install_command(uv: str) -> tuple[list[str], dict[str, str]]:
     for key, value in settings.items():
         if key in _MANY:
             arguments += [word for each in value.split() for word in (_MANY[key], each)]
-        elif key == "index-url":
-            arguments += ["--default-index", value]
+        elif key in _LISTS and (places := value.split()):
+            variable, separator = _LISTS[key]
+            environ[variable] = separator.join(places)
         elif key in _SWITCHES and value.lower() in {"1", "true", "yes", "on"}:
             arguments += _SWITCHES[key]
         elif key in _VARIABLES:

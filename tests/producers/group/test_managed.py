@@ -23,6 +23,7 @@ from streamrl.servers import process as managed
 from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
 
 HERE = Path(__file__).parent
+LOGS_AN_ERROR = "import os, traceback\ntry: int('x')\nexcept ValueError: traceback.print_exc()\n"
 ORPHANS = {"TOY_FREE": "1", "TOY_ORPHANS": "1"}
 
 
@@ -196,6 +197,19 @@ async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_serv
             "log",
         ),
         (None, ConfigError, "/no/such/python", "streamrl engines install toy"),
+        # an error that the server went on after
+        (
+            ["-c", f"{LOGS_AN_ERROR}os.kill(os.getpid(), 9)"],
+            Unreachable,
+            r"did not start: killed by SIGKILL; its log ends with:\n",
+            "rollout.0.server0.log",
+        ),
+        (
+            ["-c", f"{LOGS_AN_ERROR}raise SystemExit('[Errno 98] address already in use')"],
+            Unreachable,
+            r"found no free port: exit 1",
+            "20000",
+        ),
     ],
 )
 async def test_a_server_that_does_not_start_is_quoted(tmp_path, argv, error, says, hint):
