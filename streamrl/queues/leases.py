@@ -268,6 +268,7 @@ class Leases:
         self._let_go(work)
 
     def _let_go(self, work: _Work) -> None:
+        work.lease.ended.set()
         if self._leased.get(work.place) is work:
             del self._leased[work.place]
         self._freed.set()
@@ -306,6 +307,8 @@ class Leases:
                 if self._stop.is_set() or place in self._leased or (patient and owner != UNOWNED):
                     continue
                 held = 1 if owner == UNOWNED else await self._suspects(owner, silent_ms)
+                if held is None:
+                    continue
                 few = held > _FEW and deaths == _TOGETHER
                 if not await self._accept(place, deaths, deliveries_after(deaths, held), few=few):
                     break
@@ -318,10 +321,11 @@ class Leases:
             await self._connection.call("reap", [stream], [owner, 0])
         return bool(owners)
 
-    async def _suspects(self, owner: str, silent_ms: int) -> int:
+    async def _suspects(self, owner: str, silent_ms: int) -> int | None:
         keys = [self._keys.death(owner), self._keys.hosts, *self._streams]
         role = owner.rpartition("-")[0]
-        return int(await self._connection.call("suspects", keys, [owner, role, silent_ms, self._idle_ms]))
+        held = await self._connection.call("suspects", keys, [owner, role, silent_ms, self._idle_ms])
+        return None if held is None else int(held)
 
     async def _begin_undelivered(self) -> bool:
         if not self._undelivered or self._room() <= 0:
@@ -350,7 +354,8 @@ class Leases:
 
     async def _run_apart(self, place: _Place, before: int, count: int, *, few: bool) -> None:
         """Reserve the entry (uncounted, renewed), wait until little or nothing else is leased, and run it so."""
-        work = await self._take(place, before, count, counted=False)
+        reserved = min(before, count - 1)  # beginning it counts one, which handing it back takes away
+        work = await self._take(place, before, count, reserved=reserved)
         if work is None:
             return
         work.few = few
@@ -358,7 +363,7 @@ class Leases:
             await self._wait_freed()
         if self._stop.is_set() or work.lost:
             return  # reserved and not begun: it is handed back uncounted
-        if await self._claim(place, before, count, idle_ms=_NEVER_IDLE) is None:
+        if await self._claim(place, reserved, count, idle_ms=_NEVER_IDLE) is None:
             self._let_go(work)
             return
         extra = {"group": work.lease.group_id, "deliveries": count, "with": _FEW - 1 if few else 0}
@@ -368,9 +373,9 @@ class Leases:
         while not few and self._leased.get(place) is work and not self._stop.is_set():
             await self._wait_freed()
 
-    async def _take(self, place: _Place, before: int, count: int, *, counted: bool = True) -> _Work | None:
+    async def _take(self, place: _Place, before: int, count: int, *, reserved: int | None = None) -> _Work | None:
         """Claim an entry and note its lease with `count` deliveries; None: another process has it."""
-        fields = await self._claim(place, before, count if counted else before)
+        fields = await self._claim(place, before, count if reserved is None else reserved)
         return None if fields is None else await self._note(place, fields, count)
 
     async def _claim(
@@ -409,7 +414,8 @@ class Leases:
         """Renew all leases of a stream; return the entries that are pending for this process and not leased in it."""
         mine = [work for place, work in self._leased.items() if place[0] == stream]
         entries = [work.lease.entry for work in mine]
-        taken, gone, undelivered = await self._connection.call("renew", [stream], [self.consumer, *entries])
+        keys = [stream, self._keys.death(self.consumer)]
+        taken, gone, undelivered = await self._connection.call("renew", keys, [self.consumer, *entries])
         by_entry = {work.lease.entry: work for work in mine}
         for entry in taken:
             self._lose(by_entry[entry.decode()], "somebody else holds it")
@@ -487,7 +493,8 @@ class Leases:
 
     async def _hand_back(self, stream: str) -> None:
         suspect = [work.lease.entry for work in self._leased.values() if work.suspect and work.place[0] == stream]
-        _, _, pending = await self._connection.call("renew", [stream], [self.consumer, *suspect])
+        keys = [stream, self._keys.death(self.consumer)]
+        _, _, pending = await self._connection.call("renew", keys, [self.consumer, *suspect])
         arguments: list[Any] = []
         for entry, _ in pending:
             work = self._leased.get((stream, entry.decode()))

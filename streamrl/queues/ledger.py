@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from streamrl import wire
@@ -75,7 +75,7 @@ class Lease:
     """One piece of work that this process holds: a prompt (`sample` is None), a sample, or a group to score as one.
 
     `deliveries` counts how often the work was given out, this time included; clean hand-backs and deaths of which it is
-    not suspected do not count.
+    not suspected do not count. `ended`: it may have been taken again since, by this process too.
     """
 
     ledger: Ledger
@@ -86,6 +86,7 @@ class Lease:
     deliveries: int
     is_group: bool = False
     consumer: str = ""
+    ended: asyncio.Event = field(default_factory=asyncio.Event, compare=False, repr=False)
 
 
 class Ledger:
@@ -214,11 +215,11 @@ class Ledger:
 
         `number` is its place in the journal of the sample, from 0. `state` replaces the one that was written with an
         earlier turn. The journal ends with the sample. False, without effect: it is there already (also from a repeat),
-        the turn before it is not, the sample has a payload or is dead, the group is gone, or the lease was given to
-        another process since.
+        the turn before it is not, the sample has a payload or is dead, the group is gone, or the lease has ended.
         """
         more = (number, payload) if state is None else (number, payload, state)
-        return bool(await self.connection.call("journal", *self._journal(lease, sample, *more)))
+        arguments = self._journal(lease, sample, *more)
+        return not lease.ended.is_set() and bool(await self.connection.call("journal", *arguments))
 
     async def read_journal(self, lease: Lease, sample: int) -> RecordedTurns:
         """What `journal` wrote, also for an earlier holder of the lease; nothing if the group is gone."""
@@ -227,7 +228,8 @@ class Ledger:
 
     async def forget_journal(self, lease: Lease, sample: int) -> bool:
         """Empty the journal of a sample, whose episode begins again. False, without effect: as in `journal`."""
-        return bool(await self.connection.call("forget_journal", *self._journal(lease, sample)))
+        arguments = self._journal(lease, sample)
+        return not lease.ended.is_set() and bool(await self.connection.call("forget_journal", *arguments))
 
     def _journal(self, lease: Lease, sample: int, *more: Argument) -> tuple[list[str], list[Argument]]:
         names = [self.keys.group(lease.group_id), self.keys.prompts]

@@ -21,7 +21,7 @@ from tests.queues.lease_kit import (
     pending,
     working,
 )
-from tests.queues.ledger_kit import admit, faults, lease, until, until_async
+from tests.queues.ledger_kit import admit, faults, lease, take, until, until_async
 from tests.queues.proxy import open_proxy
 from tests.redis_kit import RedisRun
 
@@ -209,6 +209,29 @@ async def test_progress_begins_the_time_of_a_lease_anew(ledgers: Ledgers):
             await leases._expire(ledgers.train.keys.prompts)
             assert leases.leased == progresses
     assert "max_hold" in (await ledgers.train.dead_letters())[0].why
+
+
+async def test_who_lost_a_lease_and_took_it_again_writes_no_journal_for_the_first_time(ledgers: Ledgers):
+    """The name in Redis is the same, the episode is another one."""
+    train = ledgers.train
+    await admit(train, 0)
+    held: list[Lease] = []
+
+    async def hang(found: Lease) -> None:
+        held.append(found)
+        await forever(found)
+
+    async with working(ledgers, hang, PATIENT, drain=0) as leases:
+        await until(lambda: held)
+        await take(train, "prompts", held[0], "other")
+        await leases._renew(train.keys.prompts)
+        await ledgers.connection.call("release", [train.keys.prompts], ["other", UNOWNED, 60_000, held[0].entry, 1])
+        leases._scan_at = 0.0
+        await until(lambda: len(held) == 2)
+        assert not await train.journal(held[0], 0, 0, b"of the first time")
+        assert await train.journal(held[1], 0, 0, b"turn")
+        assert not await train.forget_journal(held[0], 0)
+        assert await train.read_journal(held[1], 0) == ([b"turn"], None)
 
 
 async def test_a_lost_lease_cancels_its_handler(ledgers: Ledgers):

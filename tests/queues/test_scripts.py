@@ -351,8 +351,9 @@ async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledger
     assert await take(train, "prompts", first, "c", 1) is None  # its count has moved on
     assert (await take(train, "prompts", first, "b", 1)).entry == first.entry  # a repeat of b's own
     stream = train.keys.prompts
-    assert await call("renew", [stream], ["a", first.entry]) == [[first.entry.encode()], [], []]
-    assert await call("renew", [stream], ["b"]) == [[], [], [[first.entry.encode(), 2]]]
+    names = [stream, train.keys.death("a")]
+    assert await call("renew", names, ["a", first.entry]) == [[first.entry.encode()], [], []]
+    assert await call("renew", names, ["b"]) == [[], [], [[first.entry.encode(), 2]]]
     assert await call("release", [stream], ["a", "keeper", 1000, first.entry, 0]) == 0, "not its own"
     assert await call("release", [stream], ["b", "keeper", 1000, first.entry, 1]) == 1
     assert await call("release", [stream], ["b", "keeper", 1000, first.entry, 1]) == 0
@@ -361,7 +362,7 @@ async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledger
     assert await call("reap", [stream], ["keeper", 0]) == 0, "it holds something"
     assert await call("reap", [stream], ["b", 0]) == 1
     await train.fail_prompt(first, "done")
-    assert await call("renew", [stream], ["b", first.entry]) == [[], [first.entry.encode()], []]
+    assert await call("renew", names, ["b", first.entry]) == [[], [first.entry.encode()], []]
 
 
 async def test_claim_cleans_up_after_a_foreign_delete(ledgers: Ledgers):

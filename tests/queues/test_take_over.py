@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import LeaseConfig, RunConfig
-from streamrl.queues import Lease, Ledgers
+from streamrl.queues import Lease, Leases, Ledgers
 from streamrl.queues.leases import _PAGE, UNOWNED, deliveries_after
 from tests.queues.lease_kit import (
     PATIENT,
@@ -156,6 +156,23 @@ async def test_work_of_a_process_that_held_much_runs_few_at_a_time_after_a_secon
     assert {found.deliveries for found in done} == {2}
 
 
+@pytest.mark.parametrize("deaths", [2, 3])
+async def test_work_that_waits_for_fewer_neighbours_is_handed_back_without_a_death(ledgers: Ledgers, deaths: int):
+    """It has not begun when its process drains, so the one that takes it next counts no more than this one would."""
+    for cursor in range(5):
+        await admit(ledgers.train, cursor)
+        await abandon(ledgers.train, deaths=deaths)
+    for cursor in range(5, 10):
+        await admit(ledgers.train, cursor)
+    async with working(ledgers, forever, PATIENT, width=8, drain=0) as leases:
+        await until(lambda: leases.leased == 5)
+        leases._started -= PATIENT.seconds
+        leases._scan_at = 0.0
+        await until(lambda: leases.leased == 6)
+    handed_back = [count for owner, count in await pending(ledgers.train) if owner == UNOWNED.encode()]
+    assert sorted(handed_back) == [0] * 5 + [deaths - 1]
+
+
 @pytest.mark.parametrize(
     ("deaths", "held", "deliveries"),
     [(1, 1, 2), (2, 4, 3), (4, 1, 5), (1, 64, 2), (2, 64, 2), (3, 64, 3), (1, 0, 1), (3, 0, 3), (0, 0, 1)],
@@ -202,10 +219,49 @@ async def test_the_death_of_a_host_is_no_death_of_its_work(ledgers: Ledgers, liv
         await connection.read("HSET", keys.hosts, life, f"{now - first} {now - last}")
     names = [keys.death("rollout.0-x"), keys.hosts, keys.prompts, keys.rollouts]
     arguments = ["rollout.0-x", "rollout.0", SEEN, LEASE]
+    await connection.read("DEL", keys.rollouts)  # a stream may be gone
     assert await connection.call("suspects", names, arguments) == suspects
     await connection.read("DEL", keys.hosts)
     await connection.read("XGROUP", "DELCONSUMER", keys.prompts, "g", "rollout.0-x")
     assert await connection.call("suspects", names, arguments) == suspects, "the first answer stays"
+
+
+async def test_with_a_short_lease_the_answer_waits_for_the_beats_of_those_who_live(ledgers: Ledgers):
+    keys, connection = ledgers.train.keys, ledgers.connection
+    await admit(ledgers.train, 0)
+    await lease(ledgers.train, "prompts", "rollout.0-x")
+    seconds, micros = await connection.read("TIME")
+    now = int(seconds) * 1000 + int(micros) // 1000
+    for role in ("rollout.0", "reward.0"):
+        await connection.read("HSET", keys.hosts, f"a {role} 1", f"{now - 90_000} {now - 3_000}")
+    names = [keys.death("rollout.0-x"), keys.hosts, keys.prompts]
+    for silent_ms, suspects in ((3_000, None), (5_500, 0)):
+        arguments = ["rollout.0-x", "rollout.0", silent_ms, 3_000]
+        assert await connection.call("suspects", names, arguments) == suspects
+
+
+async def test_work_is_left_until_it_is_known_what_died(ledgers: Ledgers, monkeypatch):
+    await admit(ledgers.train, 0)
+    await abandon(ledgers.train, deaths=1)
+    answers = [0, None]
+
+    async def suspects(*_: Any) -> int | None:
+        return answers.pop()
+
+    monkeypatch.setattr(Leases, "_suspects", suspects)
+    done: list[Lease] = []
+    async with working(ledgers, generating(done)):
+        await until(lambda: done)
+    assert [found.deliveries for found in done] == [1]
+
+
+async def test_what_was_said_of_a_death_is_void_when_the_process_renews(ledgers: Ledgers):
+    """It was stalled with one piece of work; when it dies later, with many, each counts as one of many."""
+    death = ledgers.train.keys.death
+    async with working(ledgers, forever, PATIENT) as leases:
+        await ledgers.connection.read("SET", death(leases.consumer), 1)
+        await leases._renew(ledgers.train.keys.prompts)
+        assert await ledgers.connection.read("GET", death(leases.consumer)) is None
 
 
 ON_SPOT = """

@@ -3,7 +3,7 @@
 -- KEYS    death hosts stream...       stream: all from which the process had work
 -- ARGV    consumer role silent_ms lease_ms       silent_ms: since it renewed that work
 -- returns 0: none, because its host died: other processes of the run were on it, and died with it;
---         else the number of entries that it held
+--         nil: too early to say so, ask again; else the number of entries that it held
 -- repeat  the same
 -- full    runs: it starts by freeing
 redis.call('XDEL', KEYS[3], '0-1')
@@ -11,7 +11,8 @@ local known = redis.call('GET', KEYS[1])
 if known then return tonumber(known) end
 local held = 0
 for i = 3, #KEYS do
-  for _, c in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[i], 'g')) do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[i], 'g')
+  for _, c in ipairs(consumers.err and {} or consumers) do -- a stream may be gone
     if c[2] == ARGV[1] then held = held + c[4] end
   end
 end
@@ -35,6 +36,9 @@ for _, life in ipairs(lives) do
   if life[1] == host and life[3] <= dead_by then died = died + 1
   elseif life[1] == host and life[2] <= seen then survived = survived + 1 end
 end
-if died > 0 and survived == 0 and now > dead_by + SLACK then held = 0 end
+if died > 0 and survived == 0 then
+  if now <= dead_by + SLACK then return false end -- the beats of those who live may be on their way
+  held = 0
+end
 redis.call('SET', KEYS[1], held, 'EX', 86400)
 return held
