@@ -45,13 +45,12 @@ def run_role(
     if number is None and role in _NUMBERED:
         raise UsageError(f"role {role} cannot take any number", "write --index 0, for a learner its rank")
     target = join_run(run)
-    if run is not None and "://" in run:
-        use_cores(target.config, role, 0, alone=True)  # the host of a role that joins is its own
-    if role == "reward_model":
-        run_to_its_end(f"{role}.{_served(target, model)}", number, target.path, until_finished=until_finished)
-    if model is not None:
+    if model is not None and role != "reward_model":
         raise UsageError(f"role {role} has no --model", "leave it out: it belongs to role reward_model")
-    run_to_its_end(role, number, target.path, until_finished=until_finished)
+    name = f"{role}.{_served(target, model)}" if role == "reward_model" else role
+    if run is not None and "://" in run:
+        use_cores(target.config, name, 0, alone=True)  # the host of a role that joins is its own
+    run_to_its_end(name, number, target.path, until_finished=until_finished)
 
 
 def _served(run: RunDirectory, model: str | None) -> str:

@@ -164,14 +164,15 @@ def _command(run_dir: Path, kind: str, index: int = 0, env: Mapping[str, str] = 
 def threads(config: RunConfig, kind: str, *, cluster: bool = False) -> dict[str, str]:
     """Environment that bounds the CPU threads of a role, as far as the run file says it.
 
-    Roles that compute get the configured number, or, on a `cluster`, the cores that they ask for; without either they
-    take a share when they start (`use_cores`). All others get one thread: their numerics are tiny.
+    Roles that compute get the configured number, or, on a `cluster`, their share of the cores that they ask for;
+    without either one of the host's at the start (`use_cores`). All others get one thread: their numerics are tiny.
     """
     wanted, of = 1, computing(config)
     if kind in of:
         asked = config.resources(kind.partition(".")[0]).cpus if cluster else 0
         each = of[kind] // processes(config)[kind]
-        wanted = configured_threads(config).get(kind) or math.ceil(asked / each)
+        shared = share_cores(math.ceil(asked), each) if asked else 0
+        wanted = configured_threads(config).get(kind) or shared
     return {"TOKENIZERS_PARALLELISM": "false", **(numeric_threads(wanted) if wanted else {})}
 
 

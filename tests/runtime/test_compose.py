@@ -120,6 +120,13 @@ def test_a_network_that_is_shared_belongs_to_a_service_that_never_ends(more: dic
         assert "ports" not in owner
 
 
+@pytest.mark.parametrize(("ranks", "cores"), [(1, 4), (2, 8)])
+def test_the_container_of_the_ranks_has_the_cores_of_all_of_them(ranks: int, cores: int):
+    asked = {"resources": {"learner": {"cpus": 4}}}
+    learner = rendered(learner={"ranks": ranks, "groups_per_step": 8}, cluster=asked)["services"]["learner"]
+    assert (learner["cpus"], learner["environment"]["OMP_NUM_THREADS"]) == (cores, "3")
+
+
 def test_a_dollar_in_a_setting_is_no_variable():
     words = rendered(["data.prompt_key=$HOME"])["services"]["prepare"]["command"]
     assert "data.prompt_key=$$HOME" in words

@@ -2,9 +2,11 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from streamrl.commands.role import run_role
 from streamrl.cores import share_cores, usable_cores
 from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, UsageError
 from streamrl.producers.tokenizer import Tokenizer
@@ -236,13 +238,13 @@ def test_the_cores_of_a_host_are_divided_among_the_roles_that_compute(home, over
 def test_a_number_in_the_run_file_wins_and_a_cluster_gives_what_was_asked_for(home):
     config = loaded(home, "engine.threads=2", "cluster.resources={learner: {cpus: 4}, rollout: {cpus: 8}}").config
     assert "OMP_NUM_THREADS" not in threads(config, "learner")  # its share of the host, when it starts
-    assert threads(config, "learner", cluster=True)["OMP_NUM_THREADS"] == "4"
+    assert threads(config, "learner", cluster=True)["OMP_NUM_THREADS"] == "3"
     assert threads(config, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"
     assert threads(config, "reward", cluster=True)["OMP_NUM_THREADS"] == "1"
     asked = "cluster.resources={rollout: {cpus: 6}, reward_model: {cpus: 3}}"
     servers = loaded(home, asked, "engine.kind=vllm", "engine.servers=4", "reward_models.m={model: m}").config
-    assert threads(servers, "rollout", cluster=True)["OMP_NUM_THREADS"] == "2"  # of each server
-    assert threads(servers, "reward_model.m", cluster=True)["OMP_NUM_THREADS"] == "3"
+    assert threads(servers, "rollout", cluster=True)["OMP_NUM_THREADS"] == "1"  # of each server: no more than cores
+    assert threads(servers, "reward_model.m", cluster=True)["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +256,17 @@ def test_a_role_takes_its_share_of_the_cores_it_finds(home, monkeypatch, index, 
     monkeypatch.setattr("os.environ", dict(environ))
     use_cores(loaded(home).config, "rollout", index, alone=alone)
     assert os.environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_server_of_a_reward_model_that_joins_has_its_host_for_itself(home, monkeypatch):
+    target = SimpleNamespace(config=loaded(home, "reward_models.m={model: m}").config, path=home)
+    started = []
+    monkeypatch.setattr("streamrl.commands.role.join_run", lambda _: target)
+    monkeypatch.setattr("streamrl.runtime.roles.run", lambda name, *_, **__: started.append(name))
+    monkeypatch.setattr("streamrl.runtime.plan.usable_cores", lambda: 8)
+    monkeypatch.setattr("os.environ", {})
+    run_role("reward_model", run="redis://host:1#t", index="0", model=None)
+    assert (started, os.environ["OMP_NUM_THREADS"]) == (["reward_model.m"], "7")
 
 
 def test_a_process_of_a_role_has_its_threads(redis_run, tmp_path):

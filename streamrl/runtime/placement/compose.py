@@ -118,6 +118,8 @@ def _learner(config: RunConfig, ranks: int, role: Service) -> Service:
     service = _process(config, "learner", role)
     if ranks == 1:
         return {**service, "command": ["run", "learner", "--run", RUN_DIR]}
+    if "cpus" in service:
+        service["cpus"] *= ranks  # each rank asks for so many
     service["environment"] |= {"WORLD_SIZE": str(ranks), "STREAMRL_RENDEZVOUS": "tcp://127.0.0.1:29400"}
     return {**service, "entrypoint": ["bash", "-uc", *_words([gang(ranks)])]}
 
