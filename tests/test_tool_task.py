@@ -29,7 +29,8 @@ def test_a_lesson_is_what_an_episode_would_record():
             [token for token, _ in run]
             for _, run in itertools.groupby(zip(ids, written, strict=True), lambda it: it[1])
         ]
-        question, first = {"role": "user", "content": "".join(map(chr_of, turns[0][1:-1]))}, renderer.parse(turns[1], [LOOK_UP])
+        question = {"role": "user", "content": "".join(map(chr_of, turns[0][1:-1]))}
+        first = renderer.parse(turns[1], [LOOK_UP])
         assert renderer.render([question]) == turns[0]
         if not first.calls:
             assert len(first.content) == 2

@@ -47,6 +47,8 @@ def paces(snapshot: Snapshot, kind: str) -> list[RolePace]:
 
 def judge(snapshot: Snapshot, config: RunConfig) -> Verdict:
     """Find the slowest stage: the learner, if it is busy; else the stage in which the groups are that it lacks."""
+    if not snapshot.roles:
+        return Verdict("unknown", "no role is alive")
     if config.recording.mode != "off":
         return Verdict("unknown", "this run has no rollouts or no learner")
     learner, rollout = (_mean(paces(snapshot, kind)) for kind in ("learner", "rollout"))

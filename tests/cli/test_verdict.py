@@ -64,6 +64,10 @@ def test_each_stage_can_be_the_slowest(now, stage, advice):
     assert bool(found.advice) == (stage not in {"none", "unknown"})
 
 
+def test_of_a_run_without_roles_nobody_waits():
+    assert judge(replace(snapshot(), roles={}), CONFIG).text == "no role is alive"
+
+
 def test_no_reward_worker_is_helped_by_no_key():
     now = snapshot(0.98, 0.98, stream("rollouts", 200, 0), live=32)
     del now.roles["reward.0"]
