@@ -326,7 +326,7 @@ def read_key(name: str, path: Path | None) -> str | None:
 
 
 def own_key(name: str, given: Path | None, path: Path) -> str:
-    """The key of a server of ours: in the file that `name` names, else in `path`, made for its owner alone if missing.
+    """The key of a server of ours: in the file that `name` names, else in `path`, for its owner alone; made if missing.
 
     Errors as of `read_key`; `CannotCreate`: the file cannot be made.
     """
@@ -337,9 +337,14 @@ def own_key(name: str, given: Path | None, path: Path) -> str:
                 file.write(f"{secrets.token_urlsafe(32)}\n")
             with contextlib.suppress(FileExistsError):  # another process of the run was first
                 path.hardlink_to(draft)
-            draft.unlink()
         except OSError as error:
             raise CannotCreate(f"the key of {name} cannot be written to {path}: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+    elif given is None:
+        with contextlib.suppress(OSError):  # of another user, who decides who may read it
+            path.chmod(path.stat().st_mode & 0o700)
     key = read_key(name, given or path)
     assert key is not None
     return key

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl import http
-from streamrl.errors import ConfigError, DataError, Unreachable, WireError
+from streamrl.errors import CannotCreate, ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, Events, HttpClient, Lost
 from tests.http_kit import answering
 
@@ -136,6 +136,26 @@ def test_a_key_is_what_stands_in_its_file(tmp_path):
     (tmp_path / "key").write_text("\n sesame\t\r\n")
     assert http.read_key("x", tmp_path / "key") == "sesame"
     assert http.read_key("x", None) is None
+
+
+def test_a_key_that_cannot_be_made_leaves_no_draft_of_it(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.hardlink_to", full)
+    with pytest.raises(CannotCreate, match="No space left"):
+        http.own_key("x", None, tmp_path / "key")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_of_ours_that_others_may_read_is_closed_to_them(tmp_path):
+    key = http.own_key("x", None, tmp_path / "key")
+    (tmp_path / "key").chmod(0o644)
+    assert http.own_key("x", None, tmp_path / "key") == key
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "key").chmod(0o640)
+    assert http.own_key("x", tmp_path / "key", tmp_path / "other") == key
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o640, "it is named: its owner decides"
 
 
 async def test_a_server_that_repeats_the_key_does_not_get_it_into_a_message():
