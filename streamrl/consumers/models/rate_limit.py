@@ -6,12 +6,13 @@ minute, so no interval of a minute sees more than the quota. They are empty at f
 exceeds nothing. A request larger than a bucket waits for a full bucket; later ones wait until the excess is made up
 for.
 
-The time of a turn is fixed when a request asks: it sleeps once, in order, and looks at nothing meanwhile.
+Requests wait in one line, and only its head looks at the buckets: once for its time, and again when tokens come back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -64,11 +65,7 @@ _Full = tuple[float, float]
 class RateTurn:
     tokens: int
     costs: tuple[float, float]
-    begin: float
     settled: bool = False
-
-    def after(self, full: _Full) -> _Full:
-        return max(full[0], self.begin) + self.costs[0], max(full[1], self.begin) + self.costs[1]
 
 
 class RateLimit:
@@ -79,8 +76,9 @@ class RateLimit:
         self._model, self._quota, self._clock = model, quota, clock
         full = 1000 * clock() + CAPACITY_MS
         self._gone: _Full = (full, full)  # after the requests that went out
-        self._all: _Full | None = self._gone  # after those in the line as well; None: one has left it
-        self._line: dict[RateTurn, None] = {}
+        self._ahead = (0.0, 0.0)  # costs of those in the line
+        self._line = asyncio.Lock()  # its holder is the head
+        self._returned = asyncio.Event()
 
     def share(self, workers: int) -> None:
         """Divide the quota of later requests among so many workers, if they are more than at first."""
@@ -90,48 +88,51 @@ class RateLimit:
         """Wait for the turn of a request of `tokens` tokens, for at most `deadline` seconds.
 
         The caller calls `settle` at the end of the request. A cancelled wait costs nothing. `RewardUnavailable`: no
-        turn within that time, and nothing was taken.
+        turn within that time, and nothing was taken; raised at once if the estimates of those in line say so.
         """
-        now = 1000 * self._clock()
-        turn = self._place(tokens, now, deadline)
+        turn = RateTurn(tokens, self._quota.cost(tokens, self._workers))
+        wait = self._wait(turn, self._ahead)
+        self._ahead = _plus(self._ahead, turn.costs)
         try:
-            await asyncio.sleep((turn.begin - now) / 1000)
-        except BaseException:
-            del self._line[turn]
-            self._all = None
-            raise
-        del self._line[turn]
-        self._gone = turn.after(self._gone)
-        return turn
-
-    def _place(self, tokens: int, now: float, deadline: float) -> RateTurn:
-        costs = self._quota.cost(tokens, self._workers)
-        if self._all is None:
-            self._all = self._gone
-            for turn in self._line:
-                self._all = turn.after(self._all)
-        last = next(reversed(self._line)).begin if self._line else 0.0
-        pairs = zip(self._all, costs, strict=True)
-        begin = max(now, last, *(full + min(cost, CAPACITY_MS) - CAPACITY_MS for full, cost in pairs))
-        if begin - now > 1000 * deadline:
+            if wait > 1000 * deadline:
+                raise TimeoutError
+            async with asyncio.timeout(deadline), self._line:
+                while (wait := self._wait(turn)) > 0:
+                    self._returned.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait / 1000):
+                            await self._returned.wait()
+                now = 1000 * self._clock()
+                self._gone = _plus((max(self._gone[0], now), max(self._gone[1], now)), turn.costs)
+        except TimeoutError as error:
             raise RewardUnavailable(
                 f"the rate limit of reward model {self._model} is used up: the next request may go out in"
-                f" {(begin - now) / 1000:.1f} s",
+                f" {wait / 1000:.1f} s",
                 f"reward_models.{self._model}.requests_per_minute and tokens_per_minute bound all workers together;"
                 " a longer deadline of the reward, or a lower concurrency, lets samples wait",
-            )
-        turn = RateTurn(tokens, costs, begin)
-        self._all = turn.after(self._all)
-        self._line[turn] = None
+            ) from error
+        finally:
+            self._ahead = _plus(self._ahead, turn.costs, -1)
         return turn
+
+    def _wait(self, turn: RateTurn, ahead: _Full = (0.0, 0.0)) -> float:
+        """Milliseconds until a request may go out, after others that cost `ahead`."""
+        now = 1000 * self._clock()
+        buckets = zip(self._gone, ahead, turn.costs, strict=True)
+        filled = (max(full - now, 0) + more + min(cost, CAPACITY_MS) for full, more, cost in buckets)
+        return max(0.0, max(filled) - CAPACITY_MS)
 
     def settle(self, turn: RateTurn, tokens: int) -> None:
         """Give back the tokens that a request did not use. A repeat does nothing."""
         back = turn.costs[1] * (1 - tokens / max(1, turn.tokens))
         if back and not turn.settled:
-            self._gone = (self._gone[0], self._gone[1] - back)
-            self._all = None
+            self._gone = _plus(self._gone, (0.0, back), -1)
+            self._returned.set()
         turn.settled = True
+
+
+def _plus(pair: _Full, other: _Full, times: int = 1) -> _Full:
+    return pair[0] + times * other[0], pair[1] + times * other[1]
 
 
 def limit_of(name: str, model: RewardModelConfig, workers: int) -> RateLimit | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import RunConfig
 from streamrl.consumers.models import open_models
-from streamrl.consumers.models.rate_limit import CAPACITY_MS, Quota, RateLimit, RateTurn
+from streamrl.consumers.models.rate_limit import CAPACITY_MS, Quota, RateLimit, RateTurn, _plus
 from streamrl.errors import RewardUnavailable
 from streamrl.queues import Role, open_ledgers
 from tests.queues.ledger_kit import until
@@ -31,16 +32,23 @@ class Clock:
 
 
 def reserved(limit: RateLimit, clock: Clock, tokens: int = 0) -> float:
-    """Seconds until the turn of a request that asks now, and stays in the line."""
-    return limit._place(tokens, 1000 * clock.now, EVER).begin / 1000 - clock.now
+    """Seconds until the turn of a request that is the head of the line; it goes out then."""
+    turn = RateTurn(tokens, limit._quota.cost(tokens, limit._workers))
+    wait = limit._wait(turn)
+    begin = 1000 * clock.now + wait
+    limit._gone = _plus((max(limit._gone[0], begin), max(limit._gone[1], begin)), turn.costs)
+    return wait / 1000
 
 
 def play(limit: RateLimit, clock: Clock, requests: list[tuple[float, int]]) -> list[float]:
     """When each of some requests, pauses and tokens, has its turn."""
     went = []
+    asked = clock.now
     for gap, tokens in requests:
-        clock.now += gap
-        went.append(clock.now + reserved(limit, clock, tokens))
+        asked += gap
+        clock.now = max(asked, clock.now)  # it is the head once the one before it has gone out
+        clock.now += reserved(limit, clock, tokens)
+        went.append(clock.now)
     return went
 
 
@@ -136,18 +144,55 @@ async def test_tokens_that_were_not_used_come_back_once():
     assert reserved(limit, clock, 2000) == pytest.approx((2000 - left) / 950)
 
 
+async def test_what_comes_back_lets_the_head_of_the_line_go_out():
+    """The clock stands still: only the tokens that the first one did not use can let others through."""
+    clock = Clock()
+    limit = RateLimit("critic", Quota(None, 60_000), 1, clock)
+    clock.now += MINUTE
+    first = await limit.take(3000, EVER)
+    waiting = [asyncio.create_task(limit.take(900, EVER)) for _ in range(4)]
+    await asyncio.sleep(0)
+    limit.settle(first, 1000)
+    await asyncio.wait_for(asyncio.gather(*waiting[:2]), 20.0)
+    assert [task.done() for task in waiting] == [True, True, False, False]
+    limit.settle(await waiting[0], 0)
+    await asyncio.wait_for(waiting[2], 20.0)
+    assert not waiting[3].done()
+    waiting[3].cancel()
+
+
+async def test_who_gets_no_turn_until_the_deadline_is_refused_and_pays_nothing():
+    """What an answer used beyond its estimate makes those wait longer who are in line."""
+    clock = Clock()
+    limit = RateLimit("critic", Quota(None, 60_000), 1, clock)
+    clock.now += MINUTE
+    first = await limit.take(3000, EVER)
+    waiting = asyncio.create_task(limit.take(10, 0.1))
+    await asyncio.sleep(0)
+    limit.settle(first, 60_000)
+    with pytest.raises(RewardUnavailable, match=r"may go out in 60\.\d s"):
+        await asyncio.wait_for(waiting, 20.0)
+    assert limit._ahead == pytest.approx((0.0, 0.0))
+
+
 async def test_thousands_of_waiting_requests_cost_one_look_each(monkeypatch):
     """A line of 2,000 that each looked at it cost Redis more than a second of every second."""
-    looks, place = [], RateLimit._place
+    looks, wait = [], RateLimit._wait
 
-    def counted(limit: RateLimit, tokens: int, now: float, deadline: float) -> RateTurn:
-        looks.append(tokens)
-        return place(limit, tokens, now, deadline)
+    def counted(limit: RateLimit, *args: Any) -> float:
+        looks.append(args)
+        return wait(limit, *args)
 
-    monkeypatch.setattr(RateLimit, "_place", counted)
-    limit = RateLimit("critic", Quota(60 * 4000, None))
-    turns = await asyncio.gather(*(limit.take(0, 60.0) for _ in range(2000)))
-    assert (len(turns), len(looks)) == (2000, 2000)
+    monkeypatch.setattr(RateLimit, "_wait", counted)
+    clock = Clock()
+    limit = RateLimit("critic", Quota(None, 60 * 4000), 1, clock)
+    clock.now += MINUTE
+    first = await limit.take(12_000, 60.0)
+    waiting = [asyncio.create_task(limit.take(5, 60.0)) for _ in range(2000)]
+    await asyncio.sleep(0)
+    limit.settle(first, 0)
+    assert len(await asyncio.gather(*waiting)) == 2000
+    assert len(looks) < 3 * 2000, "one as it asks, one as it is the head, a few for what came back"
 
 
 async def test_workers_that_join_get_their_part_of_the_quota(redis_run):
