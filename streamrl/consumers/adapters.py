@@ -16,13 +16,14 @@ import ast
 import copy
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from streamrl.config import RewardSpec, RunConfig
-from streamrl.consumers.reward import RewardSample, Score, branch, finite
+from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.transcript import transcript
 from streamrl.errors import DataError, PluginError
 
@@ -155,8 +156,8 @@ def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:
 
 def _turns(sample: RewardSample) -> int:
     """Turns as verl counts them: the prompt, each reply, and what stands between two replies."""
-    turns = branch(sample.turns)
-    return 2 if not turns else len(turns) + bool(turns[0].sampled)
+    pairs = itertools.pairwise(message["role"] for message in sample.completion)
+    return 2 + sum("assistant" in pair for pair in pairs)
 
 
 def _verl_score(result: Any) -> Score:

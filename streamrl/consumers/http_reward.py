@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,13 +14,16 @@ from typing_extensions import override
 
 from streamrl.consumers.reward import RewardContext, RewardLife, RewardSample, Score
 from streamrl.errors import ConfigError, PluginError, RewardBusy, RewardUnavailable, WireError
-from streamrl.http import BadAnswer, Call, HttpClient, Lost, read_key
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key
 
 _BUSY: Final = frozenset({429, 503})
+_NOT_HERE: Final = frozenset({404, 405, 409})  # says nothing of the samples: a proxy answers it while the server starts
 _WRONG_KEY: Final = frozenset({401, 403})
 _OPEN_SECONDS: Final = 10.0
 _SHARE: Final = 0.95
 """Part of the deadline after which a request gives up by itself, with an error that names the server."""
+_FAIR_SHARE: Final = 0.5  # of its time; a sample with less of it left is not sent
+_Waiting = tuple[RewardSample, asyncio.Future[Score], float]  # the last one: its end by `time.monotonic`
 
 
 class _Found(msgspec.Struct):
@@ -66,7 +70,7 @@ class HttpReward(RewardLife):
         self._server = f"{parts.scheme}://{parts.netloc}"
         self._path = url.removeprefix(self._server) or "/"
         self._send, self._batch, self._key_file = send, batch, api_key_file
-        self._waiting: list[tuple[RewardSample, asyncio.Future[Score]]] = []
+        self._waiting: list[_Waiting] = []
         self._sending: asyncio.Task[None] | None = None
         self._client: HttpClient | None = None
         self.score_group = self._scores if send == "group" else None
@@ -82,12 +86,11 @@ class HttpReward(RewardLife):
         key = await asyncio.to_thread(read_key, "args.api_key_file", file)
         hint = "start the server of args.url; docs/guides/http-reward.md has one"
         self._client = HttpClient(self._server, key, hint, key_option="args.api_key_file")
-        try:  # a route for posts alone answers 404 or 405: the server is there
-            await self._client.call(Call("GET", self._path, optional=True), _OPEN_SECONDS, retry=False)
-        except BadAnswer as error:
-            raise ConfigError(error.message, error.hint) from error
-        except WireError:
-            pass
+        try:
+            await self._client.call(Call("GET", self._path), _OPEN_SECONDS, retry=False)
+        except (BadAnswer, BadRequest, WireError) as error:  # a route for posts alone answers 404 or 405, say
+            if isinstance(error, BadAnswer) and error.status in _WRONG_KEY:
+                raise ConfigError(error.message, "set args.api_key_file to the key of the server") from error
 
     @override
     async def close(self) -> None:
@@ -102,7 +105,7 @@ class HttpReward(RewardLife):
             (score,) = await self._scores([sample])
             return score
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, future))
+        self._waiting.append((sample, future, time.monotonic() + self._limit))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_batches(), name="http reward")
         return await future
@@ -110,34 +113,54 @@ class HttpReward(RewardLife):
     async def _send_batches(self) -> None:
         """Send what waits, one request after the other, until nothing waits."""
         while self._waiting:
-            batch = [(sample, future) for sample, future in self._waiting[: self._batch] if not future.done()]
+            batch = self._waiting[: self._batch]
             del self._waiting[: self._batch]
-            found: Sequence[Score | Exception] = []
+            request = asyncio.create_task(self._send_batch(batch), name="http reward batch")
             try:
-                found = await self._post([sample for sample, _ in batch]) if batch else []
-            except Exception as error:  # noqa: BLE001 (handed to those who wait)
-                found = [error] * len(batch)
-            for (_, future), one in zip(batch, found, strict=True):
-                if future.done():
-                    continue
-                if isinstance(one, Score):
-                    future.set_result(one)
-                else:
-                    future.set_exception(one)
+                await asyncio.wait([future for _, future, _ in batch])  # until all have a result, or nobody wants one
+            finally:
+                request.cancel()
+
+    async def _send_batch(self, batch: Sequence[_Waiting]) -> None:
+        """Send samples and hand out what comes. The halves of a request that is refused are sent alone."""
+        late = time.monotonic() + _FAIR_SHARE * self._limit
+        for _, future, until in batch:
+            if until < late and not future.done():
+                future.set_exception(RewardBusy(f"{self._server}{self._path} took too long for those before"))
+        fair = [one for one in batch if not one[1].done()]
+        if not fair:
+            return
+        try:
+            found = await self._post([sample for sample, _, _ in fair], min(until for _, _, until in fair))
+        except BadRequest as error:
+            if half := len(fair) // 2:
+                await self._send_batch(fair[:half])
+                await self._send_batch(fair[half:])
+                return
+            found = [error]
+        except Exception as error:  # noqa: BLE001 (handed to those who wait)
+            found = [error] * len(fair)
+        for (_, future, _), one in zip(fair, found, strict=True):
+            if future.done():
+                continue
+            if isinstance(one, Score):
+                future.set_result(one)
+            else:
+                future.set_exception(one)
 
     async def _scores(self, samples: Sequence[RewardSample]) -> list[Score]:
         scores = []
-        for one in await self._post(samples):
+        for one in await self._post(samples, time.monotonic() + self._limit):
             if not isinstance(one, Score):
                 raise one
             scores.append(one)
         return scores
 
-    async def _post(self, samples: Sequence[RewardSample]) -> list[Score | Exception]:
+    async def _post(self, samples: Sequence[RewardSample], until: float) -> list[Score | Exception]:
         """A score or an error for each sample. Raises what failed the request as a whole."""
         bodies = [_body(sample) for sample in samples]
         single = self._send == "sample"
-        answer = await self._answer(bodies[0] if single else {"samples": bodies})
+        answer = await self._answer(bodies[0] if single else {"samples": bodies}, until)
         try:
             if single:
                 found = [msgspec.convert(answer, float | _Found)]
@@ -150,21 +173,24 @@ class HttpReward(RewardLife):
             raise WireError(f"{self._server}{self._path} answered {len(found)} scores for {len(samples)} samples")
         return [_score(one) for one in found]
 
-    async def _answer(self, body: dict[str, Any], *, pooled: bool = True) -> Any:
+    async def _answer(self, body: dict[str, Any], until: float, *, pooled: bool = True) -> Any:
         """What the server answers. Asked again if a pooled connection broke, since the server may have closed it."""
         assert self._client is not None, "scores come after open"
+        call, seconds = Call("POST", self._path, body, pooled=pooled), round(max(0.0, until - time.monotonic()), 2)
         try:
-            return await self._client.call(Call("POST", self._path, body, pooled=pooled), self._limit, retry=False)
+            return await self._client.call(call, seconds, retry=False)
         except Lost as error:
             if not error.sent:
                 raise RewardUnavailable(error.message, error.hint) from error
             if error.late or not pooled:
                 raise
-        except BadAnswer as error:
+        except (BadAnswer, BadRequest) as error:
             if error.status in _BUSY:
                 raise RewardBusy(error.message, error.hint) from error
+            if error.status in _NOT_HERE:
+                raise BadAnswer(error.message, error.hint, error.status) from error
             raise
-        return await self._answer(body, pooled=False)
+        return await self._answer(body, until, pooled=False)
 
 
 def _score(found: float | _Found) -> Score | Exception:
@@ -187,7 +213,7 @@ def _body(sample: RewardSample) -> dict[str, Any]:
         "line": prompt.line,
         "evaluation": prompt.evaluation,
         "prompt": prompt.text,
-        "messages": prompt.messages,
+        "messages": sample.messages,
         "answer": prompt.answer,
         "metadata": prompt.metadata,
         "response": sample.text,

@@ -83,15 +83,13 @@ class RewardSample:
     score: SampleScore | None = None
     stop: StopReason | None = None
     turns: Sequence[Turn] = ()
+    completion: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(init=False)
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
+    def __post_init__(self) -> None:
         opening, completion = _said(self)
-        return [*opening, *completion]
-
-    @property
-    def completion(self) -> list[dict[str, Any]]:
-        return _said(self)[1]
+        object.__setattr__(self, "completion", completion)
+        object.__setattr__(self, "messages", [*opening, *completion])
 
     @property
     @deprecated("use `group_id`")
@@ -140,7 +138,9 @@ def _said(sample: RewardSample) -> tuple[list[dict[str, Any]], list[dict[str, An
     turns = branch(sample.turns)
     replies = [turn.messages for turn in turns if turn.messages]
     if not replies:
-        return opening, [{"role": "assistant", "content": sample.text}]
+        given = sample.completion  # one plain message is the text, also after `dataclasses.replace`
+        is_more = bool(given) and (len(given) > 1 or bool(given[0].keys() - {"role", "content"}))
+        return opening, list(given) if is_more else [{"role": "assistant", "content": sample.text}]
     if not turns[0].sampled:
         opening = replies[0][:-1]
     return opening, [replies[0][-1], *(message for said in replies[1:] for message in said)]

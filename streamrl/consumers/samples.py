@@ -14,14 +14,13 @@ import orjson
 
 from streamrl.consumers.reward import RewardPrompt, RewardSample
 from streamrl.errors import ConfigError, DataError
-from streamrl.wire import Int32Array, Turn, pack_int32
+from streamrl.wire import Int32Array
 
 Finish = Literal["stop", "length", "abort"]
 _FINISH: Final = get_args(Finish)
 _EXAMPLE: Final = '{"prompt": "2+2=", "response": "4", "answer": "4"}'
 _OTHER_NAMES: Final = frozenset({"completion", "output", "solution_str", "text"})
 _MAX_FILE: Final = 1 << 30
-_ONE_TOKEN: Final = pack_int32([0])
 
 
 class _Line(msgspec.Struct, kw_only=True):
@@ -85,6 +84,9 @@ def make_sample(
         line=line,
         evaluation=evaluation,
     )
+    said = list(completion or ())
+    if said and {said[0].get("role"), said[-1].get("role")} != {"assistant"}:
+        raise ValueError("the completion must begin and end with a message of the assistant")
     ids = _bytes_of(response) if tokens is None else np.asarray(tokens, dtype=np.int32)
     return RewardSample(
         text=response,
@@ -93,23 +95,8 @@ def make_sample(
         finish=finish,
         group_id=group,
         index=index,
-        turns=_turns(completion) if completion else (),
+        completion=said,
     )
-
-
-def _turns(completion: Sequence[dict[str, Any]]) -> list[Turn]:
-    turns: list[Turn] = []
-    said: list[dict[str, Any]] = []
-    for message in completion:
-        said.append(message)
-        if message.get("role") == "assistant":
-            if len(said) > 1:
-                turns.append(Turn(parent=len(turns) - 1, role=said[-2]["role"], observed=_ONE_TOKEN))
-            turns.append(Turn(parent=len(turns) - 1, sampled=1, messages=said))
-            said = []
-    if said or completion[0].get("role") != "assistant":
-        raise ValueError("the completion must begin and end with a message of the assistant")
-    return turns
 
 
 def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[RewardSample]:
@@ -117,8 +104,8 @@ def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[Rewa
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
     `tokens`, `completion` (messages of an episode), `group`, `index`, `line` and `evaluation`. Any other key is
-    metadata. The default of `line` is the number
-    of the sample in the file, from 0.
+    metadata. The default of `line` is the number of the sample in the file, from 0. `messages` that end with those of
+    `completion` are a whole conversation, as the reward `http` posts it.
 
     `problems` collects damage of a recording, and the rest is read; None: damage is a `DataError`, as is a file that
     cannot be read, is empty, or has a line that is no sample. `ConfigError`: the directory has no recorded groups.
@@ -200,6 +187,8 @@ def _sample(where: str, record: Any, number: int) -> RewardSample:
         if line.prompt is None:
             line.prompt = "\n".join(str(message.get("content", "")) for message in line.messages or ())
         line.metadata = {**others, **line.metadata}
+        if (said := line.completion) and line.messages and line.messages[-len(said) :] == said:
+            line.messages = line.messages[: -len(said)]
         return make_sample(**msgspec.structs.asdict(line))
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}", f"write: {_EXAMPLE}") from error

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -91,6 +92,7 @@ async def test_a_sample_is_sent_in_the_form_that_reward_test_reads(tmp_path):
     async with served(keep) as url, opened(url) as reward:
         assert await reward.score(sample) == Score(0.5, {"a": 1.0}, 7, "half right")
     (tmp_path / "one.json").write_bytes(orjson.dumps(bodies[0]))
+    assert bodies[0]["messages"] == [{"role": "user", "content": "2+2="}, *sample.completion], "all of it"
     (read,) = read_samples(tmp_path / "one.json")
     assert (read.messages, read.text, read.tokens.tolist()) == (sample.messages, sample.text, sample.tokens.tolist())
     assert (read.group_id, read.index, read.prompt.line, read.prompt.answer) == (5, 3, 17, "4")
@@ -154,7 +156,9 @@ async def test_a_group_is_sent_whole():
             "of a score is inf|did not answer with JSON",
         ),
         (Status(422), DataError, "answered 422"),
-        (Status(404), DataError, "answered 404"),
+        (Status(404), BadAnswer, "answered 404"),
+        (Status(405), BadAnswer, "answered 405"),
+        (Status(409), BadAnswer, "answered 409"),
         (Status(500), BadAnswer, "answered 500"),
         (Status(302), BadAnswer, "answered 302"),
         (Status(503), RewardBusy, "answered 503"),
@@ -175,6 +179,69 @@ async def test_another_number_of_scores_fails_the_group(found):
             await reward.score_group([seen(), seen()])
 
 
+async def test_an_error_at_the_start_that_is_not_of_the_key_is_no_reason_to_end():
+    async def handle(request):
+        return web.json_response(1.0) if request.method == "POST" else web.Response(status=500)
+
+    app = web.Application()
+    app.router.add_route("*", "/score", handle)
+    async with listen(app, "127.0.0.1", 0, what="scores", hint="") as url, opened(f"{url}/score") as reward:
+        assert await reward.score(seen()) == Score(1.0)
+
+
+@pytest.mark.parametrize("status", [413, 422])
+async def test_one_sample_that_is_refused_takes_no_others_with_it(status):
+    async def picky(body):
+        texts = [one["response"] for one in body["samples"]]
+        return Status(status) if "bad" in texts else [float(text) for text in texts]
+
+    async with served(picky) as url, opened(url, send="batch") as reward:
+        texts = ["1", "2", "bad", "4", "5"]
+        found = await asyncio.gather(*(reward.score(seen(text)) for text in texts), return_exceptions=True)
+    assert isinstance(found.pop(2), DataError)
+    assert found == [Score(1.0), Score(2.0), Score(4.0), Score(5.0)]
+
+
+async def test_a_batch_that_waited_too_long_is_busy_and_the_one_after_it_has_its_whole_time(monkeypatch):
+    sizes, hang, now = [], asyncio.Event(), [0.0]
+    monkeypatch.setattr("streamrl.consumers.http_reward.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def slow(body):
+        sizes.append(len(body["samples"]))
+        await hang.wait()
+        return [1.0] * sizes[-1]
+
+    async with served(slow) as url, opened(url, deadline=100.0, send="batch", batch=2) as reward:
+        tasks = [asyncio.create_task(reward.score(seen())) for _ in range(4)]
+        await until(lambda: sizes)
+        now[0] = 60.0
+        tasks.append(asyncio.create_task(reward.score(seen())))
+        await asyncio.sleep(0)
+        hang.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in found] == [Score, Score, RewardBusy, RewardBusy, Score]
+    assert sizes == [2, 1]
+
+
+async def test_a_request_that_nobody_waits_for_any_more_holds_up_no_other():
+    sizes, hang = [], asyncio.Event()
+
+    async def first_hangs(body):
+        sizes.append(len(body["samples"]))
+        if len(sizes) == 1:
+            await hang.wait()
+        return [1.0] * len(body["samples"])
+
+    async with served(first_hangs) as url, opened(url, send="batch", batch=2) as reward:
+        tasks = [asyncio.create_task(reward.score(seen())) for _ in range(3)]
+        await until(lambda: sizes)
+        for task in tasks[:2]:
+            task.cancel()
+        assert await asyncio.wait_for(tasks[2], 20.0) == Score(1.0)
+        hang.set()
+    assert sizes == [2, 1]
+
+
 async def test_a_server_that_is_away_is_no_fault_of_the_sample():
     async with contextlib.AsyncExitStack() as serving:
         url = await serving.enter_async_context(served(always(1.0)))
@@ -192,7 +259,7 @@ async def test_a_hanging_server_is_named_before_the_deadline_of_the_attempt():
         await hang.wait()
 
     async with served(never) as url, opened(url, deadline=0.5) as reward:
-        with pytest.raises(Exception, match=r"POST http://127.0.0.1:\d+/score: no answer within 0.475 s"):
+        with pytest.raises(Exception, match=r"POST http://127.0.0.1:\d+/score: no answer within 0\.4\d s"):
             await reward.score(seen())
         hang.set()
 
@@ -212,16 +279,17 @@ def test_arguments_that_do_not_fit_are_refused_when_the_reward_is_loaded(args, w
         load_rewards(RunConfig.model_validate({"rewards": [{"use": "http", "args": args}]}))
 
 
-async def test_a_wrong_key_ends_the_start(tmp_path):
+@pytest.mark.parametrize("wrong", [401, 403])
+async def test_a_wrong_key_ends_the_start(tmp_path, wrong):
     (tmp_path / "key").write_text("mine")
 
     async def handle(request):
-        return web.json_response(1.0, status=200 if request.headers["Authorization"] == "Bearer right" else 401)
+        return web.json_response(1.0, status=200 if request.headers["Authorization"] == "Bearer right" else wrong)
 
     app = web.Application()
     app.router.add_route("*", "/score", handle)
     async with listen(app, "127.0.0.1", 0, what="scores", hint="") as url:
-        with pytest.raises(ConfigError, match="answered 401") as caught:
+        with pytest.raises(ConfigError, match=f"answered {wrong}") as caught:
             async with opened(f"{url}/score", api_key_file=str(tmp_path / "key")):
                 pass
         assert caught.value.hint == "set args.api_key_file to the key of the server"

@@ -1,5 +1,7 @@
 """Samples without a run: made by hand, and read from files."""
 
+import dataclasses
+
 import numpy as np
 import orjson
 import pytest
@@ -135,3 +137,22 @@ def test_a_prompt_that_is_a_list_of_messages_is_read_as_verl_reads_it(tmp_path):
     (sample,) = read_samples(path)
     assert (sample.prompt.messages, sample.prompt.text) == (messages, "2+2=")
     assert sample.prompt.metadata == {"data_source": "gsm8k"}
+
+
+def test_the_conversation_of_a_sample_is_made_once_and_is_that_which_was_given():
+    said = [
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    sample = make_sample("c", prompt="?", completion=said)
+    assert (sample.completion, sample.messages) == (said, [{"role": "user", "content": "?"}, *said])
+    assert sample.messages is sample.messages
+    assert not sample.turns, "they are what an episode recorded"
+    with pytest.raises(ValueError, match="begin and end"):
+        make_sample("c", completion=said[:2])
+
+
+def test_a_copy_with_another_text_says_that_text():
+    sample = dataclasses.replace(make_sample("<b>4</b>", prompt="2+2="), text="4")
+    assert sample.messages == [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]

@@ -109,7 +109,7 @@ class RewardModel(AskingReward):
 
     @override
     async def score(self, sample: RewardSample) -> Score:
-        if _characters(sample) > _LONG:
+        if len(sample.completion) > 1 or _characters(sample) > _LONG:
             question = await asyncio.to_thread(self._question, sample)
         else:
             question = self._question(sample)

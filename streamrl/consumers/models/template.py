@@ -15,6 +15,7 @@ string becomes text. `{{` and `}}` stand for braces.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ _PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 def fence(sample: RewardSample) -> str:
     """Twelve digits for delimiters around a response: a hash of it, so that it cannot contain them."""
-    said = f"{sample.prompt.text}\0{sample.text}\0{sample.messages if sample.turns else ''}"
+    said = f"{sample.prompt.text}\0{sample.text}\0{sample.messages if sample.turns or sample.completion[1:] else ''}"
     return hashlib.blake2b(said.encode(errors="replace"), digest_size=6).hexdigest()
 
 
@@ -58,7 +59,8 @@ class Body:
         self.placeholders = frozenset(_placeholders(body))
 
     def filled(self, sample: RewardSample) -> dict[str, Any]:
-        return {key: _filled(value, sample) for key, value in self._body.items()}
+        look = functools.cache(lambda name: _value(name, sample))
+        return {key: _filled(value, look) for key, value in self._body.items()}
 
 
 class Template(Body):
@@ -111,21 +113,17 @@ def _placeholders(value: Any) -> list[str]:
     return names
 
 
-def _filled(value: Any, sample: RewardSample) -> Any:
+def _filled(value: Any, look: Callable[[str], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _filled(inner, sample) for key, inner in value.items()}
+        return {key: _filled(inner, look) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_filled(inner, sample) for inner in value]
+        return [_filled(inner, look) for inner in value]
     if not isinstance(value, str):
         return value
     whole = _PLACEHOLDER.fullmatch(value)
     if whole is not None and whole[1] is not None:
-        return _value(whole[1], sample)
-    return _PLACEHOLDER.sub(lambda match: _text(match, sample), value)
-
-
-def _text(match: re.Match[str], sample: RewardSample) -> str:
-    return match[0][0] if match[1] is None else as_text(_value(match[1], sample))
+        return look(whole[1])
+    return _PLACEHOLDER.sub(lambda match: match[0][0] if match[1] is None else as_text(look(match[1])), value)
 
 
 def as_text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from streamrl.consumers.models.dialects import DIALECTS, UnclearScore, read_scor
 from streamrl.consumers.models.rendering import Renderer
 from streamrl.consumers.models.reward_model import RewardModel
 from streamrl.consumers.models.router import PoolServerState
-from streamrl.consumers.models.template import Template
+from streamrl.consumers.models.template import _VALUES, Body, Template
 from streamrl.consumers.plugins import load_rewards
 from streamrl.errors import (
     ConfigError,
@@ -77,6 +78,28 @@ async def test_a_long_text_is_made_in_a_thread_and_is_the_same(tokenizer):
     async with servers(["well"]) as (one,), opened({"url": [one.url], "model": str(tokenizer)}) as reward:
         sample = seen("It is 4. " * 5000)
         assert (await reward.score(sample)).value == score_of(Renderer(str(tokenizer)).ids(sample))
+
+
+async def test_the_text_of_an_episode_is_made_in_a_thread(tokenizer, monkeypatch):
+    """Whatever its length: what its tools said is not measured first."""
+    threads, make = [], RewardModel._question
+
+    def question(reward, sample):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return make(reward, sample)
+
+    async with servers(["well"]) as (one,), opened({"url": [one.url], "model": str(tokenizer)}) as reward:
+        monkeypatch.setattr(RewardModel, "_question", question)
+        await reward.score(seen())
+        await reward.score(episode())
+    assert threads == [True, False]
+
+
+def test_the_hash_of_a_sample_is_made_once_for_all_places_of_a_body(monkeypatch):
+    made = []
+    monkeypatch.setitem(_VALUES, "fence", lambda _: made.append(1) or "f")
+    filled = Body({"a": "{fence} {fence}", "b": ["{fence}"]}).filled(seen())
+    assert (filled, len(made)) == ({"a": "f f", "b": ["f"]}, 1)
 
 
 async def test_a_server_with_a_template_of_its_own_gets_messages():
