@@ -149,7 +149,7 @@ async def test_what_comes_back_lets_the_head_of_the_line_go_out():
     clock = Clock()
     limit = RateLimit("critic", Quota(None, 60_000), 1, clock)
     clock.now += MINUTE
-    first = await limit.take(3000, EVER)
+    first = await limit.take(60_000, EVER)
     waiting = [asyncio.create_task(limit.take(900, EVER)) for _ in range(4)]
     await asyncio.sleep(0)
     limit.settle(first, 1000)
