@@ -12,12 +12,10 @@ only a group has. All arguments are passed by name. Those from the data set are 
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
 import inspect
 import itertools
-import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,7 +45,6 @@ class Adapted:
     group: bool  # takes all samples of a group
     prepare: Callable[[Any], tuple[dict[str, Any], _Read]]  # makes the keyword arguments, and what reads the result
     needed: frozenset[str] = frozenset()  # parameters without a default: columns that the data set must have
-    reads_messages: bool = False  # indexes completions or prompts as lists of messages without checking their type
 
     def __call__(self, subject: Any) -> Any:
         arguments, read = self.prepare(subject)
@@ -55,18 +52,13 @@ class Adapted:
         return _later(result, read) if inspect.isawaitable(result) else read(result)
 
     def check_line(self, record: Mapping[str, Any], where: str, name: str) -> None:
-        """Raise `PluginError` if the line lacks a column, or its prompt is text and the function reads messages."""
+        """Raise `PluginError` if the line lacks a column."""
         columns = [key for key, value in record.items() if value is not None or key != "answer"]
         columns = [key for key in columns if key not in {"prompt", "messages"}]
         if missing := sorted(self.needed - set(columns)):
             raise PluginError(
                 f"reward {name} needs the column {missing[0]}, which {where} does not have",
                 f"columns are the keys of the lines, here: {', '.join(columns) or 'none'}; constants can stand in args",
-            )
-        if self.reads_messages and record.get("messages") is None and isinstance(record.get("prompt"), str):
-            raise PluginError(
-                f"reward {name} reads completions as lists of messages, and the `prompt` of {where} is text",
-                'give messages, and completions are such lists, too: {"prompt": [{"role": "user", "content": "2+2="}]}',
             )
 
 
@@ -202,104 +194,7 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: RunConfig) -> A
     if group:
         given.add(_OF_A_GROUP)
     prepare = calls.group if group else functools.partial(_alone, calls.group)
-    nodes = _nodes(function)
-    others = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
-    columns = frozenset(needed | _keys_of(nodes, others)) - given
-    return Adapted(function, group, prepare, columns, _reads_messages(nodes))
-
-
-def _nodes(function: Callable[..., Any]) -> list[ast.AST]:
-    """All nodes of the function's source; empty without readable source, and then the first sample is the check."""
-    try:
-        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
-    except (OSError, TypeError, SyntaxError):
-        return []
-
-
-def _keys_of(nodes: Sequence[ast.AST], owner: str) -> set[str]:
-    """The texts in `owner["text"]` that every call reads; empty if the code uses `owner` in any other way."""
-    above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-    leaves = [node for node in nodes if isinstance(node, _LEAVES) and _may_be_left_out(node, above)]
-    first = min((node.lineno for node in leaves), default=None)
-    keys: set[str] = set()
-    for name in nodes:
-        if not isinstance(name, ast.Name) or name.id != owner:
-            continue
-        read = above[name]
-        if not (isinstance(read, ast.Subscript) and read.value is name and isinstance(read.ctx, ast.Load)):
-            return set()
-        certain = not _may_be_left_out(read, above) and (first is None or read.lineno < first)
-        if certain and isinstance(read.slice, ast.Constant) and isinstance(read.slice.value, str):
-            keys.add(read.slice.value)
-    return keys
-
-
-_LEAVES: Final = (ast.Return, ast.Continue, ast.Break)
-_BRANCHES: Final = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
-
-
-def _may_be_left_out(node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether a call may succeed without reaching it: it stands in a branch, a `try`, or another function."""
-    functions = 0
-    while node in above:
-        node = above[node]
-        functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        filters = isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) and any(
-            loop.ifs for loop in node.generators
-        )
-        if filters or isinstance(node, _BRANCHES) or functions > 1:
-            return True
-    return False
-
-
-def _reads_messages(nodes: Sequence[ast.AST]) -> bool:
-    """Whether the code has `completion[0]["content"]` of a completion or prompt, without a check of its type."""
-    looks = {"isinstance", "hasattr", "type", "is_conversational"}
-    if any(isinstance(node, ast.Try) or (isinstance(node, ast.Name) and node.id in looks) for node in nodes):
-        return False
-    loops = [node for node in nodes if isinstance(node, ast.For | ast.comprehension)]
-    targets = [name for loop in loops for name in _of_lists(loop.target, loop.iter)]
-    others = {
-        node.id
-        for node in nodes
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in targets
-    }
-    ours = (_LISTS | {name.id for name in targets}) - others
-    return any(_reads_a_message(node) and _base(node) in ours for node in nodes)
-
-
-_LISTS: Final = frozenset({"completions", "prompts"})
-
-
-def _of_lists(target: ast.AST, source: ast.AST) -> list[ast.Name]:
-    if isinstance(source, ast.Subscript) and isinstance(source.slice, ast.Slice):
-        return _of_lists(target, source.value)
-    if isinstance(source, ast.Name):
-        return [target] if isinstance(target, ast.Name) and source.id in _LISTS else []
-    if not isinstance(source, ast.Call) or not isinstance(source.func, ast.Name):
-        return []
-    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
-    if source.func.id == "zip":
-        return [name for part, one in zip(parts, source.args, strict=False) for name in _of_lists(part, one)]
-    if source.func.id == "enumerate" and len(parts) == 2 and source.args:
-        return _of_lists(parts[1], source.args[0])
-    return []
-
-
-def _base(node: ast.AST) -> str:
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _reads_a_message(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Subscript):
-        return False
-    key, place = node.slice, node.value.slice
-    if isinstance(place, ast.UnaryOp):
-        place = place.operand
-    named = isinstance(key, ast.Constant) and key.value in {"content", "role"}
-    return named and isinstance(place, ast.Constant) and isinstance(place.value, int)
+    return Adapted(function, group, prepare, frozenset(needed) - given)
 
 
 @dataclass(frozen=True, slots=True)

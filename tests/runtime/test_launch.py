@@ -133,10 +133,10 @@ def test_rewards_that_compare_are_no_measure_of_a_version(home):
 def test_a_function_for_trl_measures_a_version_unless_it_is_declared_to_compare(home):
     (home / "for_trl.py").write_text(FOR_TRL)
     sys.modules.pop("for_trl", None)
-    alone = "rewards=[{use: 'for_trl:both', adapter: trl}]"
+    alone = "rewards=[{use: 'for_trl:other', adapter: trl}]"
     assert prepare_run(loaded(home, alone, "evaluation.final_prompts=8")).checks
     compares = alone.replace("trl}", "trl, group: true}")
-    with pytest.raises(ConfigError, match=r"both compares .* cannot measure"):
+    with pytest.raises(ConfigError, match=r"other compares .* cannot measure"):
         prepare_run(loaded(home, compares, "evaluation.final_prompts=8"))
 
 
@@ -313,30 +313,7 @@ def test_a_learner_with_a_store_may_bring_a_checkpoint_before_it_is_ready(home):
 
 FOR_TRL = """
 def column(completions, difficulty, **kwargs): return [1.0 for _ in completions]
-def key(completions, **kwargs): return [1.0 for _ in kwargs["difficulty"]]
-def chat(completions, **kwargs): return [float(len(one[0]["content"])) for one in completions]
-def both(completions, **kwargs): return [1.0 if isinstance(one, str) else len(one[0]["content"]) for one in completions]
 def other(completions, level=1, **kwargs): return [float(kwargs.get("difficulty") is None) for _ in completions]
-def given(completions, **kwargs):
-    kwargs.setdefault("difficulty", 1)
-    return [kwargs["difficulty"] for _ in completions]
-def merged(completions, **kwargs):
-    kwargs = {"difficulty": 1, **kwargs}
-    return [kwargs["difficulty"] for _ in completions]
-def branch(completions, level=1, **kwargs): return [kwargs["difficulty"] if level > 1 else 1.0 for _ in completions]
-def early(completions, level=1, **kwargs):
-    if level == 1:
-        return [1.0 for _ in completions]
-    return [kwargs["difficulty"] for _ in completions]
-def paired(completions, calls=((["a"],)), **kwargs):
-    return [float(call[0]["content"] in one) for one, call in zip(completions, calls)]
-def zipped(completions, prompts, **kwargs): return [len(p[-1]["content"]) for _, p in zip(completions, prompts)]
-def looked(completions, **kwargs): return [len(c if hasattr(c, "upper") else c[0]["content"]) for c in completions]
-def tried(completions, **kwargs):
-    try:
-        return [len(one[0]["content"]) for one in completions]
-    except TypeError:
-        return [len(one) for one in completions]
 """
 CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
 
@@ -345,18 +322,7 @@ CHAT = '{"prompt": [{"role": "user", "content": "2+2="}], "difficulty": 3}\n'
     ("function", "said"),
     [
         ("column", "column difficulty"),
-        ("key", "column difficulty"),
-        ("chat", "as lists of messages"),
-        ("both", ""),
         ("other", ""),
-        ("given", ""),
-        ("merged", ""),
-        ("branch", ""),
-        ("early", ""),
-        ("paired", ""),
-        ("zipped", "as lists of messages"),
-        ("looked", ""),
-        ("tried", ""),
     ],
 )
 def test_what_a_function_for_trl_needs_of_the_data_is_said_at_the_start(home, function, said, monkeypatch):
