@@ -210,11 +210,11 @@ def _rated(now: LedgerView, before: LedgerView, seconds: float) -> LedgerView:
         elif new.name == "prompts":
             put = max(0, now.cursor - before.cursor) / seconds
             views.append(_with_rates(new, put, max(0.0, put - more)))
+        elif new.out_per_second is not None:
+            views.append(_with_rates(new, max(0.0, new.out_per_second + more), new.out_per_second))
         elif new.added is not None and old.added is not None:
             put = max(0, new.added - old.added) / seconds
             views.append(_with_rates(new, put, max(0.0, put - more)))
-        elif new.out_per_second is not None:
-            views.append(_with_rates(new, max(0.0, new.out_per_second + more), new.out_per_second))
         else:
             views.append(new)
     return replace(now, streams=tuple(views))
