@@ -8,20 +8,20 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 
 KINDS = {"hf", "served", "vllm", "sglang"}
-HOSTS = "tests/test_hosts.py"
+TOGETHER = ("tests/engines/", "tests/test_hosts.py", "tests/runtime/test_ray.py")
 WHOLE_RUNS = ("tests/test_", "tests/cli/test_up", "tests/cli/test_engines_check")
 
 
 class ByServer(LoadScopeScheduling):
     """Tests of engines stay together by the kind of server in their parameters, the others of these by their file.
 
-    Those of several hosts stay together as well, because the networks of this machine are there once. Every other test
-    is a scope of its own. The largest scopes come first, then whole runs, so that short tests fill the end and no
-    worker is idle for long.
+    Those of several hosts and of Ray stay together as well, because this machine has its networks and ports once. Every
+    other test is a scope of its own. The largest scopes come first, then whole runs, so that short tests fill the end
+    and no worker is idle for long.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if not nodeid.startswith(("tests/engines/", HOSTS)):
+        if not nodeid.startswith(TOGETHER):
             return nodeid
         file, _, params = nodeid.partition("[")
         kinds = [word for word in re.split(r"[-\]]", params) if word in KINDS]

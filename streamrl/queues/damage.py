@@ -86,6 +86,7 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
         types |= {
             keys.weights: "stream",
             keys.hosts: "hash",
+            keys.deaths: "hash",
             keys.lives: "hash",
             keys.engines: "hash",
             keys.device_lock: "hash",

@@ -35,6 +35,7 @@ class Keys:
         device_engines: sorted set of the engines that use the shared devices, by the end of their lease.
         roles: set of the names of all roles that ever wrote a heartbeat.
         hosts: hash of the processes that ever lived, each with its host, its first heartbeat and its last.
+        deaths: hash of the consumers that died: how many pieces of work may be to blame, and when that was said.
         lives: hash of the replicas that ever started, each with the nonce of its first life.
         engines: hash of the engine servers that were added to the run or removed from it; `#` counts the added ones.
         servers: set of the names of all replicas that ever spoke of engine servers.
@@ -62,6 +63,7 @@ class Keys:
         self.device_engines = f"{self._run}turn:engines"
         self.roles = f"{self._run}roles"
         self.hosts = f"{self._run}hosts"
+        self.deaths = f"{self._run}deaths"
         self.lives = f"{self._run}lives"
         self.engines = f"{self._run}engines"
         self.servers = f"{self._run}servers"
@@ -79,10 +81,6 @@ class Keys:
 
     def role(self, name: str) -> str:
         return f"{self._run}role:{name}"
-
-    def death(self, consumer: str) -> str:
-        """How many pieces of work may be to blame for the death of a process."""
-        return f"{self._run}death:{consumer}"
 
     def member(self, kind: str, index: int) -> str:
         """Who has this number among the members of a role (`--index auto`)."""

@@ -322,7 +322,7 @@ class Leases:
         return bool(owners)
 
     async def _suspects(self, owner: str, silent_ms: int) -> int | None:
-        keys = [self._keys.death(owner), self._keys.hosts, *self._streams]
+        keys = [self._keys.deaths, self._keys.hosts, *self._streams]
         role = owner.rpartition("-")[0]
         held = await self._connection.call("suspects", keys, [owner, role, silent_ms, self._idle_ms])
         return None if held is None else int(held)
@@ -414,7 +414,7 @@ class Leases:
         """Renew all leases of a stream; return the entries that are pending for this process and not leased in it."""
         mine = [work for place, work in self._leased.items() if place[0] == stream]
         entries = [work.lease.entry for work in mine]
-        keys = [stream, self._keys.death(self.consumer)]
+        keys = [stream, self._keys.deaths]
         taken, gone, undelivered = await self._connection.call("renew", keys, [self.consumer, *entries])
         by_entry = {work.lease.entry: work for work in mine}
         for entry in taken:
@@ -493,7 +493,7 @@ class Leases:
 
     async def _hand_back(self, stream: str) -> None:
         suspect = [work.lease.entry for work in self._leased.values() if work.suspect and work.place[0] == stream]
-        keys = [stream, self._keys.death(self.consumer)]
+        keys = [stream, self._keys.deaths]
         _, _, pending = await self._connection.call("renew", keys, [self.consumer, *suspect])
         arguments: list[Any] = []
         for entry, _ in pending:

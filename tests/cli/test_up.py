@@ -92,8 +92,9 @@ def test_a_whole_run_ends_with_its_summary_and_can_be_looked_at(tiny: Path, tmp_
     for command in commands:
         assert cli(*command, cwd=tmp_path).returncode == 0, command
     trained = data_of(cli("trace", "3", "--json", cwd=tmp_path).stdout, "streamrl.trace/1")
-    assert (trained["state"], trained["source"], trained["prompt"]["answer"]) == ("trained", "archive", "6")
-    assert [list(response["parts"]) for response in trained["responses"]] == [["spread"]] * 4
+    line = orjson.loads((tiny / "train.jsonl").read_bytes().splitlines()[trained["prompt"]["line"]])
+    assert (trained["state"], trained["source"], trained["prompt"]["answer"]) == ("trained", "archive", line["answer"])
+    assert [list(response["parts"]) for response in trained["responses"]] == [["spread_reward:spread"]] * 4
     assert [response["score"] for response in trained["responses"]] == trained["record"]["rewards"]
     assert all(response["text"] for response in trained["responses"])
     data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")

@@ -351,7 +351,7 @@ async def test_taking_over_and_handing_back_count_as_they_should(ledgers: Ledger
     assert await take(train, "prompts", first, "c", 1) is None  # its count has moved on
     assert (await take(train, "prompts", first, "b", 1)).entry == first.entry  # a repeat of b's own
     stream = train.keys.prompts
-    names = [stream, train.keys.death("a")]
+    names = [stream, train.keys.deaths]
     assert await call("renew", names, ["a", first.entry]) == [[first.entry.encode()], [], []]
     assert await call("renew", names, ["b"]) == [[], [], [[first.entry.encode(), 2]]]
     assert await call("release", [stream], ["a", "keeper", 1000, first.entry, 0]) == 0, "not its own"

@@ -217,7 +217,7 @@ async def test_the_death_of_a_host_is_no_death_of_its_work(ledgers: Ledgers, liv
     now = int(seconds) * 1000 + int(micros) // 1000
     for life, (first, last) in lives.items():
         await connection.read("HSET", keys.hosts, life, f"{now - first} {now - last}")
-    names = [keys.death("rollout.0-x"), keys.hosts, keys.prompts, keys.rollouts]
+    names = [keys.deaths, keys.hosts, keys.prompts, keys.rollouts]
     arguments = ["rollout.0-x", "rollout.0", SEEN, LEASE]
     await connection.read("DEL", keys.rollouts)  # a stream may be gone
     assert await connection.call("suspects", names, arguments) == suspects
@@ -234,7 +234,7 @@ async def test_with_a_short_lease_the_answer_waits_for_the_beats_of_those_who_li
     now = int(seconds) * 1000 + int(micros) // 1000
     for role in ("rollout.0", "reward.0"):
         await connection.read("HSET", keys.hosts, f"a {role} 1", f"{now - 90_000} {now - 3_000}")
-    names = [keys.death("rollout.0-x"), keys.hosts, keys.prompts]
+    names = [keys.deaths, keys.hosts, keys.prompts]
     for silent_ms, suspects in ((3_000, None), (5_500, 0)):
         arguments = ["rollout.0-x", "rollout.0", silent_ms, 3_000]
         assert await connection.call("suspects", names, arguments) == suspects
@@ -257,11 +257,11 @@ async def test_work_is_left_until_it_is_known_what_died(ledgers: Ledgers, monkey
 
 async def test_what_was_said_of_a_death_is_void_when_the_process_renews(ledgers: Ledgers):
     """It was stalled with one piece of work; when it dies later, with many, each counts as one of many."""
-    death = ledgers.train.keys.death
+    deaths = ledgers.train.keys.deaths
     async with working(ledgers, forever, PATIENT) as leases:
-        await ledgers.connection.read("SET", death(leases.consumer), 1)
+        await ledgers.connection.read("HSET", deaths, leases.consumer, "1 0")
         await leases._renew(ledgers.train.keys.prompts)
-        assert await ledgers.connection.read("GET", death(leases.consumer)) is None
+        assert await ledgers.connection.read("HGET", deaths, leases.consumer) is None
 
 
 ON_SPOT = """

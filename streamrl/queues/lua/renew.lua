@@ -1,11 +1,11 @@
 -- Renew the leases a process holds, without counting a delivery. Only entries that are still its own are touched. What
 -- was said of its death is void: it lives.
--- KEYS    stream death
+-- KEYS    stream deaths
 -- ARGV    consumer id...
 -- returns {taken, gone, undelivered}: ids that another consumer holds; ids that are done with; {id, deliveries} of entries
 --         that are pending as mine but not in the list (the reply with them was lost, or is on its way)
 -- repeat  the same
-redis.call('DEL', KEYS[2])
+redis.call('HDEL', KEYS[2], ARGV[1])
 local taken, gone, undelivered, have = {}, {}, {}, {}
 for i = 2, #ARGV do
   have[ARGV[i]] = true
