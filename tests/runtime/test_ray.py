@@ -166,7 +166,10 @@ def start_head(port: int, folder: str) -> subprocess.Popen[bytes]:
     ray_start = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=4"]
     options = [f"--object-store-memory={100 << 20}", "--include-dashboard=false", f"--temp-dir={folder}"]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env["RAY_raylet_start_wait_time_s"] = "120"
+    env |= {
+        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_AUTH_MODE": "disabled",
+    }  # a token of another cluster may lie in the home
     head = subprocess.Popen([*ray_start, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     assert head.stdout is not None
     said = []

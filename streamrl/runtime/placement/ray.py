@@ -182,7 +182,8 @@ class RayPlacement(Placement):
         try:
             new = _join(config)
         except ConnectionError as error:
-            raise Unreachable(f"no Ray cluster answers: {error}", "ray start --head, or set cluster.address") from error
+            hint = "ray start --head, or set cluster.address; a cluster with tokens wants RAY_AUTH_MODE=token"
+            raise Unreachable(f"no Ray cluster answers: {error}", hint) from error
         except RuntimeError as error:  # other versions of Python or Ray
             raise ConfigError(f"the Ray cluster cannot be joined: {error}") from error
         placement = cls(config, run_dir)
