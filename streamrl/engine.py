@@ -7,16 +7,19 @@ belongs to which version. Requests and completions are values; nothing of an eng
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from uuid import uuid4
 
-from streamrl.errors import DataError
+from streamrl.errors import DataError, StreamrlError
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
+    from streamrl.queues.role import Role
     from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
@@ -27,6 +30,24 @@ anew by the weights then in force, or they end with what they have."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
+
+
+class RetryLater(StreamrlError):
+    """No engine or program that the sample needs is there: its prompt is handed back, without blame."""
+
+
+async def life_seed(role: Role) -> tuple[int, str]:
+    """A sampling seed below 2**63 for this life of a role, and a nonce of it.
+
+    The first life of a role has the seed that the run file gives, so that a run can be repeated. No two lives draw the
+    same numbers: a group whose samples come from both must not hold one response twice. The metrics of the role tell of
+    earlier lives too, in case Redis forgot them.
+    """
+    nonce = uuid4().hex
+    first = await role.ledgers.roles.first_life(role.name, nonce)
+    life = "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
+    digest = hashlib.blake2b(f"{role.config.seed}/{role.name}/{life}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1, nonce
 
 
 @dataclass(frozen=True, slots=True, eq=False)

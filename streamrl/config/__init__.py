@@ -107,8 +107,8 @@ class EngineConfig(Section):
         " vllm, sglang: servers that streamrl starts, or those at `url`;"
         " openai: any completions API at `url`, with weights of its own",
     )
-    url: tuple[ServerUrl, ...] = Field((), description="servers that run already; empty: the replica starts its own")
-    servers: Positive = Field(1, description="servers that each replica starts (vllm, sglang)")
+    url: tuple[ServerUrl, ...] = Field((), description="servers that run already, one for each role engine.N")
+    servers: Positive = Field(1, description="roles engine.N, each of which starts a server (vllm, sglang)")
     environment: Path | None = Field(
         None,
         description="virtual environment of the server; empty: .engines/KIND, from `streamrl engines install`",
@@ -359,9 +359,16 @@ class RunConfig(Section):
         gpus = 0
         if kind == "learner" and self.learner.device == "cuda":
             gpus = 1
-        elif kind == "rollout" and engine.device == "cuda" and not engine.url:
-            gpus = engine.servers * engine.tensor_parallel
+        elif kind == ("engine" if self.engines else "rollout") and engine.device == "cuda" and not engine.url:
+            gpus = engine.tensor_parallel
         return Resources(gpus=gpus)
+
+    @property
+    def engines(self) -> int:
+        """How many roles `engine.N` the run begins with; 0: the rollout workers generate by themselves, or nobody."""
+        if self.engine.kind == "hf" or self.recording.mode == "read":
+            return 0
+        return len(self.engine.url) or self.engine.servers
 
     @property
     def reward_servers(self) -> dict[str, int]:
@@ -386,18 +393,11 @@ class RunConfig(Section):
     @property
     def slots(self) -> int:
         """Responses that all engines of the run decode at the same time, at most."""
-        engine = self.engine
-        servers = len(engine.url) or self.rollout.replicas * engine.servers
-        return engine.slots * servers
+        return self.engine.slots * (self.engines or self.rollout.replicas)
 
     @model_validator(mode="after")
     def _check_engines(self) -> RunConfig:
-        engine, replicas = self.engine, self.rollout.replicas
-        if engine.url and len(engine.url) < replicas:
-            raise ValueError(
-                f"engine.url names {len(engine.url)} servers for rollout.replicas {replicas}: each replica needs one"
-            )
-        if self.rollout.placement == "colocated" and engine.kind == "openai":
+        if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
         return self
 

@@ -12,8 +12,8 @@ from typing import Protocol, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Generator, Request
-from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
+from streamrl.engine import Completion, Generator, Request, RetryLater
+from streamrl.errors import DataError, DeadlineExceeded
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.records import RecordedTurns
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
@@ -56,8 +56,7 @@ class SampleOrder:
     journal: TurnJournal | None = None
 
 
-class CannotNow(StreamrlError):
-    """Nobody is there who the sample needs (a replica, a program): its prompt is to be handed back, without blame."""
+CannotNow = RetryLater
 
 
 class Sampler(ABC):

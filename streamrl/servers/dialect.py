@@ -100,13 +100,16 @@ class Dialect(Startable):
         del model, port, seed
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
-    def salt(self, request: Request, version: int) -> str:
-        """The salt under which the keys and values of a request are found; `version` is that of the weights.
+    def salt(self, request: Request, version: int, life: str = "") -> str:
+        """The salt under which the keys and values of a request are found; `version` is that of the weights, `life`
+        one of its server.
 
         The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
         and samples that begin with that version must not find what the older weights computed.
         """
-        return f"{self._salt}-w{version if request.cache_version is None else min(version, request.cache_version)}"
+        return (
+            f"{life or self._salt}-w{version if request.cache_version is None else min(version, request.cache_version)}"
+        )
 
     @abstractmethod
     def about(self) -> Sequence[Call]:
@@ -117,7 +120,7 @@ class Dialect(Startable):
         """Understand the answers to `about`, in their order: parsed JSON, text where it is none, None for 404."""
 
     @abstractmethod
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart."""
 
     @abstractmethod
@@ -134,7 +137,7 @@ class Dialect(Startable):
         del request_id, paused
         return ()
 
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
+    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
         """Stop decoding. Empty: it cannot, and weights change when its last request has ended."""
         del mode
         return ()

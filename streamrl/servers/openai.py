@@ -117,7 +117,8 @@ class OpenaiDialect(Dialect):
         )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        del salt, adapter
         body: dict[str, Any] = {
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,

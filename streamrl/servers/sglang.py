@@ -116,7 +116,7 @@ class SglangDialect(Dialect):
         )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         room = self._config.model.context - len(request.tokens)
         sampling = {
             "max_new_tokens": max(1, min(request.max_new_tokens, room)),
@@ -138,10 +138,10 @@ class SglangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
-            "cache_salt": self.salt(request, version),
+            "cache_salt": self.salt(request, version, salt),
         }
-        if request.adapter is not None:
-            body["lora_path"] = request.adapter
+        if (adapter := adapter or request.adapter) is not None:
+            body["lora_path"] = adapter
         return Call("POST", "/generate", body)
 
     @override
@@ -167,7 +167,7 @@ class SglangDialect(Dialect):
         return [_RETRACT, abort] if paused else [abort]
 
     @override
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
+    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
         # To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
         # old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in
         # a server that is paused already. The first abort lets running requests end with all they have, the second

@@ -179,7 +179,7 @@ class VllmDialect(Dialect):
             )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         room = self._config.model.context - len(request.tokens)
         if room < 1:
             raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
@@ -195,10 +195,10 @@ class VllmDialect(Dialect):
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             # Blocks of keys and values that older weights computed are not found under another salt.
-            "cache_salt": self.salt(request, version),
+            "cache_salt": self.salt(request, version, salt),
         }
-        if request.adapter is not None:
-            body["model"] = request.adapter
+        if (adapter := adapter or request.adapter) is not None:
+            body["model"] = adapter
         return Call("POST", _GENERATE, body)
 
     @override
@@ -235,7 +235,7 @@ class VllmDialect(Dialect):
         return (Call("POST", "/abort_requests", body, repeatable=True),)
 
     @override
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
+    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
         # vLLM's own `abort` would refuse or hold new requests in ways that differ between 0.32 and 0.33: freeze, then
         # end what is there. With clear_cache the requests lose their keys and values and compute them anew.
         query = {"mode": "keep", "clear_cache": "true" if mode == "recompute" else "false"}

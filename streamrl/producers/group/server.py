@@ -32,7 +32,7 @@ from streamrl.engine import (
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.producers.group.connect import Facts, connect
+from streamrl.servers.check import Facts, connect
 from streamrl.producers.group.controls import Controls, Tell
 from streamrl.producers.group.flights import InFlightRequest, ServerDied
 from streamrl.servers.dialect import Dialect, ServerMetrics
