@@ -17,7 +17,9 @@ from streamrl.runtime.plan import ROLE_KINDS, processes
 
 
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="rollout, engine, reward or reward_model.NAME.")],
+    counts: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N", help="rollout, engine, reward or reward_model.NAME.")
+    ],
     run: AnywhereOption = None,
 ) -> int:
     """Change how many members a role has, until the run ends. New ones take work at once; old ones finish theirs.

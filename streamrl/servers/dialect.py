@@ -101,15 +101,13 @@ class Dialect(Startable):
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
     def salt(self, request: Request, version: int, life: str = "") -> str:
-        """The salt under which the keys and values of a request are found; `version` is that of the weights, `life`
-        one of its server.
+        """The salt under which the keys and values of a request are found, in one life of its server.
 
         The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
         and samples that begin with that version must not find what the older weights computed.
         """
-        return (
-            f"{life or self._salt}-w{version if request.cache_version is None else min(version, request.cache_version)}"
-        )
+        oldest = version if request.cache_version is None else min(version, request.cache_version)
+        return f"{life or self._salt}-w{oldest}"
 
     @abstractmethod
     def about(self) -> Sequence[Call]:

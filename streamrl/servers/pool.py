@@ -205,7 +205,7 @@ class AnnouncedEngine:
 
 
 class LostResponse(Unreachable):
-    """An engine did not finish a response. `begun`: it may have died of it, for it had the request and gave no token."""
+    """An engine did not finish a response. `begun`: it had the request and gave no token, so it may have died of it."""
 
     def __init__(self, message: str, hint: str = "", begun: bool = False) -> None:
         super().__init__(message, hint)

@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.5
 _POLL_DEADLINE: Final = 5.0
 _LAST_SECONDS: Final = 10.0
+_DRAIN_SHARE: Final = 0.22
+"""Share of the run's drain time for the requests that it has; workers have the same."""
 _LONGEST_GAP: Final = 2.0
 """Upper bound of the time counted between two looks: a process that was stopped (SIGSTOP) did not really wait."""
 
 
 class Liveness:
-    """Judges whether a server lives: no sign of it for `patience` seconds means death. Pure, with the clock as argument.
+    """Judges whether a server lives: no sign of it for `patience` seconds means death. Pure: the clock is an argument.
 
     A server that has requests and samples nothing hangs as well, unless it is `held`.
     """
@@ -210,7 +212,7 @@ class ServedEngine:
         )
 
     async def _announce(self) -> None:
-        """Tell the workers at once: they send nothing before they know, and nothing to one that has left its devices."""
+        """Tell the workers at once: they send nothing before they know, or after it has left its devices."""
         control, figures = self._control, self._figures
         if control.pair == (0, 0):
             return
@@ -237,7 +239,7 @@ class ServedEngine:
         """Wait for the requests that it has; workers that see it drain send no more."""
         await self._role.beat()
         end = time.monotonic() + self._config.supervisor.drain_deadline * _DRAIN_SHARE
-        while time.monotonic() < end and self._figures.running + self._figures.waiting:
+        while time.monotonic() < end and self._figures.running + self._figures.waiting:  # noqa: ASYNC110 (polled)
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _watch_death(self) -> None:
@@ -268,6 +270,3 @@ class ServedEngine:
                 with suppress(StreamrlError):  # Redis may be away; the heartbeat decides about that
                     await self._announce()
             self._role.record({"server": "figures", "running": self._figures.running, "waiting": self._figures.waiting})
-
-
-_DRAIN_SHARE: Final = 0.22

@@ -32,9 +32,9 @@ from streamrl.engine import (
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost, read_key
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.servers.check import Facts, connect
 from streamrl.producers.group.controls import Controls, Tell
 from streamrl.producers.group.flights import InFlightRequest, ServerDied
+from streamrl.servers.check import Facts, connect
 from streamrl.servers.dialect import Dialect, ServerMetrics
 from streamrl.servers.process import ManagedServer
 from streamrl.servers.root_cause import points_back
