@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from uuid import uuid4
@@ -133,6 +133,19 @@ class Completion:
     prompt_tokens: int
     seconds: float
     cached_tokens: int = 0
+
+
+def join_runs(before: Runs, count: int, after: Runs) -> Runs:
+    """Runs of `count` tokens followed by those of another piece; the same version on both sides is one run."""
+    joined = [*before, *((first + count, version) for first, version in after)]
+    return [run for at, run in enumerate(joined) if at == 0 or run[1] != joined[at - 1][1]]
+
+
+def first_tokens(piece: Completion, count: int) -> Completion:
+    if count >= len(piece.tokens):
+        return piece
+    runs = [run for run in piece.runs if run[0] < count]
+    return replace(piece, tokens=piece.tokens[:count], logprobs=piece.logprobs[:count], runs=runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ return: wake the weights -> apply the version that came meanwhile -> wake keys a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -25,13 +27,16 @@ from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
+    Finish,
     MemoryTag,
     PauseMode,
     Request,
+    Runs,
+    first_tokens,
+    join_runs,
 )
 from streamrl.errors import Refused
-from streamrl.producers.group.fleet import stop_tokens_of
-from streamrl.producers.group.request import PartialResponse
+from streamrl.producers.engines.model import stop_tokens_of
 from streamrl.queues import Role
 from streamrl.queues.device_lock import EngineDevices
 from streamrl.waits import first_of
@@ -65,6 +70,79 @@ async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]
 def _has_devices(config: RunConfig) -> bool:
     """Whether the run uses device memory that can be freed; on a CPU the two share only its cores."""
     return config.engine.device != "cpu" and torch.cuda.is_available()
+
+
+class PartialResponse:
+    """What was sampled so far for one request, in pieces; `stops` end it, and so does a full `context`."""
+
+    def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
+        self._request = request
+        self._stops = stops
+        self._limit = min(request.max_new_tokens, context - len(request.tokens))
+        self._tokens = np.zeros(0, dtype=np.int32)
+        self._logprobs = np.zeros(0, dtype=np.float32)
+        self._runs: Runs = []
+        self._cached: int | None = None  # of the first piece: later ones begin with what was sampled here
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    async def complete(self, ask: Callable[[Request], Awaitable[Completion | None]]) -> Completion:
+        """Ask for the rest after every abort until the response has ended; `ask` returns None to end it as it is."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        while (piece := await ask(self.rest())) is not None:
+            if piece.finish != "abort":
+                return self.joined(piece, loop.time() - start)
+            self.add(piece)
+            if self.finish is not None:
+                return self.ended(self.finish, loop.time() - start)
+        return self.ended("abort", loop.time() - start)
+
+    @property
+    def version(self) -> int:
+        """Version of the last token; -1 without one. Versions never go back, so an older server may not continue it."""
+        return self._runs[-1][1] if self._runs else -1
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the response is complete; None when tokens are left to sample."""
+        if len(self) and int(self._tokens[-1]) in self._stops:
+            return "stop"
+        return "length" if len(self) and len(self) >= self._limit else None
+
+    def add(self, piece: Completion) -> None:
+        tokens = piece.tokens[: max(0, self._limit - len(self))].tolist()
+        count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
+        whole = self.joined(first_tokens(piece, count), 0.0)
+        self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
+        self._cached = whole.cached_tokens
+
+    def rest(self) -> Request:
+        prompt = np.concatenate([self._request.tokens, self._tokens])
+        return replace(self._request, tokens=prompt, max_new_tokens=self._request.max_new_tokens - len(self))
+
+    def joined(self, last: Completion, seconds: float) -> Completion:
+        return replace(
+            last,
+            tokens=np.concatenate([self._tokens, last.tokens]),
+            logprobs=np.concatenate([self._logprobs, last.logprobs]),
+            runs=join_runs(self._runs, len(self), last.runs),
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+            cached_tokens=last.cached_tokens if self._cached is None else self._cached,
+        )
+
+    def ended(self, finish: Finish, seconds: float) -> Completion:
+        return Completion(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            runs=list(self._runs),
+            finish=finish,
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+            cached_tokens=self._cached or 0,
+        )
 
 
 class ColocatedEngine(Engine):

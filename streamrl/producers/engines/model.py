@@ -74,6 +74,23 @@ def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
+def stop_tokens_of(model: str) -> frozenset[int]:
+    """Tokens that end a response of a model: those of its generation configuration, else of its configuration."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
+        ) from error
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        generation = None
+    return stop_tokens(generation, config)
+
+
 def context_length(config: RunConfig, model: Any) -> int:
     """Longest prompt plus response: the run's, or what the model has positions for."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
