@@ -36,8 +36,8 @@ class RetryLater(StreamrlError):
     """No engine or program that the sample needs is there: its prompt is handed back, without blame."""
 
 
-async def life_seed(role: Role) -> tuple[int, str]:
-    """A sampling seed below 2**63 for this life of a role, and a nonce of it.
+async def life_seed(role: Role) -> int:
+    """A sampling seed below 2**63 for this life of a role.
 
     The first life of a role has the seed that the run file gives, so that a run can be repeated. No two lives draw the
     same numbers: a group whose samples come from both must not hold one response twice. The metrics of the role tell of
@@ -47,7 +47,7 @@ async def life_seed(role: Role) -> tuple[int, str]:
     first = await role.ledgers.roles.first_life(role.name, nonce)
     life = "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
     digest = hashlib.blake2b(f"{role.config.seed}/{role.name}/{life}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1, nonce
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

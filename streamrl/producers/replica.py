@@ -49,8 +49,7 @@ async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
 async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
     from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
 
-    seed, _ = await life_seed(role)
-    async with _running(role, HfEngine(role.config, seed)) as engine, asyncio.TaskGroup() as tasks:
+    async with _running(role, HfEngine(role.config, await life_seed(role))) as engine, asyncio.TaskGroup() as tasks:
         follower = Follower(
             role.ledgers.weights,
             role.config.weights,

@@ -179,7 +179,7 @@ def _rows(batch: PromptBatch) -> list[npt.NDArray[np.int32]]:
 
 async def _to_the_end(engine: Engine, request: Request) -> Completion:
     """Continue a response after each abort, unless the engine returns no more tokens."""
-    from streamrl.producers.group.request import PartialResponse
+    from streamrl.producers.colocated import PartialResponse
 
     pieces = iter(range(_CONTINUATIONS))
 

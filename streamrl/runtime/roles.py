@@ -42,7 +42,6 @@ _RUNNERS: Final = {
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "engine": ("streamrl.servers.role", "run_engine"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
-    "agent": ("streamrl.producers.agents", "run_agent"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.leader", "run_learner"),
     "recorder": ("streamrl.learner.recorder", "run_recorder"),
