@@ -1,0 +1,162 @@
+"""One server that generates: started by streamrl or attached at its URL, checked, controlled, and asked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import Self
+
+from streamrl.config import RunConfig
+from streamrl.engine import Completion, Request, RequestLimits
+from streamrl.errors import ConfigError
+from streamrl.http import HttpClient, read_key
+from streamrl.isolation.watchdog import Watchdog
+from streamrl.servers.check import Facts, connect
+from streamrl.servers.control import ServerControl
+from streamrl.servers.dialect import ServerMetrics
+from streamrl.servers.environments import on_cpu
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.request import Response, read_response
+from streamrl.servers.root_cause import points_back
+
+logger = logging.getLogger(__name__)
+METRICS_SECONDS: Final = 5.0
+
+
+async def _nothing() -> None: ...
+
+
+class Server:
+    """A server and its client for the time of a block; at the end one that streamrl started is gone, with its children.
+
+    Args:
+        config: of the run; `engine` says what is started, or which URLs run already.
+        run_dir: for logs and for adapters.
+        name: of the role, for the log.
+        index: which of `engine.url` and of `engine.devices`.
+        seed: of its sampling.
+        announce: awaited when what others must know of it has changed.
+
+    Attributes:
+        salt: names this life of it; requests share keys and values only within one.
+
+    Raises of entering the block: `ConfigError`: no environment, or it does not fit the run; `Unreachable`: it ended, or
+    did not answer in time.
+    """
+
+    control: ServerControl
+    client: HttpClient
+    facts: Facts
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        name: str,
+        index: int = 0,
+        *,
+        seed: int,
+        announce: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        if config.engine.url and index >= len(config.engine.url):
+            raise ConfigError(f"{name} has no server: engine.url names {len(config.engine.url)}", "add its URL")
+        self._config, self._run_dir, self._name, self._index = config, run_dir, name, index
+        self._announce = announce
+        self._stack = AsyncExitStack()
+        self.dialect = make_dialect(config)
+        self.salt = uuid.uuid4().hex
+        self.process: ManagedServer | None = None
+        if not config.engine.url:
+            devices = config.engine.devices
+            self.process = ManagedServer(
+                self.dialect,
+                ServerSettings.of_engine(config),
+                run_dir,
+                f"{name}.server",
+                devices[index % len(devices)] if devices else "",
+                seed=seed,
+            )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _open(self) -> None:
+        config, process = self._config, self.process
+        engine = config.engine
+        key = await asyncio.to_thread(read_key, "engine.api_key_file", engine.api_key_file)
+        if process is None:
+            url, hint = engine.url[self._index], "check that it runs and that engine.url is right"
+        else:
+            self._stack.push_async_callback(process.stop)
+            url, hint = await process.start(), f"its log: {process.log}"
+        self.client = HttpClient(url, key, hint)
+        self._stack.push_async_callback(self.client.close)
+        self.facts = await self._check()
+        watchdog = None
+        if process is None:
+            calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume()]
+            watchdog = await Watchdog.start(url, self.client.headers, calls)
+        self.control = ServerControl(
+            self.client,
+            self.dialect,
+            config.weights.deadline,
+            self._announce,
+            watchdog=watchdog,
+            folder=self._run_dir / "adapters" / self._name,
+            max_staleness=config.max_staleness,
+            sleep_level=0 if on_cpu(engine) else 1,
+        )
+        self._stack.push_async_callback(self.control.close)
+        logger.info("engine server ready", extra={"url": url, "server": self.dialect.kind})
+
+    async def _check(self) -> Facts:
+        process = self.process
+        try:
+            return await connect(self.client, self.dialect, self._config, external=process is None)
+        except ConfigError as error:
+            if process is None or not points_back(error.message):
+                raise
+            await process.stop()  # then its log is complete
+            if not (cause := process.root_cause()):
+                raise
+            raise ConfigError(f"{process.name} fails: {cause}", f"the whole log: {process.log}") from error
+
+    async def metrics(self) -> ServerMetrics:
+        """Errors as of `HttpClient.call`."""
+        answer = await self.client.call(self.dialect.metrics(), METRICS_SECONDS, retry=False)
+        return self.dialect.read_metrics(answer)
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response. Errors as of `read_response`; `DataError`: the request can never be served."""
+        limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
+        control = self.control
+        call = self.dialect.generation(
+            replace(request, id=uuid.uuid4().hex, max_new_tokens=limit),
+            version=control.pair[1],
+            salt=self.salt,
+            adapter=control.adapter or None,
+        )
+        return await read_response(
+            self.client,
+            self.dialect,
+            call,
+            Response(request, control.pair[1]),
+            seconds=self._config.weights.deadline,
+            vocabulary=self.facts.vocabulary,
+        )
