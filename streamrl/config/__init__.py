@@ -109,6 +109,9 @@ class EngineConfig(Section):
     )
     url: tuple[ServerUrl, ...] = Field((), description="servers that run already, one for each role engine.N")
     servers: Positive = Field(1, description="roles engine.N, each of which starts a server (vllm, sglang)")
+    host: str = Field(
+        "127.0.0.1", description="address on which servers that streamrl starts listen; other hosts need another one"
+    )
     environment: Path | None = Field(
         None,
         description="virtual environment of the server; empty: .engines/KIND, from `streamrl engines install`",

@@ -221,7 +221,7 @@ def look_at_engine(config: RunConfig) -> str:
     if engine.url:
         return ", ".join(_answers(engine, url) for url in engine.url)
     if engine.kind == "hf":
-        return "transformers in the replica's process"
+        return "transformers in the workers' processes"
     assert engine.kind != "openai", "the configuration refuses it without a URL"
     return _environment(engine, engine.kind)
 
@@ -289,7 +289,7 @@ def _environment(engine: EngineConfig, kind: ServerKind) -> str:
             f"the {kind} environment in {folder} is made for {made}, this run generates on {wanted}",
             f"{environments.install_command(kind)} {option}, or set engine.environment to another one",
         )
-    return f"{kind} {marker['version']} in {folder}, {engine.servers} for each replica"
+    return f"{kind} {marker['version']} in {folder}, {engine.servers} of them"
 
 
 def _answers(engine: EngineConfig, url: str) -> str:
