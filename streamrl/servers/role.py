@@ -126,8 +126,8 @@ class EngineRole:
         switch = EngineDevices(
             role.ledgers.device_lock,
             role.name,
-            wake=lambda: server.control.wake(),
-            sleep=lambda: server.control.sleep(),
+            wake=self._wake,
+            sleep=self._sleep,
         )
         try:
             await switch.start(start)
@@ -138,6 +138,12 @@ class EngineRole:
         finally:
             await server.__aexit__()
             await role.ledgers.device_lock.leave(role.name)
+
+    async def _wake(self) -> None:
+        await self._server.control.wake()
+
+    async def _sleep(self) -> None:
+        await self._server.control.sleep()
 
     def _follower(self, server: Server) -> Follower:
         role = self._role

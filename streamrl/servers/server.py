@@ -9,9 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
-
-from typing_extensions import Self
+from typing import Final, Self
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request, RequestLimits
