@@ -74,6 +74,7 @@ class ServerControl:
         self._applying = 0
         self._applied = asyncio.Event()
         self._stands_still = self._inconsistent = False
+        self._label = ""
         self.pair: Pair = (0, 0)
         self.step = 0
         self.adapter = ""
@@ -140,7 +141,9 @@ class ServerControl:
             await self._send(self._dialect.prefetch(version), self._seconds)
         except ConfigError as error:
             raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-        first, *rest = self._dialect.update(version)
+        label = f"{version.number}.{self._prefix}"
+        first, *rest = self._dialect.update(version, label)
+        await self._is_ours()
         async with self._paused():
             left = end - asyncio.get_running_loop().time()
             self._inconsistent = True
@@ -151,7 +154,20 @@ class ServerControl:
                 raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
             await self._must(rest, left)
             self._inconsistent = False
-            self.adapter = ""
+            self._label, self.adapter = label, ""
+
+    async def _is_ours(self) -> None:
+        """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
+        ask = self._dialect.label()
+        if self._watchdog is None or not self._label or ask is None:
+            return
+        found = self._dialect.read_label(await self._client.call(ask, self._seconds))
+        if found != self._label:
+            raise ConfigError(
+                f"somebody else changes the weights of the server at {self._client.url}: it has {found!r} instead of"
+                f" {self._label!r}",
+                "another run has this URL in its engine.url; give each run servers of its own",
+            )
 
     @asynccontextmanager
     async def _paused(self) -> AsyncGenerator[None, None]:

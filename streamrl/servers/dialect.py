@@ -148,8 +148,15 @@ class Dialect(Startable):
         del version
         return ()
 
-    def update(self, version: Version) -> Sequence[Call]:
-        """Replace the weights and name the version, while the server is paused.
+    def label(self) -> Call | None:
+        """Ask for the name of the weights in force, which `update` gave; None: it cannot say."""
+        return None
+
+    def read_label(self, answer: Any) -> str:
+        return str(answer["weight_version"]) if isinstance(answer, Mapping) and "weight_version" in answer else ""
+
+    def update(self, version: Version, label: str) -> Sequence[Call]:
+        """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
 
         A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown:
         `prefetch` and `update` are sent once more, still paused; if that fails the server counts as dead.
@@ -158,7 +165,7 @@ class Dialect(Startable):
             WeightsError: the version cannot reach such a server.
             Refused: such a server takes none.
         """
-        del version
+        del version, label
         raise Refused(f"the weights of this {self.kind} server stay as they are")
 
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
@@ -205,7 +212,7 @@ def read_count(value: Any) -> int | None:
 def read_spans(spans: Any, total: int) -> Runs:
     """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap.
 
-    A label that is no decimal number stands for the model that the server started with.
+    A label that begins with no decimal number stands for the model that the server started with.
     """
     runs: Runs = []
     end = 0
@@ -214,7 +221,8 @@ def read_spans(spans: Any, total: int) -> Runs:
             label, start, stop = str(span["version"]), int(span["start"]), int(span["end"])
             if start != end or stop < start:
                 raise WireError(f"the version spans {spans} leave gaps")
-            number = int(label) if label.isascii() and label.isdecimal() else 0
+            digits = label.partition(".")[0]
+            number = int(digits) if digits.isascii() and digits.isdecimal() else 0
             if stop > start and (not runs or runs[-1][1] != number):
                 runs.append((start, number))
             end = stop

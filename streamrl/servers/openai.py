@@ -166,7 +166,7 @@ class OpenaiDialect(Dialect):
         return Chunk(tokens, read_logprobs(values), read_finish(reason), None, prompt, cached)
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
+    def update(self, version: Version, label: str) -> Sequence[Call]:
         if self._reload is None:
             raise Refused("the weights of this openai server stay as they are", "set engine.flags.reload if it has one")
         if version.folder is None:

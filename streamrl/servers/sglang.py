@@ -192,7 +192,11 @@ class SglangDialect(Dialect):
         return []
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
+    def label(self) -> Call:
+        return Call("GET", "/model_info", repeatable=True)
+
+    @override
+    def update(self, version: Version, label: str) -> Sequence[Call]:
         # May be repeated: the same bytes are copied again.
         manifest = orjson.dumps(describe_version(version))
         body = {
@@ -201,7 +205,7 @@ class SglangDialect(Dialect):
             # The salt of the next requests keeps them away from what old weights computed. A flush would be refused
             # while requests run, after the weights were replaced.
             "flush_cache": False,
-            "weight_version": str(version.number),
+            "weight_version": label,
         }
         return [Call("POST", "/update_weights_from_tensor", body, repeatable=True)]
 

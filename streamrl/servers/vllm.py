@@ -252,14 +252,18 @@ class VllmDialect(Dialect):
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
+    def label(self) -> Call:
+        return Call("GET", "/weight_info", repeatable=True)
+
+    @override
+    def update(self, version: Version, label: str) -> Sequence[Call]:
         # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
         # version, has succeeded while the server is still paused; a server that is resumed without that dies.
         return (
             self._rpc("streamrl_begin", {}),
             Call("POST", "/start_weight_update"),
             Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
-            Call("POST", "/finish_weight_update", {"weight_version": str(version.number)}),
+            Call("POST", "/finish_weight_update", {"weight_version": label}),
         )
 
     @override
