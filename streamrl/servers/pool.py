@@ -170,9 +170,9 @@ class AnnouncedEngine:
             replace(request, id=wire_id, max_new_tokens=limit),
             version=self.version,
             salt=self.life,
-            adapter=self.fields.get("adapter") or None,
+            adapter=self.fields["adapter"] or None,
         )
-        response = Response(request, self.version)
+        response = Response(request, self.version, self.fields["adapter"])
         cost = len(request.tokens) + limit
         self.tokens += cost
         reading = asyncio.create_task(

@@ -21,10 +21,15 @@ _TAIL_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Response:
-    """What has come of one response. `version` is that of the server when it was asked."""
+    """What has come of one response.
+
+    `version` is that of the server when it was asked; with an `adapter` it is that of all tokens, because a server
+    samples them with the one that the request names, and names no version for it.
+    """
 
     request: Request
     version: int
+    adapter: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached: int | None = None
@@ -88,7 +93,8 @@ async def read_response(
                             response.add(dialect.chunk(counts, received=len(response.tokens)))
             except (TimeoutError, StreamrlError):
                 pass
-            return response.completion(chunk.finish, chunk.runs, took, vocabulary)
+            runs = None if response.adapter else chunk.runs
+            return response.completion(chunk.finish, runs, took, vocabulary)
     raise Lost(f"{client.url} gave up a response")
 
 

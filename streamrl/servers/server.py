@@ -154,7 +154,7 @@ class Server:
             self.client,
             self.dialect,
             call,
-            Response(request, control.pair[1]),
+            Response(request, control.pair[1], control.adapter),
             seconds=self._config.weights.deadline,
             vocabulary=self.facts.vocabulary,
         )
