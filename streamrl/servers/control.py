@@ -19,8 +19,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from streamrl.errors import CannotCreate, ConfigError, DataError, Refused, StreamrlError, Unreachable, WeightsError
-from streamrl.http import BadRequest, Call, HttpClient
+from streamrl.errors import (
+    CannotCreate,
+    ConfigError,
+    DataError,
+    Refused,
+    StreamrlError,
+    Unreachable,
+    WeightsError,
+    WireError,
+)
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.servers.dialect import Dialect
 from streamrl.servers.launch import adapters_in_flight
@@ -139,7 +148,7 @@ class ServerControl:
         end = asyncio.get_running_loop().time() + self._seconds
         try:
             await self._send(self._dialect.prefetch(version), self._seconds)
-        except ConfigError as error:
+        except (ConfigError, BadAnswer) as error:  # vLLM's plug-in refuses with 500
             raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
         label = f"{version.number}.{self._prefix}"
         first, *rest = self._dialect.update(version, label)
@@ -198,7 +207,7 @@ class ServerControl:
         try:
             await asyncio.to_thread(write_adapter, folder, version.adapter, version.tensors)
             await self._send([self._dialect.load_adapter(name, folder)], self._seconds)
-        except BadRequest as error:
+        except (BadRequest, BadAnswer) as error:
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
         except (CannotCreate, Refused) as error:
             raise WeightsError(error.message, error.hint) from error
@@ -247,4 +256,7 @@ class ServerControl:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for call in calls:
-            await self._client.call(call, max(0.0, end - loop.time()))
+            try:
+                await self._client.call(call, max(0.0, end - loop.time()))
+            except WireError as error:
+                raise BadAnswer(error.message, error.hint) from error

@@ -273,6 +273,7 @@ class ServerPool(Generator):
         try:
             while True:
                 engine = await self._found(partial(self._choose, request), end)
+                self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
                 try:
                     completion = await engine.generate(request)
                 except Unreachable as error:
@@ -288,7 +289,6 @@ class ServerPool(Generator):
                             f" {error.message}"
                         ) from error
                 else:
-                    self._affinities.set(request.affinity, engine.name)
                     self._tokens += len(completion.tokens)
                     return completion
         finally:
