@@ -1,6 +1,7 @@
 """A small real HTTP server with an engine's routes and a way to go wrong at each, and the dialect that speaks to it.
 
-Run as a script it is a process to be killed: `python toy.py PORT`.
+Run as a script it is a process to be killed: `python toy.py PORT`. Of its environment: `TOY_FREE=1` samples by itself,
+`TOY_STEPS` is the number of tokens that each request gets at once, `TOY_ABOUT` is JSON that it says of itself.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ class Toy:
 
     def __init__(self, *, free: bool = True) -> None:
         self.free = free
+        self.steps = 0
         self.paused = False
         self.version = 0
+        self.label = ""
         self.faults: dict[str, list[Any]] = {}
         self.calls: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
         self.about = {"version": "1", "model": "toy", "context": 64, "vocabulary": VOCABULARY}
-        self.figures = {"running": 0, "waiting": 0, "tokens_sampled": 0}
+        self.figures: dict[str, Any] = {}
+        self.sampled = 0
         self.running: dict[str, dict[str, Any]] = {}
         self.tell_runs = True
         self.cached: int | None = None  # told after the last token
@@ -48,9 +52,10 @@ class Toy:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty])
         app.router.add_post("/generate", self._generate)
-        for path in ("pause", "resume", "prefetch", "update", "abort", "adapters", "sleep", "wake"):
+        for path in ("pause", "resume", "prefetch", "update", "finish", "abort", "adapters", "sleep", "wake"):
             app.router.add_post(f"/{path}", getattr(self, f"_{path}", self._fine))
-        for path in ("ready", "about", "figures"):
+        app.router.add_post("/step", self._step)
+        for path in ("ready", "about", "figures", "label", "log"):
             app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
         return app
 
@@ -91,16 +96,26 @@ class Toy:
         return web.json_response(self.about)
 
     async def _figures(self, _: web.Request) -> web.Response:
-        return web.json_response(self.figures)
+        figures = {"running": len(self.running), "waiting": 0, "tokens_sampled": self.sampled, **self.figures}
+        return web.json_response(figures)
 
-    async def _pause(self, request: web.Request) -> web.Response:
+    async def _label(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _log(self, _: web.Request) -> web.Response:
+        return web.json_response({"pid": os.getpid(), "bodies": self.bodies})
+
+    async def _step(self, request: web.Request) -> web.Response:
+        await self.step((await request.json())["count"])
+        return web.json_response({})
+
+    async def _pause(self, _: web.Request) -> web.Response:
         async with self._changed:
             self.paused = True
-            if (await request.json())["mode"] == "abort":
-                for one in self.running.values():
-                    one["abort"] = True
             self._changed.notify_all()
         return web.json_response({})
+
+    _sleep = _pause
 
     async def _resume(self, _: web.Request) -> web.Response:
         async with self._changed:
@@ -110,12 +125,13 @@ class Toy:
 
     async def _update(self, request: web.Request) -> web.Response:
         assert self.paused
-        self.version = (await request.json())["version"]
+        body = await request.json()
+        self.version, self.label = body["version"], body["label"]
         return web.json_response({})
 
     async def _abort(self, request: web.Request) -> web.Response:
         async with self._changed:
-            for name in (await request.json())["ids"] or list(self.running):
+            for name in (await request.json())["ids"]:
                 if name in self.running:
                     self.running[name]["abort"] = True
             self._changed.notify_all()
@@ -142,7 +158,7 @@ class Toy:
         fault = request[FAULT]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        one = {"permits": 0, "abort": False}
+        one = {"permits": self.steps, "abort": False}
         runs: list[list[int]] = []
         sampled = 0
         async with self._changed:
@@ -160,6 +176,7 @@ class Toy:
                 if not runs or runs[-1][1] != self.version:
                     runs.append([sampled, self.version])
                 sampled += 1
+                self.sampled += 1
                 token = sampled % VOCABULARY
                 logprob = -0.5 - self.version / 100
                 if sampled == 2 and fault == "die":
@@ -226,6 +243,8 @@ async def serving(toy: Toy, port: int = 0):
 
 async def _main(port: int) -> None:
     toy = Toy(free=os.environ.get("TOY_FREE") == "1")
+    toy.steps = int(os.environ.get("TOY_STEPS", "0"))
+    toy.about |= json.loads(os.environ.get("TOY_ABOUT", "{}"))
     async with serving(toy, port):
         print(f"toy at {port}, key {os.environ.get('TOY_KEY')}", flush=True)
         if os.environ.get("TOY_ORPHANS"):
@@ -277,9 +296,9 @@ def make_dialect() -> Any:
             except (TypeError, ValueError) as error:
                 raise WireError("no toy") from error
 
-        def generation(self, request, *, version):
+        def generation(self, request, *, version, salt="", adapter=None):
             body = {"id": request.id, "tokens": request.tokens.tolist(), "max": request.max_new_tokens}
-            return Call("POST", "/generate", {**body, "salt": version, "adapter": request.adapter})
+            return Call("POST", "/generate", {**body, "salt": f"{salt}-{version}", "adapter": adapter})
 
         def chunk(self, message, *, received):
             try:
@@ -295,11 +314,11 @@ def make_dialect() -> Any:
             except (KeyError, TypeError) as error:
                 raise WireError("no chunk of a toy") from error
 
-        def abort(self, request_id, *, paused=False):
-            return [Call("POST", "/abort", {"ids": [] if request_id is None else [request_id]}, repeatable=True)]
+        def abort(self, request_id):
+            return [Call("POST", "/abort", {"ids": [request_id]}, repeatable=True)]
 
-        def pause(self, mode):
-            return [Call("POST", "/pause", {"mode": mode}, repeatable=True)]
+        def pause(self):
+            return [Call("POST", "/pause", {}, repeatable=True)]
 
         def resume(self):
             return [Call("POST", "/resume", {}, repeatable=True)]
@@ -307,8 +326,14 @@ def make_dialect() -> Any:
         def prefetch(self, version):
             return [Call("POST", "/prefetch", {"version": version.number}, repeatable=True)]
 
-        def update(self, version):
-            return [Call("POST", "/update", {"version": version.number})]
+        def update(self, version, label):
+            return [Call("POST", "/update", {"version": version.number, "label": label}), Call("POST", "/finish", {})]
+
+        def label(self):
+            return Call("GET", "/label", repeatable=True)
+
+        def read_label(self, answer):
+            return answer["weight_version"]
 
         def sleep(self, level):
             return [Call("POST", "/sleep", {"level": level}, repeatable=True)]
