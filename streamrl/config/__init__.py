@@ -119,7 +119,7 @@ class EngineConfig(Section):
     flags: dict[str, Any] = Field(
         default_factory=dict,
         description="flags of the server without dashes, passed through: `max-num-seqs: 64`; true: bare; openai:"
-        " `model`, `reload`, `reload-body`, `processed-logprobs`, what a server can do",
+        " `model`, `processed-logprobs`, what a server can do",
     )
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
     devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
