@@ -5,24 +5,33 @@ from __future__ import annotations
 import socket
 
 import pytest
-from test_server import config, engine_on
-from toy import Toy, make_dialect
+from toy import Toy, make_dialect, serving
+from toy_kit import config
 
-from streamrl import http
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.producers.group import connect
-from streamrl.producers.group.server import ServerEngine
+from streamrl.http import HttpClient
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.servers import check
 from streamrl.servers.dialect import PROBE
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def run_of(tiny_dir, context=32):
     return config(model={"path": str(tiny_dir), "context": context}, sampling={"max_new_tokens": 4})
+
+
+async def connect(url, run, dialect=None, key=None):
+    client = HttpClient(url, key)
+    try:
+        return await check.connect(client, dialect or make_dialect(), run, external=True)
+    finally:
+        await client.close()
+
+
+async def checked(toy, run, **more):
+    async with serving(toy) as url:
+        return await connect(url, run, **more)
 
 
 @pytest.fixture
@@ -37,17 +46,16 @@ def toy(tiny_dir):
     return toy
 
 
-async def refused(toy, run):
+async def refused(toy, run, **more):
     with pytest.raises(ConfigError) as caught:
-        async with engine_on(toy, settings=run):
-            pass
+        await checked(toy, run, **more)
     assert caught.value.hint
     return caught.value
 
 
 async def test_the_right_server(toy, tiny_dir):
-    async with engine_on(toy, settings=run_of(tiny_dir)) as engine:
-        await engine.health()
+    facts = await checked(toy, run_of(tiny_dir))
+    assert (facts.context, facts.vocabulary, facts.fixed) == (32, 128, False)
     tried = [body for path, body in toy.bodies if path == "/generate"]
     assert [(body["tokens"], body["max"]) for body in tried] == [(toy.about["probe"][:4], 1)]
 
@@ -85,41 +93,43 @@ async def test_log_probabilities_that_are_missing(toy, tiny_dir, monkeypatch):
     dialect = make_dialect()
     whole = dialect.chunk
     monkeypatch.setattr(dialect, "chunk", lambda message, received: whole({}, received=received))
-    with pytest.raises(ConfigError, match="no chunk of a toy"):
-        async with engine_on(toy, settings=run_of(tiny_dir), dialect=dialect):
-            pass
+    assert "no chunk of a toy" in (await refused(toy, run_of(tiny_dir), dialect=dialect)).message
+
+
+async def test_a_server_that_wants_a_key(toy, tiny_dir):
+    toy.key = "s3cret"
+    error = await refused(toy, run_of(tiny_dir))
+    assert "wants a key" in error.message
+    assert "engine.api_key_file" in error.hint
+    assert await checked(toy, run_of(tiny_dir), key="s3cret")
 
 
 async def test_a_server_that_samples_nothing(toy, tiny_dir):
     toy.faults["/generate"] = ["hang"]
     run = run_of(tiny_dir).model_copy(update={"weights": config(weights={"deadline": 0.3}).weights})
     with pytest.raises(Unreachable, match="sampled no token within"):
-        async with engine_on(toy, settings=run):
-            pass
+        await checked(toy, run)
 
 
 async def test_nobody_is_there(tiny_dir, monkeypatch):
-    monkeypatch.setattr(connect, "PATIENCE", 0.5)
+    monkeypatch.setattr(check, "PATIENCE", 0.5)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        engine = ServerEngine(make_dialect(), run_of(tiny_dir), url=f"http://127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(Unreachable, match="/ready") as caught:
-            await engine.start()
-        assert "engine.url" in caught.value.hint
-        await engine.close()
+        with pytest.raises(Unreachable, match="/ready"):
+            await connect(f"http://127.0.0.1:{taken.getsockname()[1]}", run_of(tiny_dir))
 
 
 async def test_a_model_that_is_not_here_is_compared_with_nothing(caplog):
-    async with engine_on(Toy()):
-        assert any("no configuration of the model" in record.message for record in caplog.records)
+    await checked(Toy(), config())
+    assert any("no configuration of the model" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("fault", [[], [404], [500]])
 async def test_a_server_that_was_left_asleep_is_woken_and_resumed(toy, tiny_dir, fault):
     toy.faults["/wake"] = fault
     toy.paused = True
-    async with engine_on(toy, settings=run_of(tiny_dir)):
-        said = [(path, body) for path, body in toy.bodies if path in {"/wake", "/resume", "/generate"}]
+    await checked(toy, run_of(tiny_dir))
+    said = [(path, body) for path, body in toy.bodies if path in {"/wake", "/resume", "/generate"}]
     assert [path for path, _ in said] == ["/wake", "/resume", "/generate"]
     assert said[0][1] == {"tags": ["weights", "kv_cache"]}
     assert not toy.paused

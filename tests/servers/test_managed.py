@@ -14,13 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_server import config, request, version
 from toy import Toy, make_dialect, serving, until
+from toy_kit import config, request, version
 
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.producers.group.server import ServerDied, ServerEngine
+from streamrl.http import Lost
 from streamrl.servers import process as managed
+from streamrl.servers import server as servers
 from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
+from streamrl.servers.server import Server
 
 HERE = Path(__file__).parent
 LOGS_AN_ERROR = "import os, traceback\ntry: int('x')\nexcept ValueError: traceback.print_exc()\n"
@@ -38,7 +40,7 @@ async def managed_toy(tmp_path, dialect=None, run=None, **environ):
     dialect = dialect or make_dialect()
     dialect.environ |= environ
     asked = ServerSettings.of_engine(run or settings())
-    server = ManagedServer(dialect, asked, tmp_path, "rollout.0.server0", "2,3", seed=7 + (1 << 40))
+    server = ManagedServer(dialect, asked, tmp_path, "engine.0.server", "2,3", seed=7 + (1 << 40))
     try:
         yield server
     finally:
@@ -78,39 +80,48 @@ async def test_start_talk_stop_and_start_again(tmp_path):
             await server.stop()
             assert not server.alive
             assert not psutil.pid_exists(server.pid)
-        assert server.log == tmp_path / "logs" / "rollout.0.server0.log"
+        assert server.log == tmp_path / "logs" / "engine.0.server.log"
         assert server.log.read_text().count("toy at") == 2
 
 
-async def test_a_whole_engine_on_a_server_of_its_own(tmp_path):
+@pytest.fixture
+def dialect(monkeypatch):
+    """That of every `Server`."""
     dialect = make_dialect()
-    async with managed_toy(tmp_path, dialect) as server:
-        engine = ServerEngine(dialect, settings(), server=server)
-        await engine.start()
-        await engine.apply(version(2))
-        assert (await engine.generate(request("a"))).runs == [(0, 2)]
-        await engine.close()
-        assert not server.alive
+    monkeypatch.setattr(servers, "make_dialect", lambda _: dialect)
+    return dialect
 
 
-async def test_kill_9_of_the_server_is_noticed_at_once(tmp_path):
-    dialect = make_dialect()
-    dialect.environ = {"TOY_FREE": "0"}
-    run = settings()
-    async with managed_toy(tmp_path, dialect, run) as server:
-        engine = ServerEngine(dialect, run, server=server)
-        dialect.environ["TOY_FREE"] = "1"
-        await engine.start()
-        await engine.pause()
-        task = asyncio.create_task(engine.generate(request("a")))
-        await asyncio.sleep(0)
-        os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(ServerDied, match="killed by SIGKILL"):
+@pytest.mark.usefixtures("dialect")
+async def test_a_whole_server_with_its_controls(tmp_path):
+    async with Server(settings(), tmp_path, "engine.0", seed=7) as server:
+        await server.control.apply(version(2))
+        done = await server.generate(request("a", range(20), limit=500))
+        assert (done.runs, done.finish, len(done.tokens)) == ([(0, 2)], "length", 44)
+        assert (await server.metrics()).tokens_sampled == 45, "one was tried out"
+    assert not server.process.alive
+
+
+async def test_kill_9_of_the_server_is_noticed_at_once(tmp_path, dialect):
+    dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1"}
+    async with Server(settings(), tmp_path, "engine.0", seed=7) as server:
+        task = asyncio.create_task(server.generate(request("a")))
+        await until_running(server)
+        os.kill(server.process.pid, signal.SIGKILL)
+        with pytest.raises(Lost):
             await asyncio.wait_for(task, 10)
-        assert "SIGKILL" in await server.wait_death()
-        with pytest.raises(Unreachable):
-            await engine.health()
-        await engine.close()
+        assert "killed by SIGKILL" in await server.process.wait_death()
+
+
+async def until_running(server):
+    async with asyncio.timeout(30):
+        while not (await server.metrics()).running:
+            await asyncio.sleep(0.005)
+
+
+def test_a_server_without_a_url_of_its_own(tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.2 has no server: engine\.url names 2"):
+        Server(settings(url=["http://a", "http://b"]), tmp_path, "engine.2", 2, seed=7)
 
 
 @pytest.mark.parametrize("end", ["stopped", "killed"])
@@ -146,7 +157,7 @@ PARENT = """
         dialect = make_dialect()
         dialect.environ = ORPHANS | {{"TOY_MARK": {folder!r}}}
         asked = ServerSettings.of_engine(settings())
-        server = ManagedServer(dialect, asked, Path({folder!r}), "rollout.0.server0", seed=1)
+        server = ManagedServer(dialect, asked, Path({folder!r}), "engine.0.server", seed=1)
         await server.start()
         print(server.pid, server._process.pid, flush=True)
         await asyncio.sleep(3600)
@@ -156,7 +167,7 @@ PARENT = """
 
 
 @pytest.mark.parametrize("whom", ["parent", "keeper"])
-async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_server(tmp_path, whom):
+async def test_kill_9_of_the_role_or_of_the_keeper_leaves_nothing_of_the_server(tmp_path, whom):
     code = textwrap.dedent(PARENT.format(here=str(HERE), folder=str(tmp_path)))
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     try:
@@ -181,7 +192,7 @@ async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_serv
             ["-c", "print('loading'); raise SystemExit('no such model: xyz')"],
             Unreachable,
             r"did not start: exit 1; its log ends with:\n  loading\n.*xyz",
-            "rollout.0.server0.log",
+            "engine.0.server.log",
         ),
         # no reason to try again
         (
@@ -202,7 +213,7 @@ async def test_kill_9_of_the_replica_or_of_the_keeper_leaves_nothing_of_the_serv
             ["-c", f"{LOGS_AN_ERROR}os.kill(os.getpid(), 9)"],
             Unreachable,
             r"did not start: killed by SIGKILL; its log ends with:\n",
-            "rollout.0.server0.log",
+            "engine.0.server.log",
         ),
         (
             ["-c", f"{LOGS_AN_ERROR}raise SystemExit('[Errno 98] address already in use')"],
@@ -224,15 +235,14 @@ async def test_a_server_that_does_not_start_is_quoted(tmp_path, argv, error, say
         assert server.pid is None or not psutil.pid_exists(server.pid)
 
 
-async def test_a_server_that_points_to_its_log_is_quoted_with_the_cause(tmp_path):
-    dialect = make_dialect()
-    log = HERE.parents[1] / "data" / "server_logs" / "vllm_request.log"
-    async with managed_toy(tmp_path, dialect, TOY_LOG=str(log)) as server:
-        engine = ServerEngine(dialect, settings(), server=server)
-        cause = "rollout.0.server0 fails: RuntimeError: Unsupported CPU attention configuration: head_dim=24"
-        with pytest.raises(ConfigError, match=cause) as caught:
-            await engine.start()
-    assert str(server.log) in caught.value.hint
+async def test_a_server_that_points_to_its_log_is_quoted_with_the_cause(tmp_path, dialect):
+    dialect.environ["TOY_LOG"] = str(HERE.parent / "data" / "server_logs" / "vllm_request.log")
+    cause = r"engine\.0\.server fails: RuntimeError: Unsupported CPU attention configuration: head_dim=24"
+    server = Server(settings(), tmp_path, "engine.0", seed=7)
+    with pytest.raises(ConfigError, match=cause) as caught:
+        await server.__aenter__()
+    assert str(server.process.log) in caught.value.hint
+    assert not server.process.alive
 
 
 async def test_a_server_that_is_slow_to_start_says_so_with_seconds(tmp_path, monkeypatch, caplog):
@@ -243,7 +253,7 @@ async def test_a_server_that_is_slow_to_start_says_so_with_seconds(tmp_path, mon
         with pytest.raises(Unreachable, match="not ready within 2 s"):
             await server.start()
     said = [(record.message, record.server, record.why) for record in caplog.records]
-    assert ("server is starting", "rollout.0.server0", "1 s of at most 2 s") in said
+    assert ("server is starting", "engine.0.server", "1 s of at most 2 s") in said
     assert len(said) <= 5
 
 
@@ -358,15 +368,12 @@ runpy.run_path({str(HERE / "toy.py")!r}, run_name="__main__")
         assert not orphans_of(tmp_path)
 
 
-async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_path):
-    dialect = make_dialect()
+async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_path, dialect):
     async with managed_toy(tmp_path, dialect, TOY_MARK=str(tmp_path), **ORPHANS) as server:
         server.log = Path("/dev/full")
         await server.start()  # which prints a line
-        engine = ServerEngine(dialect, settings(), url=server.url)
-        await engine.start()
-        assert (await engine.generate(request("a"))).finish == "length"
-        await engine.close()
+        async with Server(settings(url=[server.url]), tmp_path, "engine.0", seed=7) as client:
+            assert (await client.generate(request("a"))).finish == "length"
         await server.stop()
     await until(lambda: not orphans_of(tmp_path))
 

@@ -1,4 +1,5 @@
-"""A server that runs already goes on when the replica that paused it is killed."""
+"""A server that runs already goes on when the role that paused it is killed."""
+
 
 from __future__ import annotations
 
@@ -12,108 +13,110 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
-from test_server import engine_on
-from toy import Toy, serving, until
+import pytest
+from toy import Toy, make_dialect, serving, until
+from toy_kit import Controlled, control_on, held_at, version
 
 from streamrl.errors import Unreachable
+from streamrl.http import HttpClient
 from streamrl.isolation.watchdog import Watchdog
 
 HERE = Path(__file__).parent
-REPLICA = """
+ROLE = """
     import asyncio, sys
     sys.path.insert(0, {here!r})
-    from test_server import config, request, version
+    from pathlib import Path
     from toy import make_dialect
-    from streamrl.producers.group.server import ServerEngine
+    from toy_kit import config, version
+    from streamrl.servers import server
+    server.make_dialect = lambda _: make_dialect()
 
     async def started(url):
-        engine = ServerEngine(make_dialect(), config(engine={{"api_key_file": {key!r}}}), url=url)
-        await engine.start()
-        return engine
+        run = config(engine={{"url": [url], "api_key_file": {key!r}}})
+        return await server.Server(run, Path({folder!r}), "engine.0", seed=1).__aenter__()
 
     async def main():
-        paused, updated, resumed = [await started(url) for url in {urls!r}]
-        await paused.pause()
-        updating = asyncio.create_task(updated.apply(version(1)))
-        await resumed.pause()
-        await resumed.resume()
-        print(*(one._controls._watchdog._process.pid for one in (paused, updated, resumed)), flush=True)
-        await asyncio.sleep(3600)
+        changing, resuming, resumed = [await started(url) for url in {urls!r}]
+        await resumed.control.apply(version(1))
+        applying = [asyncio.create_task(one.control.apply(version(1))) for one in (changing, resuming)]
+        dogs = [one.control._watchdog._process.pid for one in (changing, resuming, resumed)]
+        print(*dogs, flush=True)
+        await asyncio.gather(*applying)
 
     asyncio.run(main())
 """
 
 
 async def test_kill_9_of_who_paused_some_servers(tmp_path):
-    """One is paused, one in the middle of an update, one was resumed."""
+    """One is in the middle of an update, one is about to be resumed, one was resumed."""
     toys = [Toy() for _ in range(3)]
     key = tmp_path / "key"
     key.write_text("s3cret")
-    updating = asyncio.Event()
-
-    async def stuck():
-        updating.set()
-        await asyncio.sleep(3600)
-
     for toy in toys:
-        toy.key, toy.faults["/update"] = "s3cret", [stuck]
+        toy.key = "s3cret"
+    changing, _ = held_at(toys[0], "/update")
+    resuming, _ = held_at(toys[1], "/resume")
+    toys[1].faults["/resume"].insert(0, None)  # the one at connect
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(toy)) for toy in toys]
-        code = textwrap.dedent(REPLICA.format(here=str(HERE), urls=urls, key=str(key)))
-        replica = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+        code = textwrap.dedent(ROLE.format(here=str(HERE), urls=urls, key=str(key), folder=str(tmp_path)))
+        role = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
         try:
-            dogs = [int(word) for word in (await asyncio.wait_for(replica.stdout.readline(), 60)).split()]
+            dogs = [int(word) for word in (await asyncio.wait_for(role.stdout.readline(), 60)).split()]
             assert "s3cret" not in " ".join(word for dog in dogs for word in psutil.Process(dog).cmdline())
-            await asyncio.wait_for(updating.wait(), 30)
+            await asyncio.wait_for(asyncio.gather(changing.wait(), resuming.wait()), 30)
             assert [toy.paused for toy in toys] == [True, True, False]
             before = [toy.calls["/resume"] for toy in toys]
             for toy in toys:
                 toy.faults["/resume"] = [503, "drop"]  # the first two answers of the server are no help
-            os.kill(replica.pid, signal.SIGKILL)
+            os.kill(role.pid, signal.SIGKILL)
             for dog in dogs:
                 await until(lambda dog=dog: has_ended(dog))
             assert not any(toy.paused for toy in toys)
             assert [toy.calls["/resume"] - count for toy, count in zip(toys, before, strict=True)] == [3, 3, 0]
         finally:
-            if replica.returncode is None:
-                replica.kill()
-            await replica.wait()
+            if role.returncode is None:
+                role.kill()
+            await role.wait()
 
 
 def has_ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_an_orderly_end_wakes_nobody():
+async def test_an_orderly_end_wakes_nobody(tmp_path):
     toy = Toy()
-    async with engine_on(toy) as engine:
-        dog = engine._controls._watchdog._process
-        await engine.pause()
-        await engine.close()
-        assert dog.returncode == 0
-        assert toy.calls["/resume"] == 2  # at connect, and by the engine itself
+    async with control_on(toy, tmp_path, attached=True) as controlled:
+        await controlled.control.apply(version(1))
+    assert controlled.watchdog._process.returncode == 0
+    assert toy.calls["/resume"] == 1
 
 
-async def test_a_server_that_counts_as_dead_while_paused_is_left_to_the_watchdog():
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_server_that_does_not_resume_at_the_end_is_left_to_the_watchdog(tmp_path):
     toy = Toy()
-    async with engine_on(toy) as engine:
-        dog = engine._controls._watchdog._process
-        await engine.pause()
-        engine.die(Unreachable("for the test"))
-        await engine.close()
-        assert await asyncio.to_thread(dog.wait, 30) == 0
+    toy.faults["/resume"] = [500, 500]
+    async with serving(toy) as url:
+        client = HttpClient(url)
+        dog = await Watchdog.start(url, {}, [("POST", "/resume", {}, {})])
+        controlled = Controlled(client, tmp_path / "adapters", dog, make_dialect(), 20)
+        with pytest.raises(Unreachable):
+            await controlled.control.apply(version(1))
+        await controlled.control.close()
+        await client.close()
+        assert await asyncio.to_thread(dog._process.wait, 30) == 0
         assert not toy.paused
+        assert toy.calls["/resume"] == 3
 
 
-async def test_a_watchdog_that_was_killed_costs_a_warning(caplog):
+async def test_a_watchdog_that_was_killed_costs_a_warning(tmp_path, caplog):
     toy = Toy()
-    async with engine_on(toy) as engine:
-        dog = engine._controls._watchdog._process
+    async with control_on(toy, tmp_path / "adapters", attached=True) as controlled:
+        dog = controlled.watchdog._process
         dog.kill()
         dog.wait()
-        for _ in range(3):
-            await engine.pause()
-            await engine.resume()
+        for number in range(1, 4):
+            await controlled.control.apply(version(number))
         assert sum("watchdog of the server is gone" in record.message for record in caplog.records) == 1
 
 
