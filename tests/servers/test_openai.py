@@ -171,5 +171,3 @@ async def test_a_server_carries_the_first_version_for_ever(tmp_path):
         assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6]
         assert done.runs == [(0, 5)]
         np.testing.assert_allclose(done.logprobs, -0.25)
-        with pytest.raises(Refused, match="cannot sleep"):
-            await one.control.sleep()

@@ -1,6 +1,5 @@
 """A server that runs already goes on when the role that paused it is killed."""
 
-
 from __future__ import annotations
 
 import asyncio
