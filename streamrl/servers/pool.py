@@ -278,7 +278,8 @@ class ServerPool(Generator):
                     completion = await engine.generate(request)
                 except Unreachable as error:
                     engine.answers = False  # until it answers again
-                    deaths += isinstance(error, LostResponse) and error.begun
+                    failed = isinstance(error, BadAnswer) and error.status == 500
+                    deaths += failed or (isinstance(error, LostResponse) and error.begun)
                     self._lost += 1
                     end = loop.time() + self._patience
                     extra = {"request": request.id, "engine": engine.name, "why": error.message}
