@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 # tests are imported by path (importlib mode); what they share lies next to them
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "producers")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "producers"))
 
 from producer_kit import Run, save_tokenizer, tiny_model
 

@@ -12,6 +12,7 @@ import textwrap
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import producer_kit
 import psutil
 import pytest
 from toy import Toy, make_dialect, serving, until
@@ -106,17 +107,15 @@ async def test_kill_9_of_the_server_is_noticed_at_once(tmp_path, dialect):
     dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1"}
     async with Server(settings(), tmp_path, "engine.0", seed=7) as server:
         task = asyncio.create_task(server.generate(request("a")))
-        await until_running(server)
+
+        async def running():
+            return (await server.metrics()).running
+
+        await producer_kit.until(running)
         os.kill(server.process.pid, signal.SIGKILL)
         with pytest.raises(Lost):
             await asyncio.wait_for(task, 10)
         assert "killed by SIGKILL" in await server.process.wait_death()
-
-
-async def until_running(server):
-    async with asyncio.timeout(30):
-        while not (await server.metrics()).running:
-            await asyncio.sleep(0.005)
 
 
 def test_a_server_without_a_url_of_its_own(tmp_path):

@@ -8,20 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 import toy as toy_module
 from hypothesis import given
 from hypothesis import strategies as st
-from producer_kit import Hands
-from toy import VOCABULARY, Toy, make_dialect, serving, until
+from producer_kit import Hands, until
+from toy import VOCABULARY, Toy, make_dialect, serving
 from toy_kit import config, request
 
 from streamrl.engine import RetryLater
 from streamrl.errors import DataError
-from streamrl.http import Call, HttpClient
+from streamrl.http import Call, HttpClient, Lost
 from streamrl.queues import open_ledgers
 from streamrl.servers import pool as pools
 from streamrl.servers.pool import Affinities, Candidate, ServerPool, choose
@@ -206,10 +205,15 @@ async def test_what_a_request_says(redis_run):
 async def process(**environ):
     """A toy in a process of its own: that, and a client."""
     port = free_port()
-    child = subprocess.Popen([sys.executable, toy_module.__file__, str(port)], env={**os.environ, **environ})
+    child = subprocess.Popen([sys.executable, toy_module.__file__, str(port)], env={**os.environ, **environ})  # noqa: ASYNC220
     client = HttpClient(f"http://127.0.0.1:{port}")
+
+    async def ready():
+        with suppress(Lost):
+            return await client.call(Call("GET", "/ready"), 5) is not None
+
     try:
-        await client.call(Call("GET", "/ready", repeatable=True), 30)
+        await until(ready)
         yield child, client
     finally:
         await client.close()
@@ -224,9 +228,11 @@ async def test_kill_9_in_mid_response_and_all_of_it_comes_from_another(redis_run
         await made.beat("engine.0", client.url)
         await asyncio.wait_for(made.pool.first(), 30)
         tasks = [made.ask(name) for name in "abc"]
-        async with asyncio.timeout(30):
-            while (await client.call(Call("GET", "/figures"), 5))["tokens_sampled"] < 6:
-                await asyncio.sleep(0.005)
+
+        async def sampled():
+            return (await client.call(Call("GET", "/figures"), 5))["tokens_sampled"] == 6
+
+        await until(sampled)
         async with serving(other) as url:
             await made.beat("engine.1", url)
             await until(lambda: made.pool.load().servers == 2)
@@ -342,6 +348,15 @@ async def test_a_request_that_engines_die_of_is_to_blame(redis_run):
         for toy in toys:
             toy.faults.clear()
         assert (await answer(made.ask("b"))).finish == "length"
+
+
+async def test_a_request_that_engines_fail_at_is_to_blame(redis_run):
+    toy = Toy()
+    async with field(redis_run, toy) as made:
+        toy.faults["/generate"] = [500] * 9
+        with pytest.raises(DataError, match="fault 500"):
+            await answer(made.ask())
+        assert toy.calls["/generate"] == 3
 
 
 async def test_engines_that_are_lost_after_a_token_blame_nobody(redis_run):

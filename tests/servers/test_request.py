@@ -57,7 +57,7 @@ async def test_an_answer_that_cannot_be_true(fault):
     toy = Toy()
     async with asking(toy) as ask:
         toy.faults["/generate"] = [fault]
-        with pytest.raises(WireError, match="request 'a'|JSON"):
+        with pytest.raises(WireError, match=r"request 'a'|JSON"):
             await ask()
         await toy.idle()
         assert (await ask()).finish == "length"
@@ -72,7 +72,7 @@ def test_runs_that_are_none_of_its_tokens(runs):
 
 
 def test_a_response_without_a_token():
-    with pytest.raises(WireError, match="ended .stop. without a token"):
+    with pytest.raises(WireError, match="without a token"):
         Response(request("a"), 1).completion("stop", None, 1.0, None)
 
 
