@@ -5,7 +5,6 @@ Seed and order are printed. `ENGINE=sglang` takes the other kind.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import signal
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
-from streamrl.commands.rundir import find_run, ledgers_to_look
 from tests.chaos.fire import Fire, over, until
 from tests.chaos.test_chaos import SEED, Blow, check, live_groups_end, shuffled, write_run
 
@@ -34,12 +33,12 @@ class EngineFire(Fire):
         found = [child for child in engine.children(recursive=True) if MODULE in child.cmdline()] if engine else []
         return min(found, key=lambda process: process.create_time(), default=None)
 
-    def announced(self) -> set[str]:
-        async def read() -> set[str]:
-            async with ledgers_to_look(find_run(self.run_dir)) as ledgers:
-                return {name for name, fields in (await ledgers.roles.read("engine.")).items() if "url" in fields}
-
-        return asyncio.run(read())
+    def announced(self) -> list[str]:
+        try:
+            names = [f"engine.{index}" for index in range(ENGINE["servers"])]
+            return [name for name in names if self.store().hexists(f"{{sr:chaos}}:role:{name}", "url")]
+        except redis.RedisError:
+            return []
 
     def all_there(self) -> None:
         until(lambda: len(self.announced()) == ENGINE["servers"], "engines that announce themselves", 240)
