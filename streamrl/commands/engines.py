@@ -1,13 +1,11 @@
-"""`streamrl engines`: environments and checks of engine servers, the servers of a run, and a server of our own."""
+"""`streamrl engines`: environments and checks of engine servers, and the servers of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,20 +17,12 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption, change_line, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.config.base import ServerKind
-from streamrl.errors import ConfigError, ExitCode, Unreachable, UsageError, need_packages
+from streamrl.errors import ConfigError, ExitCode, UsageError, need_packages
 
 if TYPE_CHECKING:
     from streamrl.producers.engine_check import Finding
 
 _SERVES: Final = frozenset({"ready", "leaving"})
-# Keys that a run file must have and a server does not use; small values, so that the checks of sizes pass.
-_UNUSED: Final = (
-    "max_staleness=0",
-    "learner.groups_per_step=1",
-    "checkpoint.every=1",
-    "sampling.group_size=2",
-    "sampling.max_new_tokens=1",
-)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -168,56 +158,6 @@ def remove(
     return _change(target, name, present=False, json=json)
 
 
-@app.command("serve")
-def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or hub name.")],
-    *,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0: any free one.")
-    ] = 8100,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-key-file",
-            metavar="FILE",
-            help="File with the key that requests must carry; left out: engine.key here, made if missing.",
-        ),
-    ] = None,
-    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Serve everybody on this host.")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. engine.slots=64.")
-    ] = None,
-) -> int:
-    """Serve a model with the Hugging Face engine until SIGTERM, for runs with engine.kind hf and engine.url.
-
-    When the server is ready, its URL and the file of its key are printed to stderr: set engine.api_key_file to it.
-    """
-    need_packages("the server", "torch", "transformers", "safetensors")
-    from streamrl.http import own_key
-    from streamrl.listening import take_address
-    from streamrl.runfile import load
-
-    config = load(None, [*_UNUSED, f"model.path={model}", *(overrides or [])], environ={}).config
-    file = Path("engine.key")
-    key = None if no_api_key else own_key("--api-key-file", api_key_file, file)
-    shown = "" if no_api_key else f"; its key is in {api_key_file or file}"
-    with take_address(host, port, key) as listening:
-        from streamrl.producers.serve.serve import serve as run
-        from streamrl.runtime.logs import log_as_json
-
-        log_as_json("engine")
-        try:
-            asyncio.run(
-                run(config, listening, key=key, ready=lambda url: output.note(f"serving {model} at {url}{shown}"))
-            )
-        except Unreachable as error:
-            output.note(f"error: {error}")
-            sys.stdout.flush()
-            os._exit(error.exit_code)  # a thread that hangs in a step would keep the process alive
-    return 0
-
-
 def _change(run: RunDirectory, name: str, *, present: bool, json: bool) -> int:
     async def enlist() -> bool:
         async with ledgers(run) as opened:
@@ -230,10 +170,10 @@ def _change(run: RunDirectory, name: str, *, present: bool, json: bool) -> int:
 
 
 def _expect_servers(run: RunDirectory) -> None:
-    if run.config.engine.kind == "hf" and not run.config.engine.url:
+    if run.config.engine.kind == "hf":
         raise ConfigError(
             "this run generates in the processes of its replicas, not in servers",
-            "set engine.url to servers started by `streamrl engines serve`, or engine.kind to vllm or sglang",
+            "`streamrl run rollout` adds a replica; for servers, set engine.kind to vllm or sglang",
         )
 
 

@@ -1,9 +1,8 @@
-"""The rollout replica: keeps an engine at the newest weights, and answers leased prompts or the calls of agents.
+"""The rollout replica: keeps an engine at the newest weights, and makes the samples of leased prompts.
 
 ```
 weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
-prompts        -> Answering -> Engine.generate       (episode.processes 0)
-agents         -> Service -> Engine.generate         (episode.processes above 0: agents lease the prompts)
+prompts        -> Answering -> Engine.generate       (single answers, or episodes with their tools and agents)
 engines        -> Membership -> EngineGroup.add, remove
 ```
 When its engine dies, the replica exits with an error, others take over its leases, and the supervisor starts it again.
@@ -25,7 +24,6 @@ from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet, life_seed
 from streamrl.producers.group.group import EngineGroup
 from streamrl.producers.group.pool import Source
-from streamrl.producers.serve.service import Service
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Role
 from streamrl.waits import first_of
@@ -94,18 +92,14 @@ class Replica:
         )
         if membership is not None:
             membership.follow(follower.again)
-        self._work: Service | Answering
-        if config.episode.processes:
-            self._work = Service(role, engine, follower, self._figures)
-        else:
-            self._work = Answering(
-                role,
-                engine,
-                tokenizer,
-                behind=lambda: follower.newest_step - follower.applied_step,
-                news=follower.next_applied,
-                figures=self._figures,
-            )
+        self._work = Answering(
+            role,
+            engine,
+            tokenizer,
+            behind=lambda: follower.newest_step - follower.applied_step,
+            news=follower.next_applied,
+            figures=self._figures,
+        )
 
     async def run(self) -> None:
         ended = asyncio.Event()

@@ -57,7 +57,7 @@ class SampleOrder:
 
 
 class CannotNow(StreamrlError):
-    """Nobody is there who the sample needs (a replica, a program): its prompt is to be handed back, without blame."""
+    """A program that the sample needs is not available: its prompt is handed back, without blame."""
 
 
 class Sampler(ABC):

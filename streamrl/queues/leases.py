@@ -436,6 +436,16 @@ class Leases:
                 self._undelivered.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
 
+    async def renew_meanwhile(self, connection: Connection) -> None:
+        """Renew all leases from another thread, while the event loop stands still.
+
+        It learns later what the replies say: a repeat gets the same.
+        """
+        leased = list(self._leased)
+        for stream in self._streams:
+            entries = [entry for each, entry in leased if each == stream]
+            await connection.call("renew", [stream, self._keys.deaths], [self.consumer, *entries])
+
     def _lose(self, work: _Work, why: str) -> None:
         if self._leased.get(work.place) is not work:
             return

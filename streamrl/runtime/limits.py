@@ -43,7 +43,7 @@ _OPENS_NOTHING: Final = frozenset(
 _PROCESS_BYTES: Final = 40 << 20
 _TORCH_BYTES: Final = 128 << 20
 """Of a process that imports torch."""
-_WITH_TORCH: Final = frozenset({"learner", "rollout", "agent"})
+_WITH_TORCH: Final = frozenset({"learner", "rollout"})
 _OWN_COPIES: Final = 3
 """Versions in /dev/shm of a learner that puts whole versions there: two are kept while one is written."""
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)

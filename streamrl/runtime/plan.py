@@ -32,10 +32,8 @@ class RoleKind:
 ROLE_KINDS: Final = {
     "feeder": RoleKind(drain_share=0.05, finishes=True),
     "player": RoleKind(),  # in the place of a feeder
-    # Its deadline is that of the rollouts, too, which have little to do after it.
-    "agent": RoleKind(frozenset({"redis", "learner", "recorder", "rollout"}), 0.27, scales=True),
     # It waits for the first version of the weights.
-    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.03, scales=True),
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.3, scales=True),
     "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2, scales=True),
     REWARD_MODEL: RoleKind(drain_share=0.05, scales=True),
     "learner": RoleKind(drain_share=0.35, finishes=True, ends_run=True),
@@ -105,10 +103,7 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 def processes(config: RunConfig) -> dict[str, int]:
     """Besides Redis; servers of a reward model are `reward_model.NAME`."""
     producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
-    producing["rollout"] = config.rollout.replicas
-    if config.episode.processes:
-        producing["agent"] = config.episode.processes
-    producing |= {"reward": config.reward_worker.replicas, "feeder": 1}
+    producing |= {"rollout": config.rollout.replicas, "reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
         return {"recorder": 1, **producing}
     if config.recording.mode == "read":
@@ -151,7 +146,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
         return config.supervisor.start_deadline + devices + fetch if devices or fetch else 0.0
     if kind.startswith(f"{REWARD_MODEL}."):
         return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
-    serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)
+    serverless = kind != "rollout" or config.engine.kind == "hf"
     return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
 
 

@@ -27,7 +27,7 @@ def make_engine(
     Every start of every replica needs another seed. The name of the replica's role decides its servers and devices;
     `enlisted` are servers that were added or removed since the run began.
     """
-    if config.engine.kind == "hf" and not config.engine.url:
+    if config.engine.kind == "hf":
         from streamrl.producers.engines.hf import HfEngine
 
         return HfEngine(config, seed)

@@ -162,7 +162,7 @@ class Controls:
             return
         if version.pair < self._pair or version.number < self.version:
             raise WeightsError(f"version {version.pair} of the weights is older than {self._pair}, which is in force")
-        if version.adapter is not None and not self._dialect.merges:
+        if version.adapter is not None:
             await self._swap(version)
             return
         end = self._loop.time() + self._seconds

@@ -75,8 +75,6 @@ def _words(words: Sequence[str]) -> list[str]:
 
 def _prepare(config: RunConfig, run_file: str, overrides: Sequence[str], role: Service) -> Service:
     settings = {"redis.password_file": _PASSWORD, "weights.transport": "directory"}
-    if config.episode.processes:
-        settings["rollout.host"] = "0.0.0.0"  # noqa: S104 (the address of a container)
     if config.redis.url is None:
         settings["redis.url"] = "redis://redis:6379/0"
     items = [*overrides, *(f"{key}={value}" for key, value in settings.items())]

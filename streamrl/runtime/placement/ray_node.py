@@ -70,7 +70,7 @@ def _lacking(config: RunConfig, kind: str) -> str:
             look_at_engine(config)
         elif kind == "feeder":
             look_at_data(config)
-        if kind in {"learner", "rollout", "agent", "feeder"}:
+        if kind in {"learner", "rollout", "feeder"}:
             look_at_models(config)
     except StreamrlError as error:
         return f"{error.message}; {error.hint}" if error.hint else error.message

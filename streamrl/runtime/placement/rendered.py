@@ -15,12 +15,7 @@ from streamrl.queues.access import redact
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
     """Values of a run whose roles have hosts of their own."""
-    everywhere = "0.0.0.0"  # noqa: S104 (other hosts fetch weights, and call replicas)
-    return {
-        "weights.transport": "http",
-        "weights.host": everywhere,
-        **({"rollout.host": everywhere} if config.episode.processes else {}),
-    }
+    return {"weights.transport": "http", "weights.host": "0.0.0.0"}  # noqa: S104 (other hosts fetch weights)
 
 
 def expect_portable(config: RunConfig, engine: str) -> None:
