@@ -40,6 +40,7 @@ from streamrl.config import LeaseConfig
 from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
+from streamrl.queues.connection import Connection
 from streamrl.queues.keys import ALL_SAMPLES, GROUP
 from streamrl.queues.ledger import Lease, Ledger
 

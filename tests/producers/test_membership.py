@@ -52,7 +52,7 @@ def test_every_life_of_every_server_draws_other_numbers():
 
 
 def test_engines_of_servers_are_made_lazily_and_anew_for_each_life():
-    spec = fleet(0, engine={"kind": "hf", "url": ["http://h:1"]}).spec("http://h:1")
+    spec = fleet(0, engine={"kind": "vllm", "url": ["http://h:1"]}).spec("http://h:1")
     first, second = spec.make(), spec.make()
     assert isinstance(first, ServerEngine)
     assert first is not second

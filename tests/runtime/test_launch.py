@@ -14,7 +14,7 @@ from streamrl.queues import embedded
 from streamrl.runfile import load
 from streamrl.runtime import limits, preflight
 from streamrl.runtime.launch import describe, prepare_run, supervisor_lock
-from streamrl.runtime.plan import ROLE_KINDS, computing, divide_cores, plan, threads, use_cores
+from streamrl.runtime.plan import computing, divide_cores, plan, threads, use_cores
 from tests.producers.test_dataset import TEMPLATE, make_backend
 from tests.runtime.test_roles import make_config, save_run
 
@@ -203,16 +203,6 @@ def test_the_plan_has_every_process_of_the_run(home):
     assert units[2].command(0).env["OMP_NUM_THREADS"] == "2"
     assert units[4].command(0).env["OMP_NUM_THREADS"] == "1"
     assert not list((home).glob("runs/*"))
-
-
-def test_agents_are_processes_of_their_own_and_drain_before_the_replicas(home):
-    config = loaded(home, "episode.run=my:Episode", "episode.processes=2").config
-    names = [unit.name for unit in plan(config, home / "runs" / "t")]
-    assert names == ["redis", "learner.0", "rollout.0", "agent.0", "agent.1", "reward.0", "feeder.0"]
-    kinds = list(ROLE_KINDS)
-    assert kinds.index("agent") < kinds.index("rollout")
-    with pytest.raises(ConfigError, match=r"set episode\.processes to 0"):
-        loaded(home, "episode.run=my:Episode", "episode.processes=2", "rollout.placement=colocated")
 
 
 @pytest.mark.parametrize(

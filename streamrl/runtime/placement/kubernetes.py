@@ -31,6 +31,7 @@ from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.runfile import RUN_DIGEST
 from streamrl.runtime.placement.rendered import (
+    SHARED_SETTINGS,
     as_yaml,
     below,
     drain_seconds,
@@ -38,7 +39,6 @@ from streamrl.runtime.placement.rendered import (
     lead,
     redis_script,
     server_image,
-    shared_settings,
 )
 from streamrl.runtime.plan import processes, threads
 from streamrl.servers.launch import words
@@ -347,7 +347,7 @@ def _prepare(
 ) -> Manifest:
     """`with_engine`: it waits for the servers of the run, which start beside it and need the token of the weights."""
     settings = {
-        **shared_settings(config),
+        **SHARED_SETTINGS,
         "redis.url": redis_url(config),
         "redis.password_file": "/secrets/redis-password",
         "health.host": "0.0.0.0",  # noqa: S104 (a pod's own address; the NetworkPolicy says who reaches it)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
@@ -12,10 +12,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.queues.access import redact
 
-
-def shared_settings(config: RunConfig) -> dict[str, str]:
-    """Values of a run whose roles have hosts of their own."""
-    return {"weights.transport": "http", "weights.host": "0.0.0.0"}  # noqa: S104 (other hosts fetch weights)
+SHARED_SETTINGS: Final = {"weights.transport": "http", "weights.host": "0.0.0.0"}  # noqa: S104 (others fetch weights)
+"""Values of a run whose roles have hosts of their own."""
 
 
 def expect_portable(config: RunConfig, engine: str) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, ExitCode
 from streamrl.learner.ending import FINISHED_FILE
-from streamrl.runtime.placement.rendered import drain_seconds, expect_portable, lead, shared_settings
+from streamrl.runtime.placement.rendered import SHARED_SETTINGS, drain_seconds, expect_portable, lead
 from streamrl.runtime.plan import processes, threads
 
 _KEPT: Final = "slurm"
@@ -47,7 +47,7 @@ def render(
         )
     counts = processes(config)
     files = {f"{kind}.sbatch": _array(config, kind, count, run_dir) for kind, count in counts.items()}
-    shared = [f"{key}={value}" for key, value in shared_settings(config).items() if key not in given]
+    shared = [f"{key}={value}" for key, value in SHARED_SETTINGS.items() if key not in given]
     settings = " ".join(f"--set {shlex.quote(item)}" for item in (*shared, *overrides))
     leader = lead(config)
     files[f"{leader}.sbatch"] = _leader(config, counts[leader], run_dir)

@@ -123,12 +123,3 @@ async def test_an_adapter_does_not_fit_weights_that_came_later(tmp_path):
         await engine.apply(version(1))
         with pytest.raises(WeightsError, match="does not hold the weights it belongs to"):
             await engine.apply(adapter(2))
-
-
-async def test_a_server_that_merges_by_itself_gets_it_like_any_version(tmp_path):
-    toy, dialect = Toy(), make_dialect()
-    dialect.merges = True
-    async with engine_on(toy, tmp_path / "adapters", dialect) as engine:
-        await engine.apply(adapter(1))
-        assert [body["version"] for body in bodies(toy, "/update")] == [1]
-        assert not bodies(toy, "/adapters")

@@ -1,19 +1,14 @@
-"""A replica on engines that fall behind, and on real servers that are killed, added and removed while it works."""
+"""A replica on engines whose weights fall behind."""
 
 import asyncio
-import signal
-import socket
-import subprocess
-import sys
 
 import pytest
-from producer_kit import tiny_model, until
-from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_on, samples_of
+from producer_kit import until
+from replica_kit import Faulty, Learner, admit, emitted, replica_on, samples_of
 
-from streamrl.producers.replica import run_rollout
 from streamrl.queues import leases
 from streamrl.queues.keys import GROUP
-from streamrl.wire import Prompt, Sample, decode
+from streamrl.wire import Sample, decode
 
 
 class Behind(Faulty):
@@ -105,95 +100,3 @@ async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(sma
             )
             assert (owner.decode(), deaths) == (leases.UNOWNED, 0)
             assert not behind.requests
-
-
-class Servers:
-    """Real engine servers of the tiny model, in processes of their own."""
-
-    def __init__(self, model_dir, log):
-        self.model_dir, self.log = model_dir, log
-        self.processes = {}
-
-    def port(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    def start(self, url=None):
-        url = url or f"http://127.0.0.1:{self.port()}"
-        settings = ["decode=slots", "slots=8", "threads=1", "device=cpu"]
-        command = [sys.executable, "-m", "streamrl", "engines", "serve", str(self.model_dir)]
-        command += ["--no-api-key", "--port", url.split(":")[2], "--set", "model.context=512"]
-        command += [part for setting in settings for part in ("--set", f"engine.{setting}")]
-        command += ["--set", f"seed={len(self.processes)}"]
-        self.processes[url] = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-        return url
-
-    def kill(self, url):
-        process = self.processes.pop(url)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-
-    def close(self):
-        for process in self.processes.values():
-            process.kill()
-            process.wait(10)
-
-
-@pytest.fixture
-def servers(tiny_dir, tmp_path):
-    with (tmp_path / "servers.log").open("w") as log:
-        made = Servers(tiny_dir, log)
-        yield made
-        made.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_servers_die_come_back_are_added_and_removed_while_a_replica_works(run, servers):
-    first, second = servers.start(), servers.start()
-    run.set("engine", url=[first], stream_interval=4).set("model", context=512)
-    run.set("sampling", group_size=4, max_new_tokens=300).set("supervisor", backoff=0.01, max_backoff=0.2)
-    async with run.open() as ledgers:
-        learner = await Learner.of(run, ledgers)
-        async with run.running(run_rollout, "rollout.0", ledgers) as (role, _):
-
-            async def working():
-                return (await ledgers.connection.read("XPENDING", ledgers.train.keys.prompts, GROUP))[0] > 0
-
-            await admit(run, ledgers.train, 2, samples=4)
-            await until(working, 60)
-            await ledgers.servers.enlist(second, present=True)
-            await until(lambda: role.status.get("servers") == 2, 60)
-            await admit(run, ledgers.train, 2, samples=4)
-            await until(working, 60)
-            servers.kill(first)
-            await until(lambda: emitted(ledgers.train, 16), 60)
-            servers.start(first)
-            await learner.publish(2)
-
-            async def back():
-                return (await ledgers.servers.reports())["rollout.0"][first]["version"] == 2
-
-            await until(back, 60)
-            await admit(run, ledgers.train, 1, samples=4)
-            await until(working, 60)
-            await ledgers.servers.enlist(second, present=False)
-            await until(lambda: emitted(ledgers.train, 20), 60)
-
-            async def alone():
-                return list((await ledgers.servers.reports())["rollout.0"]) == [first]
-
-            await until(alone)
-        models = {number: tiny_model(number).eval() for number in (1, 2)}
-        seen = set()
-        for group_id in range(5):
-            prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(group_id), "prompt"), Prompt)
-            for data in (await samples_of(ledgers.train, group_id)).values():
-                sample = decode(data, Sample)
-                assert len(sample.token_ids) == 300
-                if len(sample.runs) == 1:
-                    check_sample(models[sample.runs[0][1]], prompt, sample)
-                seen.add(bytes(sample.tokens))
-        assert len(seen) == 20
-        assert not await ledgers.train.dead_letters()
