@@ -111,6 +111,8 @@ def _as_of_now(saved: Any) -> Any:
         for section, key in (("episode", "processes"), ("rollout", "host")):
             if isinstance(values := config.get(section), dict):
                 values.pop(key, None)
+        if isinstance(engine := config.get("engine"), dict) and engine.get("kind") == "hf":
+            engine |= {"url": (), "api_key_file": None}
         if isinstance(archive := config.get("archive"), dict) and "files" in archive:
             archive["max_bytes"] = None  # it kept so many files, whatever their size
             archive.pop("files")

@@ -25,7 +25,7 @@ def fleet(index=0, **config):
 
 
 def test_servers_of_the_configuration_go_to_the_replicas_in_turn():
-    config = {"engine": {"url": [f"http://h:{n}" for n in range(5)]}, "rollout": {"replicas": 2}}
+    config = {"engine": {"kind": "vllm", "url": [f"http://h:{n}" for n in range(5)]}, "rollout": {"replicas": 2}}
     assert fleet(0, **config).wanted({}) == ["http://h:0", "http://h:2", "http://h:4"]
     assert fleet(1, **config).wanted({}) == ["http://h:1", "http://h:3"]
     enlisted = {"http://h:2": Enlisted(False, 0), "http://new:1": Enlisted(True, 1), "http://new:2": Enlisted(True, 2)}

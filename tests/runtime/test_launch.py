@@ -286,7 +286,7 @@ def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
     [
         ([], 0),
         (["engine.kind=vllm", "engine.start_deadline=10m", "weights.deadline=100"], 700),
-        (["engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
+        (["engine.kind=vllm", "engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
     ],
 )
 def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, seconds):

@@ -64,7 +64,7 @@ def _watch(
                 named.add(place)
                 extra = {"place": place, "seconds": round(now - asked, 1)}
                 logger.error("an episode holds the event loop; sync tools run in threads", extra=extra)
-            if place and tell is not None and now - told >= seconds / 4:
+            if place and tell is not None and now - told >= seconds / 2:
                 told = now
                 tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}", now - asked)
 
