@@ -180,21 +180,17 @@ async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run,
 
         async def held_seconds():
             shown = (await ledgers.roles.read()).get("rollout.0", {})
-            told = re.search(r"holds the event loop for (\d+) s at .*killed_replica.py:\d+ in add", shown["trouble"])
-            return int(told[1]) if shown["state"] == "blocked" and told else 0
-
-        async def state(name):
-            return (await ledgers.roles.read()).get(name, {}).get("state")
+            told = re.search(r"event loop for (\d+) s at .*killed_replica.py:\d+ in add$", shown.get("trouble", ""))
+            return int(told[1]) if told and shown["state"] == "blocked" else 0
 
         async def ready(name):
-            return await state(name) == "ready"
+            return (await ledgers.roles.read()).get(name, {}).get("state") == "ready"
 
+        for group_id in range(GROUPS):
+            await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
+        await publish(run, ledgers, folder)
         try:
             replicas.append(run.spawn(f"{WHERE}:serve", "rollout.0"))
-            await publish(run, ledgers, folder)
-            await until_async(lambda: ready("rollout.0"), 90)
-            for group_id in range(GROUPS):
-                await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
             await until_async(held_seconds, 90)
             replicas.append(run.spawn(f"{WHERE}:serve", "rollout.1"))
             await until_async(lambda: ready("rollout.1"), 90)
