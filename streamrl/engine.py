@@ -178,7 +178,7 @@ class EngineLoad:
 
 
 class Generator(Protocol):
-    """What the maker of a sample needs: an engine, or the replicas that have one. All belongs to one event loop."""
+    """What the maker of a sample needs of an engine. All belongs to one event loop."""
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response.

@@ -108,6 +108,11 @@ def _as_of_now(saved: Any) -> Any:
         if isinstance(worker := config.get("reward_worker"), dict):
             for key in ("gateway_port", "gateway_host", "gateway_token_file"):
                 worker.pop(key, None)
+        for section, key in (("episode", "processes"), ("rollout", "host")):
+            if isinstance(values := config.get(section), dict):
+                values.pop(key, None)
+        if isinstance(engine := config.get("engine"), dict) and engine.get("kind") == "hf":
+            engine |= {"url": (), "api_key_file": None}
         if isinstance(archive := config.get("archive"), dict) and "files" in archive:
             archive["max_bytes"] = None  # it kept so many files, whatever their size
             archive.pop("files")

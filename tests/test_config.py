@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from streamrl.config import RunConfig
+from streamrl.config import EngineConfig, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.errors import ConfigError
 from streamrl.runfile import load, read_saved, save
@@ -78,7 +78,8 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.flags=[--x]"], "engine.flags: must be a mapping: {key: value}"),
         (["engine.url=http://a"], "engine.url: must be a list"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),
-        (["engine.url=[http://a:1, http://a:1/]"], "twice"),
+        (["engine.kind=vllm", "engine.url=[http://a:1, http://a:1/]"], "twice"),
+        (["engine.url=[http://a:1]"], "start `streamrl run rollout"),
         (["engine.url=[ftp://a]"], "not the URL of a server"),
         (["engine.url=[http://me:secret@a:1]"], "api_key_file"),
         (["engine.environment=/tmp"], "engine.environment"),
@@ -106,13 +107,20 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
+    saved["config"]["episode"]["processes"], saved["config"]["rollout"]["host"] = 2, "0.0.0.0"
+    saved["config"]["engine"] |= {"kind": "hf", "url": ["http://a:1"], "api_key_file": "/key"}
     path.write_bytes(orjson.dumps(saved))
-    learner = read_saved(path).config.learner
+    config = read_saved(path).config
+    assert config.engine == EngineConfig()
+    learner = config.learner
     assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
     for item, said in (
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
         ("learner.critic.coefficient=0.5", "leave it out"),
+        ("episode.processes=2", "episode: processes .* set rollout.replicas"),
+        ("episode.processes=0", "leave it out"),
+        ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})
@@ -137,10 +145,11 @@ def test_bounds_follow_promise_two(staleness, groups, every, budget, hard_cap, i
 
 
 def test_servers_have_one_name_and_count_as_slots():
-    config = load(None, ["engine.url=[http://a:1/, https://b]", "rollout.replicas=2", "engine.slots=8"], {}).config
+    shared = ["engine.kind=vllm", "engine.slots=8", "rollout.replicas=2"]
+    config = load(None, [*shared, "engine.url=[http://a:1/, https://b]"], {}).config
     assert config.engine.url == ("http://a:1", "https://b")
     assert config.slots == 16
-    config = load(None, ["engine.kind=vllm", "engine.servers=3", "rollout.replicas=2", "engine.slots=8"], {}).config
+    config = load(None, [*shared, "engine.servers=3"], {}).config
     assert (config.engine.managed, config.slots) == (True, 48)
 
 
@@ -166,7 +175,7 @@ def test_paths_are_relative_to_the_file_and_hub_names_stay(tmp_path: Path):
 
 WITH = {
     "engine.environment": ["engine.kind=vllm"],
-    "engine.api_key_file": ["engine.url=[http://a:1]"],
+    "engine.api_key_file": ["engine.kind=vllm", "engine.url=[http://a:1]"],
     "recording.path": ["recording.mode=read"],
     "episode.agent.directory": ["episode.agent.command=[agent]"],
 }

@@ -1,4 +1,4 @@
-"""`streamrl engines`: environments and checks of engine servers, the servers of a run, and a server of our own."""
+"""`streamrl engines`: environments and checks of engine servers, and the servers of a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from streamrl.producers.engine_check import Finding
 
 _SERVES: Final = frozenset({"ready", "leaving"})
-# Keys that a run file must have and a server does not use; small values, so that the checks of sizes pass.
-_UNUSED: Final = (
-    "max_staleness=0",
-    "learner.groups_per_step=1",
-    "checkpoint.every=1",
-    "sampling.group_size=2",
-    "sampling.max_new_tokens=1",
-)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 

@@ -103,7 +103,7 @@ class EngineConfig(Section):
 
     kind: Literal["hf", ServerKind, "openai"] = Field(
         "hf",
-        description="hf: transformers in the replica's process, or `streamrl engines serve` at `url`;"
+        description="hf: transformers in the replica's process;"
         " vllm, sglang: servers that streamrl starts, or those at `url`;"
         " openai: any completions API at `url`, with weights of its own",
     )
@@ -151,6 +151,11 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> EngineConfig:
+        if self.kind == "hf" and self.url:
+            raise ValueError(
+                "engine.url with kind hf named servers of `engines serve`, which is gone: leave it out, and start"
+                " `streamrl run rollout --run REDIS_URL#RUN` on each host that is to generate"
+            )
         if self.kind == "openai" and not self.url:
             raise ValueError("engine.kind openai needs engine.url: streamrl starts no such server")
         if self.url and self.servers > 1:
@@ -164,7 +169,7 @@ class EngineConfig(Section):
             raise ValueError(f"engine.{unused[0]} is of servers that streamrl starts (kind vllm or sglang, no url)")
         if self.kind == "hf" and (self.servers > 1 or self.tensor_parallel > 1):
             raise ValueError("engine.servers and engine.tensor_parallel are of servers; hf generates in the replica")
-        if not self.url and not self.managed and self.api_key_file is not None:
+        if self.kind == "hf" and self.api_key_file is not None:
             raise ValueError("engine.api_key_file is of servers; hf generates in the replica")
         return self
 
@@ -177,7 +182,13 @@ class RolloutConfig(Section):
         "standalone",
         description="standalone: engines have their own devices; colocated: they share them with the learner, in turn",
     )
-    host: str = Field("127.0.0.1", description="address on which a replica serves agents (episode.processes)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_host(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "host" in values:
+            raise ValueError("host was for role agent, which is gone: leave it out, replicas run the episodes")
+        return values
 
 
 class LeaseConfig(Section):
@@ -381,11 +392,6 @@ class RunConfig(Section):
         return {name: model.servers for name, model in self.reward_models.items() if model.managed}
 
     @property
-    def has_token(self) -> bool:
-        """Whether processes of the run ask each other for weights or tokens over HTTP."""
-        return self.weights.pulled or self.episode.processes > 0
-
-    @property
     def turn_deadline(self) -> float:
         """Seconds that the learner waits for devices it shares: a server on them may be loading its model."""
         loads = [model.start_deadline for model in self.reward_models.values() if model.sleep and model.managed]
@@ -445,11 +451,6 @@ class RunConfig(Section):
                 f"episode.deadline is {episode.deadline:g} s, and a prompt is held for {self.lease.max_hold:g} s, in"
                 f" which an episode may also wait for another to end: set lease.max_hold to {2 * episode.deadline:g}s"
                 " or more"
-            )
-        if episode.processes and self.rollout.placement == "colocated":
-            raise ValueError(
-                "rollout.placement colocated: replicas leave their devices in the middle of calls; set"
-                " episode.processes to 0"
             )
         return self
 

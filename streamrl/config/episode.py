@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, FiniteFloat, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
+from streamrl.config.base import Duration, Fraction, Positive, Section
 
 RUN_PYTHON: Final = "run_python"
 """The built-in tool, as `episode.tools` names it."""
@@ -134,9 +134,6 @@ class EpisodeConfig(Section):
     concurrent: Positive | None = Field(
         None, description="episodes that a process runs at the same time; empty: twice what its engine can decode"
     )
-    processes: Natural = Field(
-        0, description="processes of role `agent`, which run the episodes and call the replicas; 0: the replicas do"
-    )
     deterministic: bool = Field(
         False, description="the tools give the same answers again, so that another process may replay recorded turns"
     )
@@ -151,6 +148,16 @@ class EpisodeConfig(Section):
     def kind(self) -> EpisodeKind | None:
         """Who runs the episodes; None: the run has single answers."""
         return next((name for name in _KINDS if getattr(self, name)), None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_processes(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "processes" in values:
+            raise ValueError(
+                "processes was the number of processes of role agent, which is gone: leave it out, and set"
+                " rollout.replicas or `streamrl scale rollout=N` for more processes that run episodes"
+            )
+        return values
 
     @model_validator(mode="after")
     def _check_kind(self) -> EpisodeConfig:

@@ -1,4 +1,4 @@
-"""Leased prompts become samples: by an engine of this process, or by the replicas that an agent process calls.
+"""Leased prompts become samples.
 
 ```
 prompts -> lease -> the samples that are missing -> Sampler.sample -> emit      (one task a sample)
@@ -81,7 +81,7 @@ class Answering:
         self._behind = behind
         self._news = news
         self._more = figures
-        self._sampler = sampler_of(config, engine, tokenizer, role.name, role.say_blocked)
+        self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
         self._numbers = count()
         self._missing = 0
         self._opened = 0
@@ -110,7 +110,7 @@ class Answering:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
         Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then. `NotNow`:
-        the weights stay too old, or somebody is missing (`CannotNow`).
+        the weights stay too old, or a program is missing (`CannotNow`).
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -150,6 +150,11 @@ class Answering:
         if Sandbox.weakness:
             self._role.status["sandbox"] = Sandbox.weakness
         return {**self._more(), **self._sampler.figures()}
+
+    def _say_blocked(self, why: str, seconds: float) -> None:
+        """Keep the leases while the event loop is held, for as long as a supervisor would let this process live."""
+        slow = seconds < self._config.supervisor.liveness_deadline
+        self._role.say_blocked(why, self._leases.renew_meanwhile if slow else None)
 
     def _is_stale(self) -> bool:
         behind = self._behind()

@@ -40,6 +40,7 @@ from streamrl.config import LeaseConfig
 from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
+from streamrl.queues.connection import Connection
 from streamrl.queues.keys import ALL_SAMPLES, GROUP
 from streamrl.queues.ledger import Lease, Ledger
 
@@ -435,6 +436,16 @@ class Leases:
                 # Only a handler that ended without settling its entry counts as a delivery; a lost reply does not.
                 self._undelivered.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
+
+    async def renew_meanwhile(self, connection: Connection) -> None:
+        """Renew all leases from another thread, while the event loop stands still.
+
+        It learns later what the replies say: a repeat gets the same.
+        """
+        leased = list(self._leased)
+        for stream in self._streams:
+            entries = [entry for each, entry in leased if each == stream]
+            await connection.call("renew", [stream, self._keys.deaths], [self.consumer, *entries])
 
     def _lose(self, work: _Work, why: str) -> None:
         if self._leased.get(work.place) is not work:

@@ -32,10 +32,8 @@ class RoleKind:
 ROLE_KINDS: Final = {
     "feeder": RoleKind(drain_share=0.05, finishes=True),
     "player": RoleKind(),  # in the place of a feeder
-    # Its deadline is that of the rollouts, too, which have little to do after it.
-    "agent": RoleKind(frozenset({"redis", "learner", "recorder", "rollout"}), 0.27, scales=True),
     # Both wait for the first version of the weights, a rollout for an engine that has it.
-    "rollout": RoleKind(frozenset({"redis", "learner", "recorder", "engine"}), 0.03, scales=True),
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder", "engine"}), 0.27, scales=True),
     "engine": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.03, scales=True),
     "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2, scales=True),
     REWARD_MODEL: RoleKind(drain_share=0.05, scales=True),
@@ -109,8 +107,6 @@ def processes(config: RunConfig) -> dict[str, int]:
     if config.engines:
         producing["engine"] = config.engines
     producing["rollout"] = config.rollout.replicas
-    if config.episode.processes:
-        producing["agent"] = config.episode.processes
     producing |= {"reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
         return {"recorder": 1, **producing}

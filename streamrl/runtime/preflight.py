@@ -228,7 +228,7 @@ def look_at_engine(config: RunConfig) -> str:
 
 def look_at_devices(config: RunConfig) -> str:
     devices = {"learner.device": config.learner.device} if config.recording.mode != "write" else {}
-    if config.engine.kind == "hf" and not config.engine.url and config.recording.mode != "read":
+    if config.engine.kind == "hf" and config.recording.mode != "read":
         devices["engine.device"] = config.engine.device
     for key, device in devices.items():
         environments.check_device(key, device)

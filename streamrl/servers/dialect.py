@@ -87,8 +87,6 @@ class Dialect(Startable):
 
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
-    merges: ClassVar[bool] = False
-    """Whether its servers merge a version that is an adapter by themselves; the others load it beside the weights."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -104,4 +104,4 @@ async def test_a_run_without_servers_has_none_to_add_to(live_run: Path):
     assert await rows(live_run, 0) == {}
     for command in ("add", "remove"):
         done = await run(command, "http://a:1", "--run", str(live_run))
-        assert (done.returncode, "engines serve" in done.stderr) == (78, True)
+        assert (done.returncode, "engine.kind" in done.stderr) == (78, True)

@@ -143,7 +143,7 @@ class Bench:
     """An engine under test.
 
     Attributes:
-        kind: `hf`, `served`, `vllm` or `sglang`.
+        kind: `hf`, `vllm` or `sglang`.
         engine: started.
         servers: that were started for it, one for each life.
         number: of the version in force.

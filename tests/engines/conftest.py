@@ -27,15 +27,12 @@ def environments() -> None:
         find_environment(None, kind)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "served", "vllm", "sglang"])
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm", "sglang"])
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    """One engine for all tests of its kind: in this process, or a group of one server as replicas have it.
-
-    `served` is the Hugging Face engine behind `streamrl engines serve`.
-    """
+    """One engine for all tests of its kind: in this process, or a group of one server as replicas have it."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     lora = LORA if kind in SERVER_KINDS else None
-    bench = Bench(kind, run_config("hf" if kind == "served" else kind, folder, lora=lora), folder)
+    bench = Bench(kind, run_config(kind, folder, lora=lora), folder)
     if kind == "hf":
         bench.engine = HfEngine(bench.config, seed=7)
     else:

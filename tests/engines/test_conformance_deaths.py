@@ -32,7 +32,7 @@ def strike(bench: Bench, blow: signal.Signals) -> None:
     os.killpg(pid, blow)
 
 
-@pytest.mark.parametrize("running", ["served", "vllm"], indirect=True)
+@pytest.mark.parametrize("running", ["vllm"], indirect=True)
 async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40(bench: Bench):
     while bench.number < LATE:
         await bench.apply()
@@ -53,7 +53,7 @@ async def test_kill_9_in_mid_generation_and_the_next_server_begins_at_version_40
         assert one.tokens.tolist()[: len(early[index])] == early[index], "what it had written stays"
 
 
-@pytest.mark.parametrize("running", ["served", "sglang"], indirect=True)
+@pytest.mark.parametrize("running", ["sglang"], indirect=True)
 async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_with_the_new_weights(bench: Bench):
     await bench.prepare(1)
     before, tokens, lives = bench.number, prompt(8), len(bench.servers)

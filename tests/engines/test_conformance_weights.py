@@ -20,8 +20,7 @@ pytestmark = [
 ]
 
 Weights = dict[str, torch.Tensor]
-SERVERS = pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
-WITH_ADAPTERS = pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
+SERVERS = pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -89,7 +88,7 @@ async def test_an_older_version_is_refused_and_the_same_again_does_nothing(bench
     assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, bench.number)]
 
 
-@WITH_ADAPTERS
+@SERVERS
 async def test_adapters_are_swapped_by_name_and_survive_new_weights(bench: Bench, tmp_path: Path):
     tokens = prompt(4)
     for seed in (1, 2):
@@ -117,7 +116,7 @@ async def test_adapters_are_swapped_by_name_and_survive_new_weights(bench: Bench
     await bench.engine.unload_adapter("policy@2")
 
 
-@WITH_ADAPTERS
+@SERVERS
 async def test_an_adapter_that_does_not_fit_is_refused(bench: Bench, tmp_path: Path):
     tiny.make_adapter(tmp_path, 1, rank=64)  # larger than the server was started for
     with pytest.raises(WeightsError):
@@ -128,7 +127,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(bench: Bench, tmp_path: P
     bench.judge(prompt(5), await bench.generate(prompt(5), 16))
 
 
-@pytest.mark.parametrize("running", ["hf", "served"], indirect=True)
+@pytest.mark.parametrize("running", ["hf"], indirect=True)
 async def test_an_engine_without_adapters_says_so(bench: Bench, tmp_path: Path):
     tiny.make_adapter(tmp_path, 1)
     with pytest.raises(Refused):

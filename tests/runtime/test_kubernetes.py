@@ -36,7 +36,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "own redis": {},
     "vllm": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 2, "cpus": 4}}}},
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
-    "agents": {"episode": {"run": "my:Episode", "processes": 2}},
     "programs": {"rewards": [{"use": "code"}]},
     "recording": {"recording": {"mode": "write"}},
     "reward models": {
@@ -253,7 +252,6 @@ def test_pods_are_without_rights_and_secrets_in_files():
         ({"rewards": [{"use": "code"}]}, {"reward"}),
         ({"rewards": [{"use": "code", "args": {"isolation": "none", "network": "allow"}}]}, set()),
         ({"episode": {"tools": ["run_python"]}}, {"prepare", "rollout"}),
-        ({"episode": {"tools": ["run_python"], "processes": 2}}, {"prepare", "rollout", "agent"}),
     ],
 )
 def test_only_pods_with_a_sandbox_may_make_user_namespaces(more: dict[str, Any], unconfined: set[str]):
@@ -282,10 +280,7 @@ def test_only_who_must_reaches_a_port():
     assert ranks["from"] == [{"podSelector": seen["NetworkPolicy/learner"]["spec"]["podSelector"]}]
     assert weights["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "rollout"
     assert "NetworkPolicy/redis" not in documents(rendered(redis={"url": "redis://q:6379"}))
-    called = documents(rendered(**RUNS["agents"]))
-    [rule] = called["NetworkPolicy/rollout"]["spec"]["ingress"]
-    assert rule == {"from": [{"podSelector": called["Deployment/agent"]["spec"]["selector"]}]}
-    assert "rollout.host=0.0.0.0" in called["Job/prepare"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "NetworkPolicy/rollout" not in seen, "nobody calls a replica"
     recorder = documents(rendered(recording={"mode": "write"}))["NetworkPolicy/recorder"]["spec"]
     assert recorder["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "recorder"
     assert recorder["ingress"][1] == weights

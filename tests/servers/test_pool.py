@@ -240,10 +240,10 @@ async def test_kill_9_in_mid_response_and_all_of_it_comes_from_another(redis_run
             for task in tasks:
                 done = await answer(task)
                 assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-                assert set(done.logprobs.round(3).tolist()) == {pytest.approx(-0.55, abs=1e-3)}
+                assert done.logprobs.tolist() == pytest.approx([-0.55] * 6)
                 assert done.runs == [(0, 5)]
         assert made.pool.figures() == {"lost_calls": 3}
-        assert made.pool.load().servers == 0, "nobody is asked who does not answer"
+        assert made.pool.load().servers == 1, "the dead one is not asked"
 
 
 async def test_an_engine_whose_heartbeat_ends_is_left(redis_run):
@@ -289,10 +289,11 @@ async def test_a_new_life_of_an_engine_gets_what_the_one_before_had(redis_run):
         assert salts == ["life of engine.0-0", "the second life-0"]
 
 
-async def test_engines_that_are_blocked_get_nothing_and_what_they_have_waits(redis_run):
+async def test_engines_that_are_blocked_get_nothing_and_what_they_have_waits(redis_run, monkeypatch):
     """For longer than a request waits for any engine."""
+    monkeypatch.setattr(pools, "_PATIENCE", 0.25)
     toys = [Toy(free=False), Toy()]
-    async with field(redis_run, *toys, episode={"deadline": 1.0}) as made:
+    async with field(redis_run, *toys) as made:
         await made.beat("engine.1", blocked=1)
         await until(lambda: made.pool.load().servers == 1)
         held = made.ask("held")
@@ -367,8 +368,9 @@ async def test_engines_that_are_lost_after_a_token_blame_nobody(redis_run):
         assert made.pool.figures() == {"lost_calls": 5}
 
 
-async def test_no_engine_for_a_while(redis_run):
-    async with field(redis_run, episode={"deadline": 1.0}) as made:
+async def test_no_engine_for_a_while(redis_run, monkeypatch):
+    monkeypatch.setattr(pools, "_PATIENCE", 0.25)
+    async with field(redis_run) as made:
         with pytest.raises(RetryLater, match=r"for 0\.25 s"):
             await answer(made.ask())
         with pytest.raises(RetryLater):

@@ -24,11 +24,9 @@ def config(**sections):
         "engine": {"kind": "vllm", "slots": 8},
         "weights": {"deadline": 20},
     }
-    merged = {
-        name: {**base.get(name, {}), **value} if isinstance(value := sections.get(name, {}), dict) else value
-        for name in base | sections
-    }
-    return RunConfig.model_validate(merged)
+    return RunConfig.model_validate(
+        {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
+    )
 
 
 def request(name, prompt=(1, 2, 3), limit=6, **more):

@@ -253,7 +253,7 @@ def _runs_programs(config: RunConfig, kind: str) -> bool:
     """Whether a pod runs programs of the model in a sandbox: those of rewards, or of a tool (`prepare` tries that)."""
     if kind == "reward":
         return any(reward.use == "code" and reward.args.get("isolation") != "none" for reward in config.rewards)
-    tools = kind in {"prepare", "rollout", "agent"} and RUN_PYTHON in config.episode.tools
+    tools = kind in {"prepare", "rollout"} and RUN_PYTHON in config.episode.tools
     return tools and config.episode.run_python.get("isolation") != "none"
 
 
@@ -451,9 +451,6 @@ def _network(config: RunConfig) -> list[Manifest]:
         # Ranks talk to each other on ports that gloo and NCCL choose.
         _policy(leader, _selector(leader), {"from": [own]}, _allow(WEIGHTS_PORT, rollout)),
     ]
-    if "agent" in processes(config):
-        # Replicas serve agents on any free port, to bearers of the run's token.
-        policies.append(_policy("rollout", _selector("rollout"), {"from": [{"podSelector": _selector("agent")}]}))
     if config.redis.url is None:
         policies.append(_policy("redis", _selector("redis"), _allow(6379, roles)))
     return policies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -74,7 +75,8 @@ class Honest(Episode):
 
 async def die(a: int, b: int) -> int:
     """Take the process along."""
-    os._exit(a + b)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return a + b
 
 
 class Deadly(Honest):
@@ -82,6 +84,22 @@ class Deadly(Honest):
 
     def tool_of(self, task):
         return Tool.of(die, "add") if task.line == 1 else self.tool
+
+
+class Blocking(Honest):
+    """Its tool holds the event loop until the file `gate` is there."""
+
+    def __init__(self, gate):
+        self._gate = Path(gate)
+
+    def tool_of(self, task):
+        return Tool.of(self.add)
+
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        while not self._gate.exists():
+            time.sleep(0.01)  # noqa: ASYNC251 (as code that should not)
+        return a + b
 
 
 class Counter:

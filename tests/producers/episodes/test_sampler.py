@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
 from collections import Counter
@@ -23,7 +22,6 @@ from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.rules.episode import EpisodeScore
 from streamrl.errors import ConfigError, DataError, DeadlineExceeded, PluginError, Unreachable
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.episodes import blocked_loop
 from streamrl.producers.episodes import sampler as sampler_module
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
@@ -363,12 +361,7 @@ def test_code_that_blocks_is_named(caplog):
     watched = logging.getLogger("streamrl.producers.episodes.blocked_loop")
     watched.addHandler(handler := Naming(logging.ERROR))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                blocked_loop, "naming_what_blocks", functools.partial(blocked_loop.naming_what_blocks, seconds=0.2)
-            )
-            patch.setattr(sampler_module, "naming_what_blocks", blocked_loop.naming_what_blocks)
-            asyncio.run(sampled(episode(blocks), ["a"]))
+        asyncio.run(sampled(episode(blocks), ["a"], lease={"seconds": 0.6}))
     finally:
         watched.removeHandler(handler)
     (record,) = [record for record in caplog.records if record.name == watched.name]
