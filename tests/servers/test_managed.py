@@ -149,13 +149,14 @@ PARENT = """
     import asyncio, sys
     from pathlib import Path
     sys.path.insert(0, {here!r})
-    from test_managed import make_dialect, settings, ORPHANS
+    from toy import make_dialect
+    from toy_kit import config
     from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
 
     async def main():
         dialect = make_dialect()
-        dialect.environ = ORPHANS | {{"TOY_MARK": {folder!r}}}
-        asked = ServerSettings.of_engine(settings())
+        dialect.environ = {environ}
+        asked = ServerSettings.of_engine(config(engine={{"start_deadline": 30}}, supervisor={{"term_grace": 5}}))
         server = ManagedServer(dialect, asked, Path({folder!r}), "engine.0.server", seed=1)
         await server.start()
         print(server.pid, server._process.pid, flush=True)
@@ -167,7 +168,9 @@ PARENT = """
 
 @pytest.mark.parametrize("whom", ["parent", "keeper"])
 async def test_kill_9_of_the_role_or_of_the_keeper_leaves_nothing_of_the_server(tmp_path, whom):
-    code = textwrap.dedent(PARENT.format(here=str(HERE), folder=str(tmp_path)))
+    code = textwrap.dedent(
+        PARENT.format(here=str(HERE), folder=str(tmp_path), environ=ORPHANS | {"TOY_MARK": str(tmp_path)})
+    )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     try:
         server, keeper = map(int, (await asyncio.wait_for(parent.stdout.readline(), 60)).split())

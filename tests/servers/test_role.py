@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from contextlib import asynccontextmanager, suppress
 
 import orjson
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from producer_kit import until
 from replica_kit import Learner
-from toy import make_dialect
+from toy import Toy, make_dialect, serving
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.http import Call, HttpClient, Lost
@@ -177,6 +178,28 @@ async def test_a_server_that_samples_nothing_ends_the_role(run, dialect):
             with pytest.raises(Unreachable, match="no token and no other sign of progress"):
                 await asyncio.wait_for(asyncio.shield(engine.task), 60)
             asking.cancel()
+
+
+async def test_a_server_that_does_not_tell_its_figures_lives(run, dialect):
+    """It runs already."""
+    toy = Toy()
+    toy.about["vocabulary"] = 128
+    async with serving(toy) as url:
+        run.set("engine", url=[url]).set("lease", seconds=0.6, max_hold=1)
+        async with engine_on(run) as engine:
+            await Learner.of(run, engine.role.ledgers)
+            await engine.announced(url=url)
+            toy.faults["/figures"] = [404, "junk", 500] * 10
+            await until(lambda: not toy.faults["/figures"] or engine.task.done())
+            assert not engine.task.done()
+
+
+async def test_a_stop_while_the_server_starts(run, dialect):
+    dialect.argv = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    async with engine_on(run) as engine:
+        await until(lambda: dialect.ports)
+        engine.role.stop.set()
+        await asyncio.wait_for(asyncio.shield(engine.task), 20)
 
 
 async def test_a_stop_lets_the_requests_that_it_has_end(run, dialect):
