@@ -76,7 +76,8 @@ async def run_engine(role: Role) -> None:
     if role.config.engine.kind == "hf":
         raise ConfigError("engine.kind hf generates in the rollout workers", "set engine.kind to vllm or sglang")
     with unwrapped():
-        await EngineRole(role, await life_seed(role)).run()
+        engine = EngineRole(role, await life_seed(role))
+        await first_of(engine.run(), engine.stopped_at_start())
 
 
 class EngineRole:
@@ -88,9 +89,17 @@ class EngineRole:
         index = int(role.name.rpartition(".")[2])
         self._server = Server(role.config, role.run_dir, role.name, index, seed=seed, announce=self._announce)
         self._figures = ServerMetrics()
+        self._started = False
+
+    async def stopped_at_start(self) -> None:
+        """Return at a stop while the server starts, which takes minutes; later `run` ends by itself."""
+        await self._role.stop.wait()
+        if self._started:
+            await asyncio.Event().wait()
 
     async def run(self) -> None:
         async with self._on_devices() as server, asyncio.TaskGroup() as tasks:
+            self._started = True
             if server.facts.fixed and self._config.recording.mode != "write":
                 raise ConfigError(
                     f"the weights of the server at {server.client.url} stay as they are: it cannot sample for training",
