@@ -260,9 +260,9 @@ def test_adapters_need_a_server_that_was_started_for_them():
 
 def test_an_update_is_one_call_with_a_description_of_the_files():
     version = Version((2, 17), 17, {}, Path("/v"), ("a.st", "b.st"), {"x": ("a.st", "b.st"), "naïve": ("a.st",)})
-    (call,) = dialect(engine={"tensor_parallel": 2}).update(version)
+    (call,) = dialect(engine={"tensor_parallel": 2}).update(version, "17.run-a")
     assert call.repeatable
-    assert call.body["weight_version"] == "17"
+    assert call.body["weight_version"] == "17.run-a"
     assert call.body["flush_cache"] is False
     assert call.body["load_format"] == LOADER
     one, other = call.body["serialized_named_tensors"]
@@ -275,7 +275,7 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
 
 def test_a_server_on_another_host_hears_where_the_files_are_served():
     version = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
-    (call,) = dialect().update(version)
+    (call,) = dialect().update(version, "17.run-a")
     ((name, _),) = _Listed(io.BytesIO(base64.b64decode(call.body["serialized_named_tensors"][0]))).load()
     assert orjson.loads(name)["url"] == "http://h:1/v-2-17"
 
@@ -290,7 +290,7 @@ class _Listed(pickle.Unpickler):
 
 def test_a_version_without_files_cannot_be_sent():
     with pytest.raises(WeightsError, match="no files"):
-        dialect().update(Version((1, 3), 3, {"x": torch.zeros(1)}))
+        dialect().update(Version((1, 3), 3, {"x": torch.zeros(1)}), "3")
 
 
 # --- what a server says of itself ---

@@ -225,7 +225,7 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
         ([("3", 0, 1), ("3", 1, 3)], [(0, 3)]),
         ([("3", 0, 0), ("4", 0, 3)], [(0, 4)]),
         ([("v1", 0, 2), ("²", 2, 3)], [(0, 0)]),
-        ([("5", 0, 2), ("12", 2, 3)], [(0, 5), (2, 12)]),
+        ([("5.run-a", 0, 2), ("12.run-a", 2, 3)], [(0, 5), (2, 12)]),
     ],
 )
 def test_version_spans_become_runs(spans: list[tuple[str, int, int]], runs: list[tuple[int, int]]) -> None:
@@ -274,7 +274,7 @@ def test_an_update_names_files_and_version() -> None:
     source = {"folder": "/dev/shm/v", "parts": {"w": ["a", "b"], "v": ["b"]}}
     (check,) = dialect().prefetch(version)
     assert check.body == {"method": "streamrl_check", "kwargs": {"source": source}}
-    begin, start, replace, finish = dialect().update(version)
+    begin, start, replace, finish = dialect().update(version, "17.run-a")
     assert begin.body == {"method": "streamrl_begin", "kwargs": {}}
     assert (start.path, replace.path, finish.path) == (
         "/start_weight_update",
@@ -282,7 +282,7 @@ def test_an_update_names_files_and_version() -> None:
         "/finish_weight_update",
     )
     assert replace.body == {"update_info": {"source": source}}
-    assert finish.body == {"weight_version": "17"}
+    assert finish.body == {"weight_version": "17.run-a"}
     served = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
     found = dialect().prefetch(served)[0].body
     assert found is not None
