@@ -86,7 +86,6 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.flags={seed: 1}"], "engine.flags"),
         (["engine.servers=2"], "engine.servers"),
         (["engine.api_key_file=/tmp/key"], "api_key_file"),
-        (["engine.kind=sglang", "engine.url=[http://a:1]", "rollout.replicas=2"], "each replica"),
         (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
     ],
@@ -150,7 +149,7 @@ def test_servers_have_one_name_and_count_as_slots():
     assert config.engine.url == ("http://a:1", "https://b")
     assert config.slots == 16
     config = load(None, [*shared, "engine.servers=3"], {}).config
-    assert (config.engine.managed, config.slots) == (True, 48)
+    assert (config.engine.managed, config.slots) == (True, 24)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00", "name: 2024-13-45", "seed: 1" + 5000 * "0"])

@@ -213,7 +213,7 @@ def test_the_plan_has_every_process_of_the_run(home):
         (["learner.ranks=2", "rollout.replicas=2"], 16, {"learner": 4, "rollout": 4}),
         (["learner.threads=6"], 16, {"learner": 6, "rollout": 10}),
         (["engine.threads=3", "learner.ranks=2"], 16, {"learner": 6, "rollout": 3}),
-        (["engine.kind=vllm", "engine.servers=2", "engine.tensor_parallel=3"], 14, {"learner": 2, "rollout": 2}),
+        (["engine.kind=vllm", "engine.servers=2", "engine.tensor_parallel=3"], 14, {"learner": 2, "engine": 2}),
         (["engine.kind=vllm", "engine.url=[http://h:1]"], 16, {"learner": 15}),
         (["rollout.placement=colocated"], 16, {"learner": 15, "rollout": 15}),
         (["reward_models.m={model: m, servers: 2}"], 16, {"learner": 4, "reward_model.m": 4, "rollout": 4}),
@@ -289,9 +289,10 @@ def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
         (["engine.kind=vllm", "engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
     ],
 )
-def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, seconds):
+def test_an_engine_may_take_as_long_to_start_as_its_server(home, overrides, seconds):
     units = {unit.kind: unit for unit in plan(loaded(home, *overrides).config, home)}
-    assert units["rollout"].start_seconds == seconds
+    assert units.get("engine", units["rollout"]).start_seconds == seconds
+    assert units["rollout"].start_seconds == 0
     assert units["learner"].start_seconds == 0
 
 

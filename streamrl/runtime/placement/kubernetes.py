@@ -662,7 +662,7 @@ def _server(
     if of == "vllm":
         module = ["vllm.entrypoints.cli.main", "serve", flags.pop("model")]
     container = _container(config, kind, [*module, *words(flags)], wanted=wanted, probes=False)
-    script = "\n".join([*first, f'exec "$STREAMRL_SERVERS/{of}/bin/python" -m "$@"'])
+    script = "\n".join([*first, f'exec "$STREAMRL_ENGINES/{of}/bin/python" -m "$@"'])
     ports = [{"name": "http", "containerPort": SERVER_PORT}]
     image = f"streamrl-{of}"
     return {
