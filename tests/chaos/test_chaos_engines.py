@@ -86,6 +86,7 @@ def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Pat
         for blow in shuffled(fire, blows):
             blow()
             fire.moves_on(2)
+        fire.all_there()
         live_groups_end(fire)
         assert fire.drain() == 0
         check(fire)
