@@ -9,10 +9,10 @@ import torch
 from serve_kit import TOKEN, client_of, completion_of, request
 
 from streamrl.errors import WeightsError
-from streamrl.producers import tiny
 from streamrl.weight_sync.manifest import Manifest, TensorEntry, encode
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.tensors import Version, write_tensors
+from tests.engines import tiny
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
