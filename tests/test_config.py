@@ -106,6 +106,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
+    saved["config"]["engine"]["decode"] = "slots"
     path.write_bytes(orjson.dumps(saved))
     learner = read_saved(path).config.learner
     assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
@@ -113,6 +114,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
         ("learner.critic.coefficient=0.5", "leave it out"),
+        ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 from uuid import uuid4
 
-from streamrl.engine import Engine
+from streamrl.engine import Engine, ReplicaEngine
 from streamrl.errors import unwrapped
 from streamrl.producers.answering import Answering
 from streamrl.producers.colocated import under_device_lock
@@ -53,7 +53,7 @@ async def run_rollout(role: Role) -> None:
 
 
 @asynccontextmanager
-async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+async def _running(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
     if role.config.rollout.placement == "colocated":
         async with under_device_lock(role, engine) as shared:
             yield shared
@@ -78,7 +78,9 @@ async def _life(role: Role) -> str:
 class Replica:
     """One started engine that follows the weights; `membership` keeps its servers."""
 
-    def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer, membership: Membership | None = None) -> None:
+    def __init__(
+        self, role: Role, engine: ReplicaEngine, tokenizer: Tokenizer, membership: Membership | None = None
+    ) -> None:
         config = role.config
         self._role = role
         self._membership = membership

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -13,7 +12,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import MemoryTag, PauseMode, Request, Runs
+from streamrl.engine import MemoryTag, Request, Runs
 from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import Chunk, Dialect, ServerInfo, ServerMetrics, read_count, read_finish, read_logprobs
@@ -23,7 +22,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
 
 SOFTWARE: Final = "streamrl"
-_PASSED_ON: Final = ("decode", "slots", "attention", "dtype", "device", "threads", "kv_cache")
+_PASSED_ON: Final = ("slots", "attention", "dtype", "device", "threads", "kv_cache")
 
 
 class NativeDialect(Dialect):
@@ -89,9 +88,9 @@ class NativeDialect(Dialect):
             ) from error
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
-        # The server itself keeps newer weights from cached keys and values of older ones.
-        del version
+    def generation(self, request: Request, *, version: int, adapter: str | None = None) -> Call:
+        # The server itself keeps newer weights from cached keys and values of older ones, and merges adapters.
+        del version, adapter
         body: dict[str, Any] = {
             "id": request.id,
             "tokens": request.tokens.tolist(),
@@ -99,8 +98,6 @@ class NativeDialect(Dialect):
             "temperature": request.temperature,
             "interval": self._config.engine.stream_interval,
         }
-        if request.adapter is not None:
-            body["adapter"] = request.adapter
         if request.affinity:
             body["affinity"] = request.affinity
         if request.cache_version is not None:
@@ -134,8 +131,8 @@ class NativeDialect(Dialect):
         return (Call("POST", "/abort", {"id": request_id}, repeatable=True),)
 
     @override
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
-        body = {"mode": mode, "owner": self._owner, "seconds": self._config.lease.seconds}
+    def pause(self) -> Sequence[Call]:
+        body = {"owner": self._owner, "seconds": self._config.lease.seconds}
         return (Call("POST", "/pause", body, repeatable=True),)
 
     @override
@@ -168,20 +165,12 @@ class NativeDialect(Dialect):
         }
 
     @override
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         return (Call("POST", "/sleep", {"level": level}, repeatable=True),)
 
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         return (Call("POST", "/wake", {"tags": list(tags)}, repeatable=True),)
-
-    @override
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        return Call("POST", "/adapters/load", {"name": name, "folder": str(folder.absolute())})
-
-    @override
-    def unload_adapter(self, name: str) -> Call:
-        return Call("POST", "/adapters/unload", {"name": name}, repeatable=True)
 
     @override
     def metrics(self) -> Call:

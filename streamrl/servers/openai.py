@@ -117,7 +117,8 @@ class OpenaiDialect(Dialect):
         )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, adapter: str | None = None) -> Call:
+        del adapter  # it loads none
         body: dict[str, Any] = {
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,
@@ -136,8 +137,8 @@ class OpenaiDialect(Dialect):
             "request_id": request.id,
             "stream": True,
         }
-        if (model := request.adapter or self._model) is not None:
-            body["model"] = model
+        if self._model is not None:
+            body["model"] = self._model
         if self._reload is not None:
             body["cache_salt"] = self.salt(request, version)
         return Call("POST", _COMPLETIONS, body)

@@ -121,7 +121,7 @@ class Servers:
 
     def start(self, url=None):
         url = url or f"http://127.0.0.1:{self.port()}"
-        settings = ["decode=slots", "slots=8", "threads=1", "device=cpu"]
+        settings = ["slots=8", "threads=1", "device=cpu"]
         command = [sys.executable, "-m", "streamrl", "engines", "serve", str(self.model_dir)]
         command += ["--no-api-key", "--port", url.split(":")[2], "--set", "model.context=512"]
         command += [part for setting in settings for part in ("--set", f"engine.{setting}")]

@@ -42,22 +42,20 @@ def understood(call, kind):
 
 
 def test_every_call_is_a_message_of_the_server(dialect):
-    request = Request("r", np.asarray([3, 4], np.int32), 5, 0.5, adapter="tuned")
+    request = Request("r", np.asarray([3, 4], np.int32), 5, 0.5)
     sent = understood(dialect.generation(request, version=3), messages.Generate)
     assert (sent.id, sent.tokens, sent.max_new_tokens, sent.temperature) == ("r", [3, 4], 5, 0.5)
-    assert (sent.adapter, sent.interval) == ("tuned", RunConfig().engine.stream_interval)
+    assert sent.interval == RunConfig().engine.stream_interval
     (abort,) = dialect.abort(None, paused=True)
     assert understood(abort, messages.Abort).id is None
     assert understood(dialect.abort("r")[0], messages.Abort).id == "r"
-    (pause,), (resume,) = dialect.pause("recompute"), dialect.resume()
+    (pause,), (resume,) = dialect.pause(), dialect.resume()
     held = understood(pause, messages.Pause)
-    assert (held.mode, held.seconds) == ("recompute", RunConfig().lease.seconds)
+    assert held.seconds == RunConfig().lease.seconds
     assert held.owner == understood(resume, messages.Resume).owner == dialect.metrics().query["owner"]
     assert held.owner != NativeDialect(RunConfig()).metrics().query["owner"]
-    assert understood(dialect.sleep(2)[0], messages.Sleep).level == 2
+    assert understood(dialect.sleep(1)[0], messages.Sleep).level == 1
     assert understood(dialect.wake(["weights"])[0], messages.Wake).tags == ["weights"]
-    assert understood(dialect.load_adapter("a", Path("b")), messages.LoadAdapter).folder == str(Path.cwd() / "b")
-    assert understood(dialect.unload_adapter("a"), messages.UnloadAdapter).name == "a"
 
 
 def test_a_version_travels_by_name(dialect):

@@ -1,4 +1,4 @@
-"""Controls of one server, one at a time: pause, new weights, sleep, adapters; requests wait where they must."""
+"""Controls of one server, one at a time: pause, new weights, sleep; requests wait where they must."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from streamrl.engine import MemoryTag, PauseMode
+from streamrl.engine import MemoryTag
 from streamrl.errors import CannotCreate, DataError, Refused, StreamrlError, Unreachable, WeightsError, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.isolation.watchdog import Watchdog
@@ -74,18 +74,16 @@ class Controls:
         self._open = asyncio.Event()
         self._open.set()
         self._pair: Pair = (0, 0)
-        self._paused: set[PauseMode] = set()
-        self._level: Literal[0, 1, 2] | None = None
+        self._paused = False
+        self._level: Literal[0, 1] | None = None
         self._asleep: set[MemoryTag] = set()
-        self._forgotten = False
         self._swapping = False
         self._torn = False
         self._kept_before = False
-        self.adapters: set[str] = set()
         self.serving: str | None = None  # the adapter that is the version in force; None: the weights are
         self.pause_seconds = 0.0  # how long decoding stood still for the last version
         self._folder = folder
-        self._own: dict[str, Path] = {}
+        self._adapters: dict[str, Path] = {}  # folders of those that are loaded, by name
         # A server that we did not start may hold adapters that an earlier engine loaded.
         self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
 
@@ -96,7 +94,7 @@ class Controls:
     @property
     def held(self) -> bool:
         """Whether the server was told to stand still, or has no weights or cache to serve with."""
-        return bool(self._paused or self._level is not None or self._forgotten or self._swapping)
+        return self._paused or self._level is not None or self._swapping
 
     async def passing(self) -> None:
         """Return when requests may go to the server; the caller sends its own before it awaits anything else."""
@@ -109,8 +107,8 @@ class Controls:
         A server with torn weights stays paused: the next engine gives it whole ones.
         """
         if self._watchdog is not None and not self._engine.dead:
-            for name in self._own:
-                await self.unload_adapter(name)
+            for name in self._adapters:
+                await self._unload(name)
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         if self._watchdog is None:
@@ -126,20 +124,18 @@ class Controls:
                 logger.warning("a paused server is left to its watchdog", extra={"why": error.message})
         await self._watchdog.close(farewell=farewell)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self) -> None:
         async with self._lock:
-            if mode in self._paused:
+            if self._paused:
                 return
-            calls = self._dialect.pause(mode)
-            if not calls and mode != "abort":
+            calls = self._dialect.pause()
+            if not calls:
                 raise Refused(f"this {self._dialect.kind} server cannot pause and keep its requests", "abort them")
             self._arm()
-            self._paused.add(mode)
+            self._paused = True
             self._gate()
             if self._level is None:
                 await self._must(calls)
-            if mode == "abort":
-                await self._engine.end(self._engine.flights, _say_nothing)
 
     async def resume(self) -> None:
         async with self._lock:
@@ -147,7 +143,7 @@ class Controls:
                 return
             if self._level is None:
                 await self._must(self._dialect.resume())
-            self._paused.clear()
+            self._paused = False
             self._disarm()
             self._gate()
 
@@ -158,7 +154,7 @@ class Controls:
                 await self._apply(version)
 
     async def _apply(self, version: Version) -> None:
-        if version.pair == self._pair and not self._forgotten:
+        if version.pair == self._pair:
             return
         if version.pair < self._pair or version.number < self.version:
             raise WeightsError(f"version {version.pair} of the weights is older than {self._pair}, which is in force")
@@ -171,7 +167,6 @@ class Controls:
         async with self._still(), self._weights_awake():
             await self._update(version, calls, end)
             self._pair, self.serving = version.pair, None
-            self._forgotten = False
             for flight in self._engine.flights:
                 flight.turn(version.number)
         logger.info("weights applied", extra={"version": version.number, "pause": round(self.pause_seconds, 4)})
@@ -179,7 +174,7 @@ class Controls:
     async def _swap(self, version: Version) -> None:
         """Load a version that is an adapter. New requests use it; those in flight end with the one they began with."""
         assert version.adapter is not None
-        if self._folder is None or self._forgotten or (self.version and self.serving is None):
+        if self._folder is None or (self.version and self.serving is None):
             raise WeightsError(
                 f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
                 "start the replicas anew, or set learner.lora.publish: merged",
@@ -192,13 +187,14 @@ class Controls:
                 await self._load(name, folder)
         except (CannotCreate, Refused) as error:
             raise WeightsError(error.message, error.hint) from error
-        self._own[name] = folder
+        self._adapters[name] = folder
         self._pair, self.serving = version.pair, name
         logger.info("adapter applied", extra={"version": version.number, "adapter": name})
         used = {flight.adapter for flight in self._engine.flights}
-        for old in [old for old in self._own if old not in {name, *used}]:
-            await self.unload_adapter(old)
-            await asyncio.to_thread(shutil.rmtree, self._own.pop(old), ignore_errors=True)
+        for old in [old for old in self._adapters if old not in {name, *used}]:
+            folder = self._adapters.pop(old)
+            await self._unload(old)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def keep(self, version: Version) -> None:
         """Record the version for a server that keeps its own weights: only the first one counts."""
@@ -208,7 +204,7 @@ class Controls:
             self._kept_before = True
             logger.warning("a server keeps its own weights", extra={"in force": self.version, "new": version.number})
 
-    async def sleep(self, level: Literal[0, 1, 2]) -> None:
+    async def sleep(self, level: Literal[0, 1]) -> None:
         async with self._lock:
             if self._level is not None and level <= self._level:
                 return
@@ -226,7 +222,6 @@ class Controls:
                 self._gate()
                 raise Refused(f"the server cannot sleep at level {level}: {error.message}") from error
             self._asleep = {"weights", "kv_cache"} if level else {"kv_cache"}
-            self._forgotten = self._forgotten or level == 2
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         async with self._lock:
@@ -238,14 +233,8 @@ class Controls:
             if not self._asleep:
                 self._level = None
                 # some servers sleep by a pause, others wake up without the one from before
-                await self._must(self._dialect.pause("keep") if self._paused else self._dialect.resume())
+                await self._must(self._dialect.pause() if self._paused else self._dialect.resume())
             self._gate()
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        async with self._lock:
-            if name in self.adapters:
-                raise Refused(f"an adapter {name!r} is loaded already", "give each version a name of its own")
-            await self._load(name, folder)
 
     async def _load(self, name: str, folder: Path) -> None:
         try:
@@ -253,15 +242,10 @@ class Controls:
         except _ANSWERED as error:
             if isinstance(error, BadRequest) and error.status in {404, 405}:
                 why = f"the server cannot serve adapters: {error.message}"
-                raise Refused(why, "see docs/guides/engines.md") from error
+                raise WeightsError(why, "see docs/guides/engines.md") from error
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
-        self.adapters.add(name)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Takes no lock: some servers answer only when the adapter's last request has ended."""
-        if name not in self.adapters:
-            return
-        self.adapters.discard(name)
+    async def _unload(self, name: str) -> None:
         try:
             await self._client.call(self._dialect.unload_adapter(name), self._seconds)
         except (*_ANSWERED, Lost) as error:
@@ -276,7 +260,7 @@ class Controls:
         try:
             if self._paused:
                 async with self._lock:
-                    await self._send_aborts(ids, paused=bool(self._paused) and self._level is None)
+                    await self._send_aborts(ids, paused=self._paused and self._level is None)
             else:
                 await self._send_aborts(ids, paused=False)
         except StreamrlError as error:
@@ -312,7 +296,7 @@ class Controls:
         self._gate()
         begun = self._loop.time()
         try:
-            if calls := self._dialect.pause("keep"):
+            if calls := self._dialect.pause():
                 await self._must(calls)
             else:
                 await self._run_dry()
@@ -341,7 +325,7 @@ class Controls:
 
     @asynccontextmanager
     async def _weights_awake(self) -> AsyncGenerator[None, None]:
-        """Wake the weights; put them to sleep again afterwards, unless the server had forgotten them."""
+        """Wake the weights; put them to sleep again afterwards."""
         if "weights" not in self._asleep:
             yield
             return
@@ -349,9 +333,7 @@ class Controls:
         try:
             yield
         finally:
-            if self._level == 2:
-                self._asleep.discard("weights")
-            elif not self._engine.dead:
+            if not self._engine.dead:
                 await self._must(self._dialect.sleep(1))
 
     async def _update(self, version: Version, calls: Sequence[Call], end: float) -> None:
@@ -413,7 +395,3 @@ class Controls:
         end = self._loop.time() + seconds
         for call in calls:
             await self._client.call(call, max(0.0, end - self._loop.time()))
-
-
-async def _say_nothing(_: Sequence[str]) -> None:
-    """The server has been told already."""

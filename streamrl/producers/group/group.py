@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Final, Literal
 
 from typing_extensions import override
@@ -26,7 +25,6 @@ from streamrl.engine import (
     Engine,
     EngineLoad,
     MemoryTag,
-    PauseMode,
     Request,
 )
 from streamrl.errors import Refused, Unreachable, unwrap
@@ -222,22 +220,20 @@ class EngineGroup(Engine):
     # --- controls ----------------------------------------------------------------------------------------------------
 
     @override
-    async def pause(self, mode: PauseMode = "keep") -> None:
+    async def pause(self) -> None:
         # Servers that join later are paused as well.
         self._check()
-        self._pool.paused = mode
-        if mode == "abort":
-            self._abort_all()
-        await self._each(lambda engine: engine.pause(mode))
+        self._pool.paused = True
+        await self._each(lambda engine: engine.pause())
 
     @override
     async def resume(self) -> None:
         self._check()
-        self._pool.paused = None
+        self._pool.paused = False
         await self._each(lambda engine: engine.resume())
 
     @override
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+    async def sleep(self, level: Literal[0, 1] = 1) -> None:
         # No server is started while asleep.
         self._check()
         self._pool.awake.clear()
@@ -253,21 +249,6 @@ class EngineGroup(Engine):
         await self._each(lambda engine: engine.wake(tags))
         if set(tags) == {"weights", "kv_cache"}:
             self._pool.awake.set()
-
-    @override
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        # The folder has to stay: servers that join later load it as well.
-        self._check()
-        if name in self._pool.adapters:
-            raise Refused(f"an adapter {name!r} is loaded", "every version of an adapter needs a name of its own")
-        await self._each(lambda engine: engine.load_adapter(name, folder))
-        self._pool.adapters[name] = folder
-
-    @override
-    async def unload_adapter(self, name: str) -> None:
-        self._check()
-        if self._pool.adapters.pop(name, None) is not None:
-            await self._each(lambda engine: engine.unload_adapter(name))
 
     @override
     async def apply(self, version: Version) -> None:

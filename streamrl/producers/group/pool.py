@@ -9,11 +9,10 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, EngineLoad, PauseMode, Request, StreamingEngine
+from streamrl.engine import Completion, EngineLoad, Request, StreamingEngine
 from streamrl.errors import ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
 from streamrl.producers.group.concurrency import Concurrency
 from streamrl.producers.group.request import RoutedRequest
@@ -233,7 +232,8 @@ class Member:
 
     async def _begin(self, engine: StreamingEngine) -> None:
         await engine.start()
-        await self._pool.equip(engine)
+        if self._pool.paused:
+            await engine.pause()
         self.engine = engine
         with contextlib.suppress(WeightsError):  # it gets no prompt before it has taken a version
             await self._take_newest()
@@ -335,8 +335,7 @@ class ServerPool:
         self.changed: Callable[[], None] = lambda: None  # called when a server can take more, or has gone
         self.awake = asyncio.Event()  # set while servers may use their devices
         self.awake.set()
-        self.paused: PauseMode | None = None
-        self.adapters: dict[str, Path] = {}  # folders by name; servers that come later load them as well
+        self.paused = False  # servers that come later are paused as well
         self.target: Pair | None = None  # the newest version; None before the first
         self._config = config
         self._policy = RestartPolicy.of(config.supervisor)
@@ -364,7 +363,7 @@ class ServerPool:
     def reasons(self) -> str:
         return "; ".join(f"{member.name}: {member.why or member.state}" for member in self._members.values())
 
-    # --- weights, adapters, pause ------------------------------------------------------------------------------------
+    # --- weights, pause ----------------------------------------------------------------------------------------------
 
     @property
     def newest(self) -> Pair:
@@ -393,12 +392,6 @@ class ServerPool:
                 await apply(kept)
         elif self._source is not None:
             await self._source(apply)
-
-    async def equip(self, engine: StreamingEngine) -> None:
-        for name, folder in self.adapters.items():
-            await engine.load_adapter(name, folder)
-        if self.paused is not None:
-            await engine.pause(self.paused)
 
     async def apply(self, version: Version) -> None:
         if self.target is not None and version.pair < self.target:

@@ -24,7 +24,6 @@ from streamrl.engine import (
     EngineLoad,
     Listener,
     MemoryTag,
-    PauseMode,
     Request,
     RequestLimits,
     StreamingEngine,
@@ -211,8 +210,6 @@ class ServerEngine(StreamingEngine):
         limit = RequestLimits(self._facts.context, self._facts.vocabulary or _ANY_TOKEN).check(request)
         if request.id in self._flights:
             raise ValueError(f"a request {request.id!r} is in flight")
-        if request.adapter is not None and request.adapter not in controls.adapters:
-            raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
         flight = InFlightRequest(request, uuid.uuid4().hex, listener, self._loop.time())
         self._flights[request.id] = flight
         flight.conversation = self._own(self._fly(flight, limit, controls), "engine-flight")
@@ -236,8 +233,8 @@ class ServerEngine(StreamingEngine):
         return await self.end(chosen, controls.tell_abort)
 
     @override
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._control(lambda controls: controls.pause(mode))
+    async def pause(self) -> None:
+        await self._control(lambda controls: controls.pause())
 
     @override
     async def resume(self) -> None:
@@ -252,20 +249,12 @@ class ServerEngine(StreamingEngine):
             await self._control(lambda controls: controls.apply(version))
 
     @override
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+    async def sleep(self, level: Literal[0, 1] = 1) -> None:
         await self._control(lambda controls: controls.sleep(level))
 
     @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         await self._control(lambda controls: controls.wake(tags))
-
-    @override
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        await self._control(lambda controls: controls.load_adapter(name, folder))
-
-    @override
-    async def unload_adapter(self, name: str) -> None:
-        await self._control(lambda controls: controls.unload_adapter(name))
 
     @override
     def load(self) -> EngineLoad:
@@ -446,12 +435,10 @@ class ServerEngine(StreamingEngine):
     async def _converse(self, flight: InFlightRequest, limit: int, controls: Controls) -> None:
         assert self._client is not None
         # The request keeps its adapter version to its end; the server names no version for its tokens.
-        own = controls.serving if flight.request.adapter is None else None
-        flight.send(controls.version, own)
-        call = self._dialect.generation(
-            replace(flight.request, id=flight.wire_id, max_new_tokens=limit, adapter=own or flight.request.adapter),
-            version=controls.version,
-        )
+        adapter = controls.serving
+        flight.send(controls.version, adapter)
+        request = replace(flight.request, id=flight.wire_id, max_new_tokens=limit)
+        call = self._dialect.generation(request, version=controls.version, adapter=adapter)
         async with aclosing(self._client.stream(call, self._config.weights.deadline)) as messages:
             async for message in messages:
                 chunk = self._dialect.chunk(message, received=flight.heard)
@@ -462,7 +449,7 @@ class ServerEngine(StreamingEngine):
                 if chunk.finish is not None:
                     if chunk.counts_follow:
                         await self._hear_counts(flight, messages)
-                    runs = chunk.runs if own is None else None
+                    runs = chunk.runs if adapter is None else None
                     flight.land(chunk.finish, self._loop.time(), runs, self._facts.vocabulary)
                     break
             else:

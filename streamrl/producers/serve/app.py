@@ -8,8 +8,7 @@ import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -167,7 +166,6 @@ class GenerationApp:
             tokens,
             message.max_new_tokens,
             message.temperature,
-            message.adapter,
             message.affinity,
             message.cache_version,
         )
@@ -233,10 +231,8 @@ class EngineApp(GenerationApp):
             "/resume": (messages.Resume, self._resume),
             "/weights/prefetch": (messages.Weights, self._prefetch),
             "/weights/update": (messages.Weights, self._update),
-            "/sleep": (messages.Sleep, lambda message, _: self._engine.sleep(cast("Any", message.level))),
+            "/sleep": (messages.Sleep, lambda message, _: self._engine.sleep(message.level)),
             "/wake": (messages.Wake, lambda message, _: self._engine.wake(message.tags)),
-            "/adapters/load": (messages.LoadAdapter, self._load_adapter),
-            "/adapters/unload": (messages.UnloadAdapter, lambda message, _: self._engine.unload_adapter(message.name)),
         }
         looks = {"/about": self._tell, "/health": self._health, "/figures": self._figures}
         app = super().app()
@@ -305,7 +301,7 @@ class EngineApp(GenerationApp):
         loop = asyncio.get_running_loop()
         self._leases.take(message.owner, message.seconds, loop.time())
         self._leased.set()
-        await self._engine.pause(message.mode)
+        await self._engine.pause()
         self._leases.renew(message.owner, loop.time())
 
     async def _resume(self, message: messages.Resume, _: web.Request) -> Mapping[str, Any]:
@@ -332,13 +328,6 @@ class EngineApp(GenerationApp):
                 f"this server holds weights of run {self._run!r}, these are of {message.run!r}",
                 "a server serves one run: start it again for another",
             )
-
-    async def _load_adapter(self, message: messages.LoadAdapter, _: web.Request) -> None:
-        try:
-            await self._engine.load_adapter(message.name, Path(message.folder))
-        except Refused as error:
-            # tells any client that this server lacks the route
-            raise BadMessage(error.message, error.hint, 405) from error
 
 
 async def _read(request: web.Request, kind: type[_M]) -> _M:

@@ -5,11 +5,10 @@ GET  /about /ready /health                what it is; whether it takes requests;
 GET  /figures ?owner                      how busy it is; renews the owner's pause
 POST /generate                            server-sent events: {tokens, logprobs}, the last one with {finish, runs}
 POST /abort {id}                          end one request, or all
-POST /pause {mode, owner, seconds}        stand still until `resume` of all owners, or until a lease runs out
+POST /pause {owner, seconds}              stand still until `resume` of all owners, or until a lease runs out
 POST /resume {owner}
 POST /weights/prefetch, /weights/update   bring a version near; put it in force
 POST /sleep {level}, /wake {tags}
-POST /adapters/load, /adapters/unload
 ```
 An error is {"error": {"kind", "message", "hint"}}, as an answer or as the last event of a stream.
 """
@@ -21,7 +20,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from streamrl.engine import MemoryTag, PauseMode
+from streamrl.engine import MemoryTag
 from streamrl.weight_sync.manifest import Adapter
 
 ErrorKind: TypeAlias = Literal["data", "weights", "refused", "request", "forbidden", "dead", "internal"]
@@ -45,7 +44,6 @@ class Generate(_Message, frozen=True):
     tokens: list[_Token]
     max_new_tokens: int
     temperature: float = 1.0
-    adapter: str | None = None
     affinity: str = ""
     cache_version: _Count | None = None
     interval: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -60,7 +58,6 @@ class Abort(_Message, frozen=True):
 class Pause(_Message, frozen=True):
     """Stand still. Silence of the owner for `seconds` counts as its `resume`."""
 
-    mode: PauseMode
     owner: _Name
     seconds: _Seconds
 
@@ -95,17 +92,8 @@ class Weights(_Message, frozen=True):
 
 
 class Sleep(_Message, frozen=True):
-    level: int
+    level: Literal[0, 1]
 
 
 class Wake(_Message, frozen=True):
     tags: list[MemoryTag]
-
-
-class LoadAdapter(_Message, frozen=True):
-    name: _Name
-    folder: str
-
-
-class UnloadAdapter(_Message, frozen=True):
-    name: _Name

@@ -68,7 +68,6 @@ def describe_engine(config: RunConfig, engine: HfEngine) -> dict[str, Any]:
         "version": __version__,
         "kind": "hf",
         "model": config.model.path,
-        "decode": engine.decode,
         "context": engine.limits.context,
         "vocabulary": engine.limits.vocabulary,
         "probe": probe,

@@ -49,7 +49,7 @@ def spawned(run, coroutine, *names):
 @pytest.mark.timeout(300)
 async def test_episodes_survive_the_death_of_an_agent_and_of_the_replica(run, tmp_path):
     folder = save_talker(tmp_path / "talker", calls=(ADD,))
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=4, threads=1)
     run.set("sampling", group_size=SAMPLES, max_new_tokens=16)
     run.set("episode", run=f"{WHERE}:Honest", max_turns=TURNS, processes=2)
     run.set("lease", seconds=1.0, max_deliveries=5)

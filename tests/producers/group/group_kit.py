@@ -9,7 +9,7 @@ import numpy as np
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Request
 from streamrl.errors import Unreachable, WeightsError
-from streamrl.producers.engines.decoder import Spans
+from streamrl.producers.engines.slots import Spans
 from streamrl.producers.group.flights import ServerDied
 from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.weight_sync.tensors import Version
@@ -129,9 +129,9 @@ class Player:
         for flying in self.flying.values():
             flying.spans.swap(len(flying.tokens), version.number)
 
-    async def pause(self, mode="keep"):
+    async def pause(self):
         self._check()
-        self.controls.append(f"pause {mode}")
+        self.controls.append("pause")
 
     async def resume(self):
         self._check()
@@ -144,14 +144,6 @@ class Player:
     async def wake(self, tags=("weights", "kv_cache")):
         self._check()
         self.controls.append(f"wake {' '.join(tags)}")
-
-    async def load_adapter(self, name, folder):
-        self._check()
-        self.controls.append(f"load {name}")
-
-    async def unload_adapter(self, name):
-        self._check()
-        self.controls.append(f"unload {name}")
 
     def load(self):
         return EngineLoad(len(self.flying), self.waiting, 0, 0.0, self.version, 8, self.cache_use, self.preemptions)

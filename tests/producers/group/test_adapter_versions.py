@@ -102,7 +102,8 @@ async def test_what_the_server_reads_is_what_peft_writes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "says", "hint"), [(400, "refused", "merged"), (404, "cannot serve adapters", "engines.md")]
+    ("fault", "says", "hint"),
+    [(400, "refused", "merged"), (500, "refused", "merged"), (404, "cannot serve adapters", "engines.md")],
 )
 async def test_a_refused_adapter_leaves_the_one_before(tmp_path, fault, says, hint):
     toy = Toy()

@@ -200,10 +200,9 @@ async def test_pause_holds_and_resume_goes_on():
         await toy.started(1)
         await toy.step(1)
         await heard(engine, 1)
-        await engine.pause("keep")
-        await engine.pause("keep")
-        await engine.pause("recompute")  # adds what it adds
-        assert paths(toy, "/pause") == ["/pause"] * 2
+        await engine.pause()
+        await engine.pause()
+        assert paths(toy, "/pause") == ["/pause"]
         toy.free = True
         second = asyncio.create_task(engine.generate(request("b")))
         await engine.apply(version(2))  # no pause and no resume of its own
@@ -219,14 +218,17 @@ async def test_pause_holds_and_resume_goes_on():
         assert (await second).runs == [(0, 2)]
 
 
-async def test_pause_with_abort_ends_all_and_what_comes_later_waits():
+async def test_an_abort_while_paused_ends_all_and_what_comes_later_waits():
     toy = Toy()
     async with engine_on_stepped(toy, settings=config(engine={"slots": 2})) as engine:
         tasks = [asyncio.create_task(engine.generate(request(name))) for name in "abc"]
         await toy.started(2)
         await toy.step(1)
         await heard(engine, 2)
-        await engine.pause("abort")
+        await engine.pause()
+        assert await engine.abort() == 3
+        assert toy.paused
+        await asyncio.wait(tasks)
         assert [(task.result().finish, task.result().tokens.size) for task in tasks] == [
             ("abort", 1), ("abort", 1), ("abort", 0),
         ]  # fmt: skip
@@ -238,20 +240,6 @@ async def test_pause_with_abort_ends_all_and_what_comes_later_waits():
         assert (await later).finish == "abort"
         await engine.resume()
         assert (await engine.generate(request("d"))).finish == "length"
-
-
-async def test_an_abort_while_paused():
-    toy = Toy()
-    async with engine_on_stepped(toy) as engine:
-        task = asyncio.create_task(engine.generate(request("a")))
-        await toy.started(1)
-        await toy.step(1)
-        await heard(engine, 1)
-        await engine.pause()
-        assert await engine.abort() == 1
-        assert (await task).tokens.tolist() == [1]
-        assert toy.paused
-        await engine.resume()
 
 
 async def test_sleep_and_wake():
@@ -280,20 +268,6 @@ async def test_sleep_and_wake():
         ]  # fmt: skip
 
 
-async def test_weights_that_were_forgotten_are_wanted_before_anything_is_served():
-    toy = Toy()
-    async with engine_on(toy) as engine:
-        await engine.apply(version(2))
-        await engine.sleep(2)
-        await engine.wake()
-        task = asyncio.create_task(engine.generate(request("a")))
-        await asyncio.wait([task], timeout=0.05)
-        assert not task.done()
-        await engine.apply(version(2))  # the same one, but it is gone
-        assert (await task).runs == [(0, 2)]
-        assert toy.calls["/update"] == 2
-
-
 async def test_a_sleep_that_the_server_refuses():
     toy = Toy()
     async with engine_on(toy) as engine:
@@ -316,23 +290,6 @@ async def test_a_server_that_was_paused_stays_paused_after_its_sleep():
         assert not task.done()
         await engine.resume()
         assert (await task).finish == "length"
-
-
-async def test_adapters(tmp_path):
-    toy = Toy()
-    async with engine_on(toy) as engine:
-        await engine.load_adapter("p@1", tmp_path)
-        with pytest.raises(Refused, match="loaded already"):
-            await engine.load_adapter("p@1", tmp_path)
-        assert (await engine.generate(request("a", adapter="p@1"))).finish == "length"
-        for fault, error in ((400, WeightsError), (500, WeightsError), (404, Refused)):
-            toy.faults["/adapters"] = [fault]
-            with pytest.raises(error):
-                await engine.load_adapter("p@2", tmp_path)
-        await engine.unload_adapter("p@1")
-        await engine.unload_adapter("p@1")
-        assert toy.calls["/adapters"] == 5
-        await engine.load_adapter("p@1", tmp_path)
 
 
 async def test_closing_a_paused_server_lets_it_go_on():

@@ -318,18 +318,6 @@ async def test_a_response_that_breaks_off_at_a_living_server_goes_on_and_not_for
         assert (await answer(hopeless)).finish == "abort"
 
 
-async def test_a_pause_that_aborts_ends_all_and_moves_nothing():
-    async with Stage("a", engine={"slots": 1}) as stage:
-        tasks = [stage.ask("r"), stage.ask("w")]
-        player = await stage.on("a")
-        player.give(2)
-        pausing = asyncio.create_task(stage.group.pause("abort"))
-        await until(lambda: "pause abort" in player.controls)
-        await player.abort()
-        await pausing
-        assert [len((await answer(task)).tokens) for task in tasks] == [2, 0]
-
-
 async def test_ids_are_unique_while_in_flight_and_cancelling_frees_the_place():
     async with Stage("a", engine={"slots": 1}) as stage:
         task, waiting = stage.ask(), stage.ask("w")

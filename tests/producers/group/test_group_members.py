@@ -1,12 +1,11 @@
 """Servers of a group come and go: added, removed, given up, refused, late."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from group_kit import Stage, answer, until, version
 
-from streamrl.errors import ConfigError, Refused, Unreachable
+from streamrl.errors import ConfigError, Unreachable
 
 
 async def test_a_server_that_is_removed_ends_what_it_has():
@@ -142,24 +141,19 @@ async def test_an_empty_group_waits_for_servers():
         await answer(task)
 
 
-async def test_a_late_server_is_equipped_like_the_others_and_none_starts_while_they_sleep():
+async def test_a_late_server_is_paused_like_the_others_and_none_starts_while_they_sleep():
     async with Stage("a") as stage:
-        await stage.group.load_adapter("l.1", Path("/l"))
-        with pytest.raises(Refused):
-            await stage.group.load_adapter("l.1", Path("/l"))
-        await stage.group.pause("recompute")
-        await stage.group.sleep(2)
+        await stage.group.pause()
+        await stage.group.sleep(1)
         stage.group.add(stage.spec("b"))
         await stage.group.wake(["weights"])
         await asyncio.sleep(0)
         assert "b" not in stage.lives
         await stage.group.wake()
         await until(lambda: stage.group.load().servers == 2)
-        assert stage["b"].controls == ["load l.1", "pause recompute"]
+        assert stage["b"].controls == ["pause"]
         await stage.group.resume()
-        await stage.group.unload_adapter("l.1")
-        await stage.group.unload_adapter("l.1")
-        assert stage["b"].controls[2:] == ["resume", "unload l.1"]
+        assert stage["b"].controls[1:] == ["resume"]
         stage["a"].die()
         await until(lambda: len(stage.lives["a"]) == 2 and stage.group.load().servers == 2)
         assert stage["a"].controls == []

@@ -38,7 +38,7 @@ class Processes:
                 "name": "t",
                 "model": {"path": str(model_dir), "context": 1024},
                 "sampling": {"max_new_tokens": 900, "group_size": 4},
-                "engine": {"decode": "slots", "slots": 8, "threads": 1, "device": "cpu", "stream_interval": 8},
+                "engine": {"slots": 8, "threads": 1, "device": "cpu", "stream_interval": 8},
                 "weights": {"transport": "directory", "deadline": 30},
                 "supervisor": {"backoff": 0.01, "max_backoff": 0.1},
             }

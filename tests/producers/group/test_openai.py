@@ -232,8 +232,6 @@ async def test_it_aborts_by_hanging_up_and_refuses_to_pause():
         assert await engine.abort() == 1
         assert ((await task).finish, (await task).tokens.tolist()) == ("abort", [1, 2])
         site.go.set()
-        await engine.pause("abort")
-        await engine.resume()
         assert (await engine.generate(request("b"))).finish == "length"
 
 

@@ -79,7 +79,7 @@ async def test_a_response_is_cut_to_what_the_context_leaves():
         assert len((await engine.generate(request("a", range(20), limit=500))).tokens) == 44
 
 
-@pytest.mark.parametrize("bad", [request("a", [VOCABULARY]), request("a", [1] * 64), request("a", adapter="unknown")])
+@pytest.mark.parametrize("bad", [request("a", [VOCABULARY]), request("a", [1] * 64)])
 async def test_a_request_that_can_never_be_served(bad):
     async with engine_on(Toy()) as engine:
         with pytest.raises(DataError, match="request 'a'"):

@@ -93,12 +93,9 @@ class Toy:
     async def _figures(self, _: web.Request) -> web.Response:
         return web.json_response(self.figures)
 
-    async def _pause(self, request: web.Request) -> web.Response:
+    async def _pause(self, _: web.Request) -> web.Response:
         async with self._changed:
             self.paused = True
-            if (await request.json())["mode"] == "abort":
-                for one in self.running.values():
-                    one["abort"] = True
             self._changed.notify_all()
         return web.json_response({})
 
@@ -277,9 +274,9 @@ def make_dialect() -> Any:
             except (TypeError, ValueError) as error:
                 raise WireError("no toy") from error
 
-        def generation(self, request, *, version):
+        def generation(self, request, *, version, adapter=None):
             body = {"id": request.id, "tokens": request.tokens.tolist(), "max": request.max_new_tokens}
-            return Call("POST", "/generate", {**body, "salt": version, "adapter": request.adapter})
+            return Call("POST", "/generate", {**body, "salt": version, "adapter": adapter})
 
         def chunk(self, message, *, received):
             try:
@@ -298,8 +295,8 @@ def make_dialect() -> Any:
         def abort(self, request_id, *, paused=False):
             return [Call("POST", "/abort", {"ids": [] if request_id is None else [request_id]}, repeatable=True)]
 
-        def pause(self, mode):
-            return [Call("POST", "/pause", {"mode": mode}, repeatable=True)]
+        def pause(self):
+            return [Call("POST", "/pause", {}, repeatable=True)]
 
         def resume(self):
             return [Call("POST", "/resume", {}, repeatable=True)]

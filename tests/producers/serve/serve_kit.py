@@ -19,11 +19,11 @@ import numpy as np
 import orjson
 
 from streamrl.config import RunConfig
-from streamrl.producers import tiny
 from streamrl.producers.engines import Completion, Request
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.native import NativeDialect
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 
 KEY = "a-key-that-only-tests-know"
 
@@ -195,7 +195,7 @@ async def caught(client: Client, attempts: int = 20) -> tuple[str, Any, list[Any
         stream = client.stream(name)
         events = await stream.__aenter__()
         first = [await anext(events)]
-        await client.post("/pause", {"mode": "keep", "owner": "catcher", "seconds": 600})
+        await client.post("/pause", {"owner": "catcher", "seconds": 600})
         if (await client.figures())["running"]:
             return name, (stream, events), first
         await client.post("/resume", {"owner": "catcher"})
