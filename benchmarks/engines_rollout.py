@@ -16,11 +16,13 @@ from typing import Any
 
 import aiohttp
 import orjson
+import torch
+from random_model import write_model
 from spread import ratios, spread
 
 from streamrl.config import RunConfig
+from streamrl.demo.prepare import make_tokenizer
 from streamrl.http import HttpClient
-from streamrl.producers import tiny
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import Request
 from streamrl.producers.tokenizer import Tokenizer
@@ -35,6 +37,8 @@ from streamrl.wire import Prompt, decode
 GROUP = 8
 PROMPTS = 256
 PROMPT_TOKENS = 32
+PARAMETERS = 300_000
+CONTEXT = 16384
 VERSION = 1
 START_SECONDS = 300.0
 
@@ -85,13 +89,13 @@ def _times(stat: str) -> tuple[float, int]:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[2])
 
 
-def run_config(kind: str, model: Path, width: int, tokens: int, context: int, url: str = "") -> RunConfig:
+def run_config(kind: str, model: Path, width: int, tokens: int, url: str = "") -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "bench",
             "max_dead": 1_000_000,
             "redis": {"maxmemory": 4 << 30, "fsync_period": 1e-6},
-            "model": {"path": str(model), "context": context},
+            "model": {"path": str(model), "context": CONTEXT},
             "sampling": {"group_size": GROUP, "min_group": 1, "max_new_tokens": tokens},
             "engine": {"kind": kind, "slots": width, "dtype": "bfloat16", "device": "cpu", "url": [url] if url else []},
             "weights": {"dtype": "bfloat16"},
@@ -124,17 +128,18 @@ async def server(config: RunConfig, folder: Path) -> AsyncIterator[ManagedServer
 async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str, Any]:
     """Both in turn; the first round only warms up."""
     model = folder / "model"
-    tiny.make_model(model)
-    config = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT)
+    weights = write_model(model, PARAMETERS, torch.bfloat16, CONTEXT)
+    make_tokenizer().save_pretrained(model)
+    config = run_config(kind, model, load.width, load.tokens)
     prompts = make_prompts(config, folder)
     ours, bare = [], []
     async with server(config, folder) as started:
         url = started.url
-        external = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT, url)
+        external = run_config(kind, model, load.width, load.tokens, url)
         dialect, client = make_dialect(external), HttpClient(url)
         counter = Counter(dialect, client, started.pid or 0)
         try:
-            async with replica(external, folder, prompts, counter) as driven:
+            async with replica(external, folder, weights, prompts, counter) as driven:
                 for number in range(rounds + 1):
                     found = await driven.run(load), await drive_bare(url, dialect, counter, prompts, load)
                     if number:
@@ -243,16 +248,19 @@ class Driven:
 
 
 @contextlib.asynccontextmanager
-async def replica(config: RunConfig, folder: Path, prompts: list[bytes], counter: Counter) -> AsyncIterator[Driven]:
+async def replica(
+    config: RunConfig, folder: Path, weights: dict[str, torch.Tensor], prompts: list[bytes], counter: Counter
+) -> AsyncIterator[Driven]:
     """Redis, a published version, and a rollout replica as the supervisor starts it."""
     run_dir = folder / "run"
     run_dir.mkdir()
     save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
         publisher = Publisher(config.weights, config.name, run_dir)
-        weights = {name: 1.001 * tensor for name, tensor in tiny.random_weights(0).items()}
         await ledgers.train.fence("bench", 0)
-        manifest = publisher.publish(epoch=1, version=VERSION, step=1, tensors=weights.items())
+        manifest = publisher.publish(
+            epoch=1, version=VERSION, step=1, tensors=[(name, 1.001 * tensor) for name, tensor in weights.items()]
+        )
         await ledgers.train.consume("bench", 0, VERSION, manifest)
         with (run_dir / "replica.log").open("wb") as log:
             command = [sys.executable, "-m", "streamrl.runtime", "rollout", "0", str(run_dir)]

@@ -177,7 +177,7 @@ async def measure(folder: Path, size: int, dtype: str, rounds: int, threads: int
         {
             "name": "bench",
             "model": {"path": str(folder / "model"), "context": 512},
-            "engine": {"decode": "slots", "slots": 4, "threads": threads, "dtype": dtype, "device": "cpu"},
+            "engine": {"slots": 4, "threads": threads, "dtype": dtype, "device": "cpu"},
             "weights": {"dtype": dtype},
         }
     )

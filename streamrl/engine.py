@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
-PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
-"""What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
-anew by the weights then in force, or they end with what they have."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
@@ -61,7 +57,6 @@ class Request:
             leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
-        adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
             better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
         cache_version: its keys and values may be those that weights of this version computed for an earlier request
@@ -72,7 +67,6 @@ class Request:
     tokens: Int32Array
     max_new_tokens: int
     temperature: float = 1.0
-    adapter: str | None = None
     affinity: str = ""
     cache_version: int | None = None
 
@@ -155,7 +149,7 @@ class EngineLoad:
     Attributes:
         running: requests that are being decoded.
         waiting: requests accepted and not yet begun.
-        tokens_sampled: tokens sampled since the start; only grows. The continuous mode counts a request when it ends.
+        tokens_sampled: tokens sampled since the start; only grows.
         busy_seconds: seconds spent decoding since the start; only grows.
         version: version of the weights in force, 0 until the first `apply`.
         capacity: requests that the engine can make use of at the same time; grows and shrinks.
@@ -188,8 +182,8 @@ class Generator(Protocol):
         death fails every call that is waiting.
 
         Raises:
-            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
-                limits make no sense, or the adapter is not loaded. The engine goes on.
+            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, or the
+                limits make no sense. The engine goes on.
             ValueError: a request with this id is in flight.
         """
         ...
@@ -205,8 +199,8 @@ class Generator(Protocol):
         """
 
 
-class Engine(Generator, Protocol):
-    """A generator of responses with a copy of the policy. All methods belong to one event loop.
+class ReplicaEngine(Generator, Protocol):
+    """What a rollout replica needs: a generator of responses with a copy of the policy. All belongs to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
     died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own
@@ -226,25 +220,6 @@ class Engine(Generator, Protocol):
 
         A repeat does nothing. Works on an engine that died or never started.
         """
-
-    async def abort(self, request_id: str | None = None) -> int:
-        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
-
-        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
-        by itself meanwhile keeps its finish and is not counted.
-        """
-        ...
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
-
-        With `abort`, requests in flight end with what they have; otherwise they stay. A repeat does nothing, but a
-        repeat with another mode does what that mode adds. The caller resumes in a `finally`; an engine in a process of
-        its own is resumed by a watchdog when the process that paused it dies.
-        """
-
-    async def resume(self) -> None:
-        """Go on after `pause`. A repeat does nothing."""
 
     async def apply(self, version: Version) -> None:
         """Replace all weights between two decode steps, while requests are in flight.
@@ -266,15 +241,39 @@ class Engine(Generator, Protocol):
             WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
 
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Give accelerator memory back. A repeat does nothing.
 
-        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host; 2 also forgets the
-        weights, so that `wake` wants a version before it serves. On a CPU only the keys and values are freed. Requests
-        are accepted and wait for `wake`.
+class Engine(ReplicaEngine, Protocol):
+    """An engine with the controls that whoever shares its devices or its server needs."""
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
+
+        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
+        by itself meanwhile keeps its finish and is not counted.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
+
+        Requests in flight stay, with their keys and values. A repeat does nothing. The caller resumes in a `finally`;
+        an engine in a process of its own is resumed by a watchdog when the process that paused it dies.
 
         Raises:
-            Refused: requests are being decoded (abort them or wait for their end first), or there is no such level.
+            Refused: the engine cannot pause and keep its requests.
+        """
+
+    async def resume(self) -> None:
+        """Go on after `pause`. A repeat does nothing."""
+
+    async def sleep(self, level: Literal[0, 1] = 1) -> None:
+        """Give accelerator memory back. A repeat does nothing.
+
+        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host. On a CPU only the
+        keys and values are freed. Requests are accepted and wait for `wake`.
+
+        Raises:
+            Refused: requests are being decoded (abort them or wait for their end first), or the engine cannot sleep.
         """
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
@@ -282,17 +281,6 @@ class Engine(Generator, Protocol):
 
         An engine that was paused before stays paused.
         """
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter (a PEFT directory that the engine can read) under a new name: one name per version.
-
-        Raises:
-            Refused: the engine cannot serve adapters, or one of this name is loaded.
-            WeightsError: the adapter does not fit the model.
-        """
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; an unknown name does nothing. Requests in flight with it end as they began."""
 
 
 class StreamingEngine(Engine, Protocol):

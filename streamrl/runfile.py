@@ -105,6 +105,8 @@ def _as_of_now(saved: Any) -> Any:
             critic.pop("coefficient", None)
             if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
                 critic["kind"] = "model"
+        if isinstance(engine := config.get("engine"), dict):
+            engine.pop("decode", None)
         if isinstance(worker := config.get("reward_worker"), dict):
             for key in ("gateway_port", "gateway_host", "gateway_token_file"):
                 worker.pop(key, None)

@@ -108,6 +108,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
     saved["config"]["learner"]["matmul_precision"] = "auto"
     saved["config"]["episode"]["processes"], saved["config"]["rollout"]["host"] = 2, "0.0.0.0"
     saved["config"]["engine"] |= {"kind": "hf", "url": ["http://a:1"], "api_key_file": "/key"}
+    saved["config"]["engine"]["decode"] = "slots"
     path.write_bytes(orjson.dumps(saved))
     config = read_saved(path).config
     assert config.engine == EngineConfig()
@@ -120,6 +121,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("episode.processes=2", "episode: processes .* set rollout.replicas"),
         ("episode.processes=0", "leave it out"),
         ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
+        ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})

@@ -58,13 +58,9 @@ def check(
         Path | None,
         typer.Option("--environment", metavar="DIR", help="Environment of its servers; .engines/KIND if left out."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="MODEL", help="Directory or hub name whose chat template is examined too."),
-    ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Start an engine on a tiny model, update its weights, and say what it can do. Exit code 1 if something fails.
+    """Start an engine on a tiny model, sample, and update its weights. Exit code 1 if something fails.
 
     The files of the check are removed afterwards, unless something fails.
     """
@@ -75,20 +71,20 @@ def check(
     elif environment is not None:
         raise UsageError("hf runs in this process and has no environment", "leave out --environment")
     need_packages("the check", "torch", "transformers", "safetensors")
-    from streamrl.producers.engine_check import Examination
+    from streamrl.producers.engine_check import check_engine
 
-    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # the check kills and refuses things on purpose
+    logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # a finding says what failed
 
     def heard(finding: Finding) -> None:
         if not json:
-            output.write(f"{finding.verdict:6}  {finding.name:28}  {finding.detail}")
+            output.write(f"{finding.verdict:6}  {finding.name:23}  {finding.detail}")
 
     if not json:
         output.write(f"{kind} in {environment or 'this process'}")
     folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind}-"))
     with contextlib.ExitStack() as left:
         left.callback(shutil.rmtree, folder, ignore_errors=True)
-        findings = asyncio.run(Examination(kind, folder, heard, model, environment=environment).run())
+        findings = asyncio.run(check_engine(kind, folder, environment, heard))
         failed = any(finding.verdict == "failed" for finding in findings)
         if failed:
             left.pop_all()  # the log that a finding names is in it

@@ -129,11 +129,7 @@ class EngineConfig(Section):
     stream_interval: Positive = Field(
         32, description="tokens between two messages of a server; what it sent survives its death"
     )
-    decode: Literal["auto", "slots", "continuous"] = Field(
-        "auto",
-        description="slots: our static-slot loop (small models); continuous: transformers' paged batching",
-    )
-    slots: Positive = Field(64, description="responses decoded at the same time; servers: at most")
+    slots: Positive = Field(64, description="responses decoded at the same time, at most")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
     device: str = Field(
@@ -142,7 +138,19 @@ class EngineConfig(Section):
     threads: Positive | None = Field(
         None, description="CPU threads of each engine; empty: its share of the cores, as `up --dry-run` shows"
     )
-    kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
+    kv_cache: Size = Field(
+        1 << 30,
+        description="memory of the keys and values; where it is short, fewer than `slots` responses are decoded",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_decode(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "decode" in keys:
+            raise ValueError(
+                "engine.decode is gone, there is one decode loop: leave it out, or use kind vllm or sglang"
+            )
+        return keys
 
     @property
     def managed(self) -> bool:

@@ -12,10 +12,9 @@ return: wake the weights -> apply the version that came meanwhile -> wake keys a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -28,18 +27,16 @@ from streamrl.engine import (
     Engine,
     EngineLoad,
     Finish,
-    MemoryTag,
-    PauseMode,
+    ReplicaEngine,
     Request,
     Runs,
     first_tokens,
     join_runs,
 )
-from streamrl.errors import Refused
+from streamrl.errors import Refused, Unreachable
 from streamrl.producers.engines.model import stop_tokens_of
 from streamrl.queues import Role
 from streamrl.queues.device_lock import EngineDevices
-from streamrl.waits import first_of
 from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
@@ -47,7 +44,7 @@ _ABORT_PAUSE: Final = 0.05
 
 
 @asynccontextmanager
-async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
     """Start an engine when the device lock admits it, and let it leave and come back within the block.
 
     An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
@@ -145,8 +142,8 @@ class PartialResponse:
         )
 
 
-class ColocatedEngine(Engine):
-    """`Engine` that can be taken off its devices and put back, with requests in flight.
+class ColocatedEngine(ReplicaEngine):
+    """An engine that can be taken off its devices and put back, with requests in flight.
 
     Requests in flight or arriving meanwhile wait and continue afterwards with the tokens they have; later tokens carry
     the version then in force. `level` is that of `Engine.sleep` off the devices: 1; 0 where only a CPU is shared.
@@ -161,7 +158,8 @@ class ColocatedEngine(Engine):
         self._applied = asyncio.Event()
         self._applying = 0
         self._leaves = 0
-        self._works: dict[str, asyncio.Event] = {}
+        self._requests: set[str] = set()
+        self._closed = False
         self._serving.set()
         self._weights.set()
         self._applied.set()
@@ -192,7 +190,7 @@ class ColocatedEngine(Engine):
         self._weights.set()
         self._serving.set()
 
-    # --- Engine ------------------------------------------------------------------------------------------------------
+    # --- ReplicaEngine -----------------------------------------------------------------------------------------------
 
     @override
     async def start(self) -> None:
@@ -200,48 +198,33 @@ class ColocatedEngine(Engine):
 
     @override
     async def close(self) -> None:
-        for aborted in self._works.values():
-            aborted.set()
+        self._closed = True
+        self._serving.set()  # what waits ends with what it has
         await self._engine.close()
-        self._weights.set()  # waiting and new requests now fail because the engine is closed
-        self._serving.set()
+        self._weights.set()  # an update that waits now fails because the engine is closed
 
     @override
     async def generate(self, request: Request) -> Completion:
-        if request.id in self._works:
+        if self._closed:
+            raise Unreachable("the engine is closed")
+        if request.id in self._requests:
             raise ValueError(f"a request {request.id!r} is in flight")
-        aborted = self._works[request.id] = asyncio.Event()
+        self._requests.add(request.id)
         left = -1
 
         async def ask(rest: Request) -> Completion | None:
             nonlocal left
-            # without a `leave` since the last piece, the engine itself has aborted it
-            if left == self._leaves or not await self._turn(aborted):
+            if left == self._leaves:  # nobody has left since the last piece: the engine itself has ended it
                 return None
+            while not self._serving.is_set():  # it may leave again before this task has its turn
+                await self._serving.wait()
             left = self._leaves
-            return await self._engine.generate(rest)
+            return None if self._closed else await self._engine.generate(rest)
 
         try:
             return await PartialResponse(request, self._stops, self._context).complete(ask)
         finally:
-            del self._works[request.id]
-
-    @override
-    async def abort(self, request_id: str | None = None) -> int:
-        chosen = [name for name in self._works if request_id in {None, name} and not self._works[name].is_set()]
-        for name in chosen:
-            self._works[name].set()
-        if not self._serving.is_set():
-            return len(chosen)
-        return await self._engine.abort(request_id)
-
-    @override
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._engine.pause(mode)
-
-    @override
-    async def resume(self) -> None:
-        await self._engine.resume()
+            self._requests.remove(request.id)
 
     @override
     async def apply(self, version: Version) -> None:
@@ -257,34 +240,9 @@ class ColocatedEngine(Engine):
                 self._applied.set()
 
     @override
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        await self._engine.sleep(level)
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        # Off the devices it does nothing: the device lock decides.
-        if self._serving.is_set():
-            await self._engine.wake(tags)
-
-    @override
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        await self._weights.wait()
-        await self._engine.load_adapter(name, folder)
-
-    @override
-    async def unload_adapter(self, name: str) -> None:
-        await self._weights.wait()
-        await self._engine.unload_adapter(name)
-
-    @override
     def load(self) -> EngineLoad:
         return self._engine.load()
 
     @override
     async def health(self) -> None:
         await self._engine.health()
-
-    async def _turn(self, aborted: asyncio.Event) -> bool:
-        while not (self._serving.is_set() or aborted.is_set()):  # it may leave again before this task has its turn
-            await first_of(self._serving.wait(), aborted.wait())
-        return not aborted.is_set()

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from streamrl.engine import Engine, life_seed
+from streamrl.engine import Engine, ReplicaEngine, life_seed
 from streamrl.errors import unwrapped
 from streamrl.http import read_key
 from streamrl.producers.answering import Answering
@@ -77,7 +77,7 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
 
 
 @asynccontextmanager
-async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+async def _running(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
     if role.config.rollout.placement == "colocated":
         from streamrl.producers.colocated import under_device_lock
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.engine import Finish, MemoryTag, Request, Runs
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import Call
 from streamrl.servers.launch import Launch, Startable
@@ -118,7 +118,10 @@ class Dialect(Startable):
 
     @abstractmethod
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
-        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart."""
+        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart.
+
+        `salt` names the life of the server, `adapter` is the name of a loaded adapter that is the version in force.
+        """
 
     @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:
@@ -134,9 +137,8 @@ class Dialect(Startable):
         del request_id, paused
         return ()
 
-    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
-        """Stop decoding. Empty: it cannot, and weights change when its last request has ended."""
-        del mode
+    def pause(self) -> Sequence[Call]:
+        """Stop decoding and keep the requests."""
         return ()
 
     def resume(self) -> Sequence[Call]:
@@ -167,8 +169,8 @@ class Dialect(Startable):
         del version, label
         raise Refused(f"the weights of this {self.kind} server stay as they are")
 
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """Free memory; `Refused` when the server has no such level."""
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
+        """Stop decoding, and at level 1 free memory; `Refused` when the server cannot."""
         del level
         raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
 
@@ -177,6 +179,7 @@ class Dialect(Startable):
         return ()
 
     def load_adapter(self, name: str, folder: Path) -> Call:
+        """Load a version that is an adapter beside the weights."""
         raise Refused(f"adapter {name!r} in {folder}: an {self.kind} server loads none", _OTHER_KINDS)
 
     def unload_adapter(self, name: str) -> Call:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request
+from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
@@ -176,7 +176,7 @@ class SglangDialect(Dialect):
             "stream": True,
             "cache_salt": self.salt(request, version, salt),
         }
-        if (adapter := adapter or request.adapter) is not None:
+        if adapter is not None:
             body["lora_path"] = adapter
         return Call("POST", "/generate", body)
 
@@ -203,17 +203,8 @@ class SglangDialect(Dialect):
         return [_RETRACT, abort] if paused else [abort]
 
     @override
-    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
-        # To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
-        # old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in
-        # a server that is paused already. The first abort lets running requests end with all they have, the second
-        # takes those that the pause overtook.
-        if mode == "keep":
-            return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
-        if mode == "recompute":
-            return [_RETRACT, Call("POST", "/flush_cache", repeatable=True)]
-        abort = Call("POST", "/abort_request", {"abort_all": True}, repeatable=True)
-        return [abort, _RETRACT, abort]
+    def pause(self) -> Sequence[Call]:
+        return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
 
     @override
     def resume(self) -> Sequence[Call]:
@@ -246,18 +237,17 @@ class SglangDialect(Dialect):
         return [Call("POST", "/update_weights_from_tensor", body, repeatable=True)]
 
     @override
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # The server dies of freeing memory while it decodes, so running requests are put back into the queue before.
         if level == 0:
-            return self.pause("keep")
+            return self.pause()
         if on_cpu(self._config.engine):
             raise Refused(
-                f"SGLang on a CPU cannot sleep at level {level}: it reports success and frees nothing",
-                "use level 0, or stop the server",
+                "SGLang on a CPU cannot free its memory: it reports success and frees nothing", "use sleep level 0"
             )
         if not _wants_memory_saver(self._config):
             raise Refused(
-                f"this SGLang server cannot sleep at level {level}: it was not started for that",
+                "this SGLang server cannot free its memory: it was not started for that",
                 "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
             )
         release = {"tags": ["kv_cache", "weights"]}
@@ -273,12 +263,6 @@ class SglangDialect(Dialect):
 
     @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        engine, alone = self._config.engine, self._config.learner.lora.alone
-        if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
-            raise Refused(
-                "this SGLang server was not started for LoRA adapters",
-                "engine.flags: {enable-lora: true, max-lora-rank: 64, lora-target-modules: all}",
-            )
         return Call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     @override

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from typing_extensions import override
 
-from streamrl.engine import MemoryTag, PauseMode, Request
+from streamrl.engine import MemoryTag, Request
 from streamrl.errors import DataError, Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
@@ -183,7 +183,7 @@ class VllmDialect(Dialect):
             # Blocks of keys and values that older weights computed are not found under another salt.
             "cache_salt": self.salt(request, version, salt),
         }
-        if (adapter := adapter or request.adapter) is not None:
+        if adapter is not None:
             body["model"] = adapter
         return Call("POST", _GENERATE, body)
 
@@ -221,12 +221,9 @@ class VllmDialect(Dialect):
         return (Call("POST", "/abort_requests", body, repeatable=True),)
 
     @override
-    def pause(self, mode: PauseMode = "keep") -> Sequence[Call]:
-        # vLLM's own `abort` would refuse or hold new requests in ways that differ between 0.32 and 0.33: freeze, then
-        # end what is there. With clear_cache the requests lose their keys and values and compute them anew.
-        query = {"mode": "keep", "clear_cache": "true" if mode == "recompute" else "false"}
-        freeze = Call("POST", "/pause", query=query, repeatable=True)
-        return (freeze, *self.abort(None)) if mode == "abort" else (freeze,)
+    def pause(self) -> Sequence[Call]:
+        # With clear_cache the requests would lose their keys and values and compute them anew.
+        return (Call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"}, repeatable=True),)
 
     @override
     def resume(self) -> Sequence[Call]:
@@ -253,7 +250,7 @@ class VllmDialect(Dialect):
         )
 
     @override
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # A server on a CPU keeps its memory.
         engine = self._config.engine
         asleep = self._sleeps or engine.flags.get("enable-sleep-mode") or engine.url

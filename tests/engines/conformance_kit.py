@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Engine, Listener, Request
-from streamrl.producers import tiny
 from streamrl.producers.group.group import EngineGroup
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 
 BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""

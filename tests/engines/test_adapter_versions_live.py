@@ -9,12 +9,12 @@ import pytest_asyncio
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.producers import tiny
 from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.kinds import make_dialect
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LORA, Bench, prompt
 
 pytestmark = [
@@ -74,7 +74,7 @@ async def test_responses_are_sampled_by_the_adapter_that_they_began_with(bench: 
         assert adapting.judge(tokens, done) == [(0, 24, number)]
         assert tiny.worst_error({number: adapting.models[number - 1]}, tokens, done) > 2 * BF16
     assert engine._controls is not None
-    assert len(engine._controls.adapters) == 2  # the newest, and that of the long response
+    assert len(engine._controls._adapters) == 2  # the newest, and that of the long response
     response = await adapting.end(begun)
     assert response.runs == [(0, 1)]
     adapting.judge(tokens, response)

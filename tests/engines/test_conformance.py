@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streamrl.errors import DataError, Refused
-from streamrl.producers import tiny
+from tests.engines import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, SOON, Bench, prompt
 
 pytestmark = [
@@ -204,7 +204,7 @@ async def test_a_pause_holds_requests_and_lets_them_go_on(bench: Bench):
     await bench.prepare(2)
     begun = bench.begin(tokens)
     await begun[1].at_least(INTERVAL)
-    await bench.engine.pause("keep")
+    await bench.engine.pause()
     try:
         late, late_heard, _ = bench.begin(prompt(13), 16)
         # Two updates are time enough for an engine that did not stand still to give itself away.
@@ -226,47 +226,18 @@ async def test_pauses_and_resumes_may_be_repeated(bench: Bench):
     task, heard, _ = bench.begin(prompt(14), 60)
     await heard.at_least(1)
     for _ in range(2):
-        await bench.engine.pause("keep")
+        await bench.engine.pause()
     for _ in range(2):
         await bench.engine.resume()
     bench.judge(prompt(14), await task)
     await bench.engine.health()
 
 
-async def test_what_is_recomputed_is_computed_by_the_weights_then_in_force(bench: Bench):
-    before, tokens = bench.number, prompt(15)
-    begun = bench.begin(tokens)
-    await begun[1].at_least(INTERVAL)
-    await bench.engine.pause("recompute")
-    try:
-        after = await bench.apply()
-    finally:
-        await bench.engine.resume()
-    done = await bench.end(begun, 50)
-    assert [number for _, _, number in bench.judge_apart(tokens, done)] == [before, after]
-
-
-async def test_a_pause_that_aborts_returns_what_there_is(bench: Bench):
-    begun = [bench.begin(prompt(40 + index)) for index in range(6)]
-    for _, heard, _ in begun:
-        await heard.at_least(INTERVAL)
-    await bench.engine.pause("abort")
-    try:
-        async with asyncio.timeout(SOON):
-            done = await asyncio.gather(*(task for task, _, _ in begun))
-    finally:
-        await bench.engine.resume()
-    for index, one in enumerate(done):
-        assert one.finish == "abort"
-        bench.judge(prompt(40 + index), one)
-    bench.judge(prompt(16), await bench.generate(prompt(16), 8))
-
-
 async def test_an_abort_works_while_the_engine_is_paused(bench: Bench):
     begun = bench.begin(prompt(17))
     beside, _, _ = bench.begin(prompt(18), 60)
     await begun[1].at_least(INTERVAL)
-    await bench.engine.pause("keep")
+    await bench.engine.pause()
     try:
         done = await bench.end(begun)
     finally:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.producers import tiny
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import Manifest, decode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import WeightServer, open_server
+from tests.engines import tiny
 from tests.engines.conformance_kit import INTERVAL, Bench, prompt
 from tests.weight_sync.sync_kit import Stream
 

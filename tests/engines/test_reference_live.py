@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
-from streamrl.producers import tiny
+from tests.engines import tiny
 from tests.engines.conformance_kit import Bench
 
 pytestmark = [

@@ -15,9 +15,9 @@ import torch
 
 from streamrl.config import RunConfig
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
-from streamrl.producers import tiny
 from streamrl.producers.group.server import ServerDied, ServerEngine
 from streamrl.servers.kinds import make_dialect
+from tests.engines import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, Bench, prompt, run_config, write_version
 from tests.engines.server_kit import Live, Owned, owned
 
@@ -132,12 +132,12 @@ async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh:
 
 async def test_a_paused_server_that_is_told_to_abort_ends_all_with_what_they_have(live: Live, fresh: int):
     begun = [(await live.begin([*PROMPT, 9 + more], 4000, fresh))[0] for more in range(6)]
-    await live.calls(live.dialect.pause("keep"))
+    await live.calls(live.dialect.pause())
     with pytest.raises(BadAnswer) as busy:
         await live.calls([live.dialect.ready()])
     assert busy.value.status == 503
     began = time.monotonic()
-    await live.calls(live.dialect.pause("abort"))
+    await live.calls(live.dialect.abort(None, paused=True))
     done = await asyncio.gather(*begun)
     assert time.monotonic() - began < 1
     for more, one in enumerate(done):
@@ -168,7 +168,9 @@ async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(l
     task, _ = await live.begin(PROMPT, 200, fresh, count=4)
     release = Call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
     wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    await live.calls([*live.dialect.pause("recompute"), release, release, wake, wake, *live.dialect.resume()])
+    retract = Call("POST", "/pause_generation", {"mode": "retract"})
+    flush = Call("POST", "/flush_cache")
+    await live.calls([retract, flush, release, release, wake, wake, *live.dialect.resume()])
     assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, await task) < BF16
 
 

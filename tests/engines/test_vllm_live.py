@@ -14,9 +14,9 @@ import transformers
 
 from streamrl.errors import StreamrlError
 from streamrl.http import BadAnswer, Call
-from streamrl.producers import tiny
 from streamrl.servers.launch import PLUGIN
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 from tests.engines.conformance_kit import LONG, prompt, run_config, write_version
 from tests.engines.server_kit import Live, served
 
@@ -136,7 +136,7 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
     before, version, dialect = world.number, world.write(), world.live.dialect
     await world.live.calls(dialect.prefetch(version))
     task, _ = await world.live.begin(PROMPT, LONG, before, name="long")
-    await world.live.calls(dialect.pause("keep"))
+    await world.live.calls(dialect.pause())
     for rank in (0, 1):  # one half is new then, and both ranks must know
         fault = world.folder / f"fault{rank}"
         fault.touch()
@@ -159,16 +159,16 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
 
 
 async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
-    await world.live.calls(world.live.dialect.pause("keep"))
+    await world.live.calls(world.live.dialect.pause())
     await world.live.calls(world.live.dialect.update(world.write())[:2])
     await world.live.apply(world.write())
     world.number += 1
     await world.matches()
 
 
-async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
+async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what_comes(world: World) -> None:
     task, _ = await world.live.begin(PROMPT, LONG, world.number)
-    await world.live.calls(world.live.dialect.pause("abort"))
+    await world.live.calls([*world.live.dialect.pause(), *world.live.dialect.abort(None, paused=True)])
     assert (await task).finish == "abort"
     held = asyncio.create_task(world.live.generate(PROMPT, 5, world.number))
     gone = asyncio.create_task(world.live.generate(PROMPT, 5, world.number, name="gone"))
@@ -186,7 +186,7 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
     """The last one: it ends the server."""
     version = world.write()
     await world.live.calls(world.live.dialect.prefetch(version))
-    await world.live.calls(world.live.dialect.pause("keep"))
+    await world.live.calls(world.live.dialect.pause())
     (world.folder / "fault0").touch()
     await world.fails(world.live.dialect.update(version), "the disk is gone")
     await world.live.calls(world.live.dialect.resume())

@@ -102,7 +102,7 @@ async def test_tools_of_an_environment_with_a_state_do_not_run_again(run, tmp_pa
 
 async def samples_of_lives(run, folder):
     """Kill replicas in the middle of episodes, and let a last one finish them; what holds of all samples is checked."""
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=4, threads=1)
     run.set("sampling", group_size=SAMPLES, max_new_tokens=16)
     run.set("lease", seconds=1.0, max_deliveries=KILLS + 2)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt
@@ -143,7 +143,7 @@ async def samples_of_lives(run, folder):
 @pytest.mark.timeout(300)
 async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(run, tmp_path):
     folder = save_talker(tmp_path / "talker", calls=(ADD,))
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=4, threads=1)
     run.set("sampling", group_size=1, max_new_tokens=16).set("episode", run=f"{WHERE}:Deadly", max_turns=TURNS)
     run.set("lease", seconds=1.0, max_deliveries=3)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt

@@ -114,48 +114,6 @@ def worst_error(models: Mapping[int, Any], prompt: Sequence[int], completion: Co
     return float((found - torch.from_numpy(completion.logprobs.copy())).abs().max())
 
 
-def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
-    """Write a LoRA adapter (PEFT's format) with random weights for the attention's projections into `folder`."""
-    import orjson
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    targets = ("q_proj", "v_proj")
-    shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton().state_dict().items()}
-    tensors = {}
-    for layer in range(_LAYERS):
-        for target in targets:
-            name = f"model.layers.{layer}.self_attn.{target}"
-            rows, columns = shapes[f"{name}.weight"]
-            for half, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
-                value = 0.2 * torch.randn(shape, generator=generator)
-                tensors[f"base_model.model.{name}.{half}.weight"] = value
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": list(targets),
-        "base_model_name_or_path": "",
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_bytes(orjson.dumps(config))
-
-
-def with_adapter(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """Return weights with an adapter of `make_adapter` merged into them, in float32."""
-    adapter = load_file(folder / "adapter_model.safetensors")
-    merged = {name: tensor.float() for name, tensor in weights.items()}
-    for key, low in adapter.items():
-        name, half, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
-        if half == "lora_A":
-            merged[f"{name}.weight"] = merged[f"{name}.weight"] + adapter[key.replace("lora_A", "lora_B")] @ low
-    return merged
-
-
 def _skeleton() -> Any:
     import transformers
 
