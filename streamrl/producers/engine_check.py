@@ -22,12 +22,10 @@ from streamrl.config import RunConfig
 from streamrl.config.base import ServerKind
 from streamrl.demo.prepare import make_model, make_tokenizer
 from streamrl.demo.task import FIRST_CHARACTER, VOCABULARY
-from streamrl.engine import Engine, Request
+from streamrl.engine import Request
 from streamrl.errors import StreamrlError
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.kinds import make_dialect
-from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.server import Server
 from streamrl.weight_sync.tensors import Version
 
 Kind: TypeAlias = Literal[ServerKind, "hf"]
@@ -88,7 +86,7 @@ async def _finding(name: str, step: Awaitable[str | None], deadline: float) -> F
         return Finding(name, "failed", str(error))
 
 
-async def _sample(engine: Engine, model: Any, version: int) -> str:
+async def _sample(engine: HfEngine | Server, model: Any, version: int) -> str:
     """Sample some responses at the same time; hold every token against a plain forward pass of the version's model."""
     prompts = np.random.default_rng(version).integers(FIRST_CHARACTER, VOCABULARY, (8, 24), dtype=np.int32)
     asked = [Request(f"{version}.{number}", prompt, _TOKENS) for number, prompt in enumerate(prompts)]
@@ -107,12 +105,8 @@ async def _sample(engine: Engine, model: Any, version: int) -> str:
     return f"off by at most {worst:.4f} over {count} tokens"
 
 
-def _make_engine(kind: Kind, config: RunConfig, folder: Path) -> Engine:
-    if kind == "hf":
-        return HfEngine(config, seed=0)
-    dialect = make_dialect(config)
-    server = ManagedServer(dialect, ServerSettings.of_engine(config), folder, "check.server0", seed=0)
-    return ServerEngine(dialect, config, server=server)
+def _make_engine(kind: Kind, config: RunConfig, folder: Path) -> HfEngine | Server:
+    return HfEngine(config, seed=0) if kind == "hf" else Server(config, folder, "check", seed=0)
 
 
 def _random_model(seed: int) -> Any:

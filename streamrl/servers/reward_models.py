@@ -40,9 +40,7 @@ class ModelServer(Startable):
 
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        return self.profile.launch(
-            self.environment, self.flags(model=model, port=port, seed=seed), self.environ(model)
-        )
+        return self.profile.launch(self.environment, self.flags(model=model, port=port, seed=seed), self.environ(model))
 
     def flags(self, *, model: str, port: int, seed: int) -> dict[str, Any]:
         """Those of a server on the loopback interface; the user's win."""

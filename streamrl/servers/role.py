@@ -128,10 +128,6 @@ class EngineRole:
             async with server:
                 yield server
             return
-
-        async def start() -> None:
-            await server.__aenter__()
-
         switch = EngineDevices(
             role.ledgers.device_lock,
             role.name,
@@ -139,13 +135,13 @@ class EngineRole:
             sleep=self._sleep,
         )
         try:
-            await switch.start(start)
+            await switch.start(server.start)
             async with asyncio.TaskGroup() as tasks:
                 switching = tasks.create_task(switch.run(), name="device lock")
                 yield server
                 switching.cancel()
         finally:
-            await server.__aexit__()
+            await server.close()
             await role.ledgers.device_lock.leave(role.name)
 
     async def _wake(self) -> None:

@@ -24,6 +24,7 @@ from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.servers.request import Response, read_response
 from streamrl.servers.root_cause import points_back
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 METRICS_SECONDS: Final = 5.0
@@ -33,7 +34,7 @@ async def _nothing() -> None: ...
 
 
 class Server:
-    """A server and its client for the time of a block; at the end one that streamrl started is gone, with its children.
+    """One life of a server, with its client.
 
     Args:
         config: of the run; `engine` says what is started, or which URLs run already.
@@ -45,9 +46,6 @@ class Server:
 
     Attributes:
         salt: names this life of it; requests share keys and values only within one.
-
-    Raises of entering the block: `ConfigError`: no environment, or it does not fit the run; `Unreachable`: it ended, or
-    did not answer in time.
     """
 
     control: ServerControl
@@ -84,14 +82,22 @@ class Server:
             )
 
     async def __aenter__(self) -> Self:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """`ConfigError`: no environment, or it does not fit the run; `Unreachable`: it ended, or was late."""
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End a server that streamrl started, with its children; resume one that runs already. Repeatable."""
         await self._stack.aclose()
 
     async def _open(self) -> None:
@@ -134,6 +140,10 @@ class Server:
             if not (cause := process.root_cause()):
                 raise
             raise ConfigError(f"{process.name} fails: {cause}", f"the whole log: {process.log}") from error
+
+    async def apply(self, version: Version) -> None:
+        """Put a version in force. Errors as of `ServerControl.apply`."""
+        await self.control.apply(version)
 
     async def metrics(self) -> ServerMetrics:
         """Errors as of `HttpClient.call`."""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from streamrl.producers.group.group import EngineGroup
+from streamrl.producers.group.server import ServerEngine
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Engine, Listener, Request
-from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.process import ManagedServer
 from streamrl.weight_sync.tensors import Version
 from tests.engines import tiny

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from streamrl.producers.group.group import EngineGroup, ServerSpec
 
 from streamrl.config.base import SERVER_KINDS
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.group.group import EngineGroup, ServerSpec
 from streamrl.servers.environments import find_environment
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings

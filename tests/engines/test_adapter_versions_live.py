@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 import torch
+from streamrl.producers.group.server import ServerEngine
 
 from streamrl.errors import WeightsError
-from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.kinds import make_dialect
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter

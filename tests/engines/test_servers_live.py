@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from streamrl.producers.group.server import ServerEngine
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.producers.group.server import ServerEngine
 from streamrl.servers.dialect import Dialect
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.openai import OpenaiDialect

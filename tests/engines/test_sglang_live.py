@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from streamrl.producers.group.server import ServerDied, ServerEngine
 
 from streamrl.config import RunConfig
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
-from streamrl.producers.group.server import ServerDied, ServerEngine
 from streamrl.servers.kinds import make_dialect
 from tests.engines import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, Bench, prompt, run_config, write_version
