@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 from typing_extensions import override
 
-from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.errors import ConfigError, Unreachable
 from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
     Actions,
@@ -166,7 +166,7 @@ class _Connection:
             await asyncio.wait([self._next])
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Unreachable: no session, or it is lost; StreamrlError: the environment failed."""
+        """The data of the answer. Unreachable: no session, or it is lost; RuntimeError: the environment failed."""
         assert self._socket is not None
         assert self._next is not None
         with contextlib.suppress(ConnectionError):  # a server without room says so before it closes
@@ -182,5 +182,5 @@ class _Connection:
             hint = "raise max_concurrent_envs of its server, or lower the episodes of the replicas"
             raise Unreachable(f"the environment answers {code}: {answer['message']}", hint)
         if code not in (None, "VALIDATION_ERROR"):
-            raise StreamrlError(f"the environment answers {code}: {answer['message']}")
+            raise RuntimeError(f"the environment answers {code}: {answer['message']}")
         return answer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
-from streamrl.errors import DataError, StreamrlError, need_packages
+from streamrl.errors import DataError, need_packages
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import MODEL
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -103,7 +103,7 @@ class VerifiersEpisode(Episode):
             if session.stop is not None:
                 raise EpisodeOver(session.stop)
             last = trace.last_error
-            raise StreamrlError(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
+            raise RuntimeError(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
         if trace.stop_condition in _STOPS:
             session.end(_STOPS[trace.stop_condition])
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}

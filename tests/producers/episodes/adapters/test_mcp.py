@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,14 @@ async def test_a_server_outlives_a_call_that_hangs(pids):
 
 
 async def test_a_process_for_each_sample_ends_with_it_also_when_it_is_cancelled(pids):
-    async with opened(MCPEpisode(command=pids.command()), [asks("count"), "done", asks("hang")]) as play:
+    said = [asks("count"), "done", asks("count"), "done", asks("hang")]
+    async with opened(MCPEpisode(command=pids.command()), said) as play:
         assert "1 in" in (await play()).prompts[1]
-        assert len(pids.started()) == 2  # `open` looked at the tools with the first
+        assert "1 in" in (await play()).prompts[3]
+        assert len(pids.started()) == 3  # `open` looked at the tools with the first
         assert pids.alive() == []
         task = asyncio.create_task(play())
-        while len(pids.started()) < 3:  # noqa: ASYNC110 (another process)
+        while len(pids.started()) < 4:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -116,6 +119,12 @@ async def test_python_is_that_of_the_replica_whatever_the_path_says(pids, tmp_pa
         await MCPEpisode(command=["python", *pids.command()[1:]], variables=["PATH"]).open()
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 @contextlib.asynccontextmanager
 async def serving(pids, port):
     process = await asyncio.create_subprocess_exec(*pids.command("http", port))
@@ -137,9 +146,7 @@ async def serving(pids, port):
 async def test_over_http_a_dead_server_is_a_tool_error_and_its_successor_is_found(pids, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "token").write_text("hush-9\n")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     said = [asks("add", '{"a": 1, "b": 2}'), asks("die"), asks("count"), "done", asks("count"), "done"]
     episode = MCPEpisode(url=f"http://127.0.0.1:{port}/mcp?key=hush-10", token_file=str(tmp_path / "token"))
     async with contextlib.AsyncExitStack() as stack:
@@ -199,14 +206,18 @@ def test_arguments_that_fit_no_server_are_refused(args, why):
     assert "hush" not in str(refused.value)
 
 
-async def test_a_real_model_calls_the_tools_of_a_real_server(pids, tmp_path):
-    async with real_model(MCPEpisode(command=pids.command(), tools=["add"]), tmp_path / "talker", max_turns=6) as (
-        sampler,
-        tokenizer,
-    ):
-        samples = [await sampler.sample(order_with()) for _ in range(5)]
+async def test_a_real_model_calls_the_tools_of_a_real_server_of_all_samples(pids, tmp_path):
+    port = free_port()
+    episode = MCPEpisode(url=f"http://127.0.0.1:{port}/mcp", tools=["add"])
+    async with serving(pids, port), real_model(episode, tmp_path / "talker", max_turns=6) as (sampler, tokenizer):
+        samples = await asyncio.gather(*(sampler.sample(numbered(at)) for at in range(8)))
     called = [sample for sample in samples if any(turn.tools for turn in sample.turns)]
     texts = [tokenizer.decode(turn.observed_ids) for sample in called for turn in sample.turns if turn.tools]
     outcomes = {use.outcome for sample in called for turn in sample.turns for use in turn.tools}
     assert "ok" in outcomes
     assert any("<tool_response>\n3\n</tool_response>" in text for text in texts)
+    assert len(pids.started()) == 1
+
+
+def numbered(at):
+    return replace(order_with(), id=f"rollout.0-{at}")
