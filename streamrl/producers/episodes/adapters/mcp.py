@@ -91,21 +91,24 @@ class MCPEpisode(Episode):
 
     @contextlib.asynccontextmanager
     async def _tools(self) -> AsyncIterator[list[Tool]]:
-        """The tools of a new connection. ConfigError: no such program, file or tool; Unreachable: no answer."""
+        """The tools of a new connection. ConfigError: there is no such tool; Unreachable: no answer."""
         token = await asyncio.to_thread(read_key, "token_file", self._token_file)
-        with unwrapped():  # the mcp package makes groups of all errors
-            async with contextlib.AsyncExitStack() as stack:
-                try:
-                    async with asyncio.timeout(_START_SECONDS):
-                        client = await self._connected(stack, token)
-                        tools = {tool.name: tool for tool in await _listed(client)}
-                except Exception as error:
-                    raise self._failure(error) from error
-                if missing := (self._wanted or frozenset()) - set(tools):
-                    known = ", ".join(tools) or "none"
-                    what = f"MCP server {self._name} has no tool {', '.join(sorted(missing))}"
-                    raise ConfigError(what, f"there are: {known}")
-                yield [tool for name, tool in tools.items() if self._wanted is None or name in self._wanted]
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(unwrapped())  # the mcp package makes groups of all errors
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    client = await self._connected(stack, token)
+                    tools = {tool.name: tool for tool in await _listed(client)}
+            except Exception as error:
+                first = next(leaves(error))
+                if isinstance(first, FileNotFoundError | PermissionError):
+                    raise
+                why = f"MCP server {self._name} does not answer: {type(first).__name__}: {first}".removesuffix(": ")
+                raise Unreachable(why, "see what it writes to stderr") from error
+            if missing := (self._wanted or frozenset()) - set(tools):
+                what = f"MCP server {self._name} has no tool {', '.join(sorted(missing))}"
+                raise ConfigError(what, f"there are: {', '.join(tools) or 'none'}")
+            yield [tool for name, tool in tools.items() if self._wanted is None or name in self._wanted]
 
     async def _connected(self, stack: contextlib.AsyncExitStack, token: str | None) -> Client:
         from mcp import Client
@@ -119,14 +122,6 @@ class MCPEpisode(Episode):
         variables = {**self._variables, "PATH": search_path(self._variables)}
         server = StdioServerParameters(command=program, args=arguments, env=variables)
         return await stack.enter_async_context(Client(server))
-
-    def _failure(self, error: Exception) -> Exception:
-        """What the start of a server failed of, without addresses and headers, which may hold a secret."""
-        first = next(leaves(error))
-        if isinstance(first, OSError) and first.filename is not None:
-            return ConfigError(f"MCP server {self._name}: {first.filename}: {first.strerror}", "fix its command")
-        why = f"{type(first).__name__}: {first}".removesuffix(": ")
-        return Unreachable(f"MCP server {self._name} does not answer: {why}", "see what it writes to stderr")
 
 
 class MCPToolFailed(Exception):
