@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -99,7 +99,7 @@ class EnvironmentEpisode(Episode):
                 value: float | Score | None = await _called(environment, "get_reward", {})
                 return value
         finally:
-            await _close(environment)
+            await closed(_called(environment, "close", {}), type(environment).__name__)
 
     def _methods(self, environment: Any) -> list[Tool]:
         """Its methods as tools. They are described once for each class, because that takes milliseconds."""
@@ -170,13 +170,13 @@ def begin(task: Task, text: Any) -> None:
         last["content"] = [*(last.get("content") or ()), {"type": "text", "text": text}]
 
 
-async def _close(environment: Any) -> None:
-    """A failure is only logged, because the episode is over."""
+async def closed(closing: Awaitable[Any], what: str) -> None:
+    """Wait for the end of an environment. A failure is only logged, because the episode is over."""
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
-            await _called(environment, "close", {})
+            await closing
     except Exception:
-        logger.exception("an environment did not close", extra={"environment": type(environment).__name__})
+        logger.exception("an environment did not close", extra={"environment": what})
 
 
 async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:

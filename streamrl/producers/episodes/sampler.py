@@ -30,7 +30,7 @@ from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
 from streamrl.producers.episodes.tools import Tool, in_task, left_behind
-from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
+from streamrl.producers.sampler import CannotNow, SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.sandbox import SandboxSettings
 from streamrl.score import Score
@@ -273,7 +273,7 @@ class EpisodeSampler(Sampler):
 
     def _meant(self, session: EpisodeSession, error: Exception) -> Exception:
         """What an error of the user's code, or those in the group of its sub-agents, mean for the episode."""
-        if isinstance(error, (EpisodeOver, DataError)):
+        if isinstance(error, (EpisodeOver, DataError, CannotNow)):
             return error
         # An error of the code is never hidden by the end of the episode, which may have come later.
         overs = [each for each in leaves(error) if isinstance(each, EpisodeOver)]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from streamrl.errors import ConfigError
 from streamrl.producers.episodes.messages import json_object
 from streamrl.producers.episodes.rendering import ToolCall, ToolSchema
 
@@ -108,10 +107,7 @@ def format_of(name: str, template: str) -> ToolFormat:
             name = "llama_json"
         else:
             name = "hermes"
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ConfigError(f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}") from None
+    return FORMATS[name]
 
 
 def name_calls(written: Sequence[WrittenCall], ids: Sequence[int], prompt: Sequence[int]) -> tuple[ToolCall, ...]:
