@@ -85,6 +85,7 @@ class Dialect(Startable):
     cannot do what is asked.
     """
 
+    kind: ClassVar[str]
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
     merges: ClassVar[bool] = False

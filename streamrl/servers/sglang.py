@@ -38,7 +38,7 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
+from streamrl.servers.launch import PLUGIN, SGLANG, Launch, adapters_in_flight, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -62,23 +62,59 @@ class SglangDialect(Dialect):
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         engine = self._config.engine
-        python = find_environment(engine.environment, "sglang") / "bin" / "python"
         cpu = on_cpu(engine)
+        environment = find_environment(engine.environment, "sglang")
         flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
-        return Launch([str(python), "-m", "sglang.launch_server", *words(flags)], self.environ(model, cpu=cpu))
+        return SGLANG.launch(environment, flags, self.environ(model, cpu=cpu))
 
     def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
         """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
-        return _flags(self._config, model=model, port=port, seed=seed, cpu=cpu)
+        config, engine = self._config, self._config.engine
+        flags: dict[str, Any] = {
+            **SGLANG.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=_wants_memory_saver(config)),
+            "dtype": engine.dtype,
+            "context-length": config.model.context,
+            "max-running-requests": engine.slots,
+            "stream-interval": engine.stream_interval,
+            # Without it each message holds the whole response so far.
+            "incremental-streaming-output": True,
+            # Token ids are all that travels.
+            "skip-tokenizer-init": True,
+            "sampling-defaults": "openai",
+            "custom-weight-loader": LOADER,
+            "tp-size": engine.tensor_parallel,
+        }
+        if config.model.tokenizer is not None:
+            flags["tokenizer-path"] = config.model.tokenizer
+        tokens = _cache_tokens(config, model)
+        if tokens is not None:
+            flags["max-total-tokens"] = tokens
+        if config.learner.lora.alone:
+            flags |= {
+                "enable-lora": True,
+                "max-lora-rank": config.learner.lora.rank,
+                "lora-target-modules": "all",
+                "max-loras-per-batch": adapters_in_flight(config.max_staleness),
+            }
+        if cpu:
+            flags["lora-backend"] = "torch_native"  # the default is written for accelerators
+        return merged(flags, engine.flags)
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        return _environ(self._config, model, cpu=cpu)
+        engine = self._config.engine
+        environ = SGLANG.environ_for(model, cpu=cpu, sleeps=_wants_memory_saver(self._config), plugin=True)
+        if cpu:
+            # A replica has its share of the cores there.
+            environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
+            if engine.tensor_parallel > 1:
+                # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
+                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
+        return environ
 
     @override
     def ready(self) -> Call:
-        # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s
-        # while the server is paused, and marks it as unhealthy afterwards.
-        return Call("GET", "/ready", repeatable=True)
+        return SGLANG.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -337,66 +373,6 @@ def _wants_memory_saver(config: RunConfig) -> bool:
     engine = config.engine
     asked = "enable-memory-saver" in merged({}, engine.flags)
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
-
-
-def _flags(config: RunConfig, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-    engine = config.engine
-    flags: dict[str, Any] = {
-        "model-path": model,
-        "host": "127.0.0.1",
-        "port": port,
-        "dtype": engine.dtype,
-        "context-length": config.model.context,
-        "max-running-requests": engine.slots,
-        "stream-interval": engine.stream_interval,
-        # Without it each message holds the whole response so far.
-        "incremental-streaming-output": True,
-        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
-        # vocabulary has no word of it.
-        "skip-tokenizer-init": True,
-        "skip-server-warmup": True,
-        "sampling-defaults": "openai",
-        "custom-weight-loader": LOADER,
-        "tp-size": engine.tensor_parallel,
-        "random-seed": seed,
-        # Otherwise the idle scheduler keeps a core busy.
-        "sleep-on-idle": True,
-    }
-    if config.model.tokenizer is not None:
-        flags["tokenizer-path"] = config.model.tokenizer
-    tokens = _cache_tokens(config, model)
-    if tokens is not None:
-        flags["max-total-tokens"] = tokens
-    if config.learner.lora.alone:
-        flags |= {
-            "enable-lora": True,
-            "max-lora-rank": config.learner.lora.rank,
-            "lora-target-modules": "all",
-            "max-loras-per-batch": adapters_in_flight(config.max_staleness),
-        }
-    if cpu:
-        flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
-    elif _wants_memory_saver(config):
-        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-    return merged(flags, engine.flags)
-
-
-def _environ(config: RunConfig, model: str, *, cpu: bool) -> dict[str, str]:
-    engine = config.engine
-    # A look at /health is then only a look: no token is sampled for it.
-    environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    paths = [PLUGIN]
-    if Path(model).is_dir():
-        environ["HF_HUB_OFFLINE"] = "1"
-    if cpu:
-        threads = str(engine.threads or os.environ.get(THREADS, "1"))  # a replica has its share of the cores there
-        environ |= {"SGLANG_USE_CPU_ENGINE": "1", THREADS: threads}
-        if engine.tensor_parallel > 1:
-            # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
-            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
-        paths.append(SGLANG_CPU)
-    return environ | {"PYTHONPATH": python_path(*paths)}
 
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:

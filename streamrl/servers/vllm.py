@@ -27,7 +27,7 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
+from streamrl.servers.launch import PLUGIN, VLLM, Launch, adapters_in_flight, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -59,22 +59,21 @@ class VllmDialect(Dialect):
     @override
     def launch(self, *, model: str, port: int, seed: int) -> Launch:
         engine = self._config.engine
-        python = find_environment(engine.environment, "vllm") / "bin" / "python"
         cpu = on_cpu(engine)
         self._settings_known = not engine.flags
         flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
-        return Launch(
-            [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(flags)], self.environ(model, cpu=cpu)
-        )
+        return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu))
 
     def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win.
+
+        The seed is one of the server and not of each request: a request that goes on at another server would draw the
+        numbers again that it drew before, and vLLM samples requests with a seed one by one.
+        """
         engine = self._config.engine
         flags: dict[str, Any] = {
-            "model": model,
+            **VLLM.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=self._sleeps),
             "served-model-name": MODEL,
-            "host": "127.0.0.1",
-            "port": port,
             "enable-scale-out": True,
             "worker-extension-cls": EXTENSION,
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
@@ -84,12 +83,8 @@ class VllmDialect(Dialect):
             "stream-interval": engine.stream_interval,
             # Those of the distribution that was sampled from, whatever a request's temperature; at 1 they are the same.
             "logprobs-mode": "processed_logprobs",
-            # A seed of the server and not of each request: a request that goes on at another server would draw the
-            # numbers again that it drew before, and vLLM samples requests with a seed one by one.
-            "seed": seed,
             # Without it a response does not say how many tokens of its prompt were cached.
             "enable-prompt-tokens-details": True,
-            "disable-uvicorn-access-log": True,
         }
         if self._config.model.tokenizer:
             flags["tokenizer"] = self._config.model.tokenizer
@@ -98,10 +93,12 @@ class VllmDialect(Dialect):
         if self._config.learner.lora.alone:
             flags |= self._adapter_flags()
         if cpu:
-            flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
-        elif self._config.rollout.placement == "colocated":
-            flags["enable-sleep-mode"] = True
+            flags["kv-cache-memory-bytes"] = engine.kv_cache
         return merged(flags, engine.flags)
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._config.rollout.placement == "colocated"
 
     def _adapter_flags(self) -> dict[str, Any]:
         """Room for the adapters of all versions that requests in flight may have begun with."""
@@ -109,26 +106,15 @@ class VllmDialect(Dialect):
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        del model  # SGLang's depends on it
-        environ = {
-            "PYTHONPATH": python_path(PLUGIN),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        if cpu:
-            threads = self._config.engine.threads
-            # Bound threads of several servers and of the learner would all run on the same first cores.
-            environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            # Some of its functions are compiled in spite of `enforce-eager`, which takes a compiler and many seconds.
-            environ["TORCHDYNAMO_DISABLE"] = "1"
-            if threads:
-                environ["OMP_NUM_THREADS"] = str(threads)
+        environ = VLLM.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        if cpu and (threads := self._config.engine.threads):
+            environ["OMP_NUM_THREADS"] = str(threads)
         return environ
 
     @override
     def ready(self) -> Call:
-        return Call("GET", "/health", repeatable=True)
+        return VLLM.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -266,7 +252,7 @@ class VllmDialect(Dialect):
     def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
         # A server on a CPU keeps its memory.
         engine = self._config.engine
-        asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
+        asleep = self._sleeps or engine.flags.get("enable-sleep-mode") or engine.url
         if level > 0 and not asleep and not on_cpu(engine):
             raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
         return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)

@@ -42,7 +42,7 @@ from streamrl.runtime.placement.rendered import (
 )
 from streamrl.runtime.plan import processes, threads
 from streamrl.servers.launch import words
-from streamrl.servers.reward_models import MODEL_SERVERS
+from streamrl.servers.reward_models import ModelServer
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
 
@@ -615,7 +615,7 @@ def _reward_model(config: RunConfig, model: str, folder: Path) -> tuple[list[Man
             f"reward_models.{model}.sleep: nobody tells a server in a pod of its own to sleep",
             f"leave out reward_models.{model}.sleep",
         )
-    kind = MODEL_SERVERS[served.kind](model, served, Path(), cpu=False)
+    kind = ModelServer(model, served, Path(), cpu=False)
     asked = config.resources(REWARD_MODEL_ROLE)
     wanted = asked.model_copy(update={"gpus": asked.gpus or 1.0})
     path = below(folder, served.model)
