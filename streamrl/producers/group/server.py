@@ -36,8 +36,7 @@ from streamrl.producers.group.connect import Facts, connect
 from streamrl.producers.group.controls import Controls, Tell
 from streamrl.producers.group.flights import InFlightRequest, ServerDied
 from streamrl.servers.dialect import Dialect, ServerMetrics
-from streamrl.servers.process import ManagedServer
-from streamrl.servers.root_cause import points_back
+from streamrl.servers.process import ManagedServer, points_back
 from streamrl.weight_sync.tensors import Version
 
 __all__ = ["ServerDied", "ServerEngine"]
