@@ -36,7 +36,7 @@ def install(
         Path | None, typer.Option("--into", metavar="DIR", help="Folder of the environment; .engines/KIND if left out.")
     ] = None,
 ) -> int:
-    """Make the virtual environment of an engine. A repeat completes an unfinished one.
+    """Make the virtual environment of an engine. A repeat leaves a whole one as it is.
 
     Progress goes to stderr, the folder to stdout.
     """

@@ -62,8 +62,8 @@ class Startable(ABC):
 class LaunchProfile:
     """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
 
-    `model` and `seed` are the names of flags. `cpu_...` is for a server on a CPU. `sleep_...` is for one on devices that
-    frees its memory after the calls `sleep`, until the calls `wake`. `scoring` is for one that returns no text.
+    `model` and `seed` are the names of flags. `cpu_...` is for a server on a CPU. `sleep_...` is for one on devices
+    that frees its memory after the calls `sleep`, until the calls `wake`. `scoring` is for one that returns no text.
     """
 
     kind: ServerKind
@@ -141,8 +141,8 @@ SGLANG: Final = LaunchProfile(
     sleep_environ={},
     folder_environ={"HF_HUB_OFFLINE": "1"},
     cpu_path=SGLANG_CPU,
-    # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while the
-    # server is paused, and marks it as unhealthy afterwards.
+    # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
+    # the server is paused, and marks it as unhealthy afterwards.
     ready=Call("GET", "/ready", repeatable=True),
     # SGLang dies of freeing memory while it computes, so it is paused before.
     sleep=(

@@ -31,9 +31,7 @@ def test_an_engine_that_works(kind: str):
 
 
 def test_without_an_environment_it_names_the_command_that_makes_one(tmp_path: Path):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "streamrl-engine.unfinished.json").write_text("{}")
-    done = cli("engines", "check", "vllm", env={"STREAMRL_ENGINES": str(tmp_path)})
+    done = cli("engines", "check", "vllm", "--environment", str(tmp_path))
     assert done.returncode == 78
     assert "streamrl engines install vllm" in done.stderr
 

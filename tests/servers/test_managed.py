@@ -22,10 +22,11 @@ from streamrl.errors import ConfigError, Unreachable
 from streamrl.http import Lost
 from streamrl.servers import process as managed
 from streamrl.servers import server as servers
-from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
+from streamrl.servers.process import ManagedServer, ServerSettings, take_port
 from streamrl.servers.server import Server
 
 HERE = Path(__file__).parent
+PORTS = range(20_000, 20_100)
 LOGS_AN_ERROR = "import os, traceback\ntry: int('x')\nexcept ValueError: traceback.print_exc()\n"
 ORPHANS = {"TOY_FREE": "1", "TOY_ORPHANS": "1"}
 
@@ -151,7 +152,7 @@ PARENT = """
     sys.path.insert(0, {here!r})
     from toy import make_dialect
     from toy_kit import config
-    from streamrl.servers.process import ManagedServer, ServerSettings, free_port, listens
+    from streamrl.servers.process import ManagedServer, ServerSettings
 
     async def main():
         dialect = make_dialect()
@@ -159,26 +160,26 @@ PARENT = """
         asked = ServerSettings.of_engine(config(engine={{"start_deadline": 30}}, supervisor={{"term_grace": 5}}))
         server = ManagedServer(dialect, asked, Path({folder!r}), "engine.0.server", seed=1)
         await server.start()
-        print(server.pid, server._process.pid, flush=True)
+        print(server.pid, server._process._guard.pid, flush=True)
         await asyncio.sleep(3600)
 
     asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("whom", ["parent", "keeper"])
-async def test_kill_9_of_the_role_or_of_the_keeper_leaves_nothing_of_the_server(tmp_path, whom):
+@pytest.mark.parametrize("whom", ["parent", "guard"])
+async def test_kill_9_of_the_role_or_of_the_guard_leaves_nothing_of_the_server(tmp_path, whom):
     code = textwrap.dedent(
         PARENT.format(here=str(HERE), folder=str(tmp_path), environ=ORPHANS | {"TOY_MARK": str(tmp_path)})
     )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     try:
-        server, keeper = map(int, (await asyncio.wait_for(parent.stdout.readline(), 60)).split())
+        server, guard = map(int, (await asyncio.wait_for(parent.stdout.readline(), 60)).split())
         await until(lambda: len(orphans_of(tmp_path)) >= 4)
-        os.kill(parent.pid if whom == "parent" else keeper, signal.SIGKILL)
+        os.kill(parent.pid if whom == "parent" else guard, signal.SIGKILL)
         if whom == "parent":
             await until(lambda: orphans_of(tmp_path) == [])
-        await until(lambda: not psutil.pid_exists(server) and not psutil.pid_exists(keeper))
+        await until(lambda: not psutil.pid_exists(server) and not psutil.pid_exists(guard))
     finally:
         parent.kill() if parent.returncode is None else None
         await parent.wait()
@@ -218,10 +219,10 @@ async def test_kill_9_of_the_role_or_of_the_keeper_leaves_nothing_of_the_server(
             "engine.0.server.log",
         ),
         (
-            ["-c", f"{LOGS_AN_ERROR}raise SystemExit('[Errno 98] address already in use')"],
+            ["-c", "raise SystemExit('[Errno 98] address already in use')"],
             Unreachable,
-            r"found no free port: exit 1",
-            "20000",
+            r"did not start: exit 1; its log ends with:\n.*address already in use",
+            "rollout.0.server0.log",
         ),
     ],
 )
@@ -271,41 +272,35 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
         assert not psutil.pid_exists(server.pid)
 
 
-async def test_a_port_that_somebody_took_meanwhile_is_left_to_him(tmp_path, monkeypatch):
-    dialect = make_dialect()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        ports = iter([other.getsockname()[1], free_port()])
-        monkeypatch.setattr(managed, "free_port", lambda: next(ports))
-        async with managed_toy(tmp_path, dialect) as server:
-            await server.start()
-            assert len(dialect.ports) == 2
-            assert server.url.endswith(f":{dialect.ports[1]}")
-
-
-async def test_no_port_at_all(tmp_path, monkeypatch):
-    dialect = make_dialect()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        monkeypatch.setattr(managed, "free_port", lambda: other.getsockname()[1])
-        async with managed_toy(tmp_path, dialect) as server:
-            with pytest.raises(Unreachable, match="no free port"):
-                await server.start()
-
-
 async def test_a_stranger_on_the_port_is_not_taken_for_the_server(tmp_path, monkeypatch):
-    """He answers as ours would, and before ours has found out that it cannot listen."""
+    """He listens there already, and answers as ours would."""
     dialect = make_dialect()
     async with serving(Toy()) as url:
-        ports = iter([int(url.rpartition(":")[2]), free_port()])
-        monkeypatch.setattr(managed, "free_port", lambda: next(ports))
+        stranger = int(url.rpartition(":")[2])
+        monkeypatch.setattr(managed.random, "sample", lambda *_: [stranger, *PORTS])
         async with managed_toy(tmp_path, dialect) as server:
             await server.start()
             assert server.url != url
-            assert listens(server.pid, dialect.ports[1])
-            assert not listens(server.pid, dialect.ports[0])
+            assert dialect.ports != [stranger]
+
+
+async def test_servers_that_start_at_the_same_time_take_different_ports(tmp_path, monkeypatch):
+    """Also when both look at the same ports in the same order, before either listens."""
+    monkeypatch.setattr(managed.random, "sample", lambda *_: PORTS)
+    dialects = [make_dialect(), make_dialect()]
+    async with managed_toy(tmp_path / "a", dialects[0]) as one, managed_toy(tmp_path / "b", dialects[1]) as other:
+        await asyncio.gather(one.start(), other.start())
+    assert dialects[0].ports != dialects[1].ports
+
+
+async def test_no_port_at_all(tmp_path, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(managed.random, "sample", lambda *_: [other.getsockname()[1]])
+        async with managed_toy(tmp_path) as server:
+            with pytest.raises(Unreachable, match="no free port"):
+                await server.start()
 
 
 async def test_the_key_is_blotted_out_of_the_log_and_variables_get_through(tmp_path, monkeypatch):
@@ -380,7 +375,8 @@ async def test_a_log_that_cannot_be_written_ends_nothing_and_leaves_nothing(tmp_
     await until(lambda: not orphans_of(tmp_path))
 
 
-def test_a_free_port_is_free():
-    for _ in range(20):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", free_port()))
+def test_a_port_that_is_taken_is_left_to_one_listener():
+    with take_port() as taken, socket.create_server(taken.getsockname()), socket.socket() as second:
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            second.bind(taken.getsockname())

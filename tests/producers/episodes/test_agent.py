@@ -178,11 +178,11 @@ post("/streamrl/reward", {"reward": 0.5})
 
 async def test_an_agent_that_fails_is_named_with_what_it_printed_and_without_its_key(tmp_path):
     code = "print('my key', os.environ['OPENAI_API_KEY']); sys.exit('out of ideas')"
-    with pytest.raises(EpisodeFailed, match="exited with code 1; it printed last") as caught:
+    with pytest.raises(EpisodeFailed, match=r"ended \(exit 1\); it printed last") as caught:
         await played(agent(tmp_path, code))
     assert "out of ideas" in str(caught.value)
     assert "my key ***" in str(caught.value)
-    with pytest.raises(EpisodeFailed, match="was killed by SIGKILL and printed nothing"):
+    with pytest.raises(EpisodeFailed, match=r"ended \(killed by SIGKILL\) and printed nothing"):
         await played(agent(tmp_path, "os.kill(os.getpid(), 9)"))
 
 
@@ -231,7 +231,7 @@ async def test_an_agent_that_fails_may_be_a_dead_letter_at_once(run, tmp_path, m
         assert role.status["agents_failed"] == 2
         letters = await letters_of(ledgers.train)
     assert len(letters) == len(list(tmp_path.glob("ran*"))) == 2
-    assert all("exited with code 1" in letter.why and "no JSON" in letter.why for letter in letters)
+    assert all("ended (exit 1)" in letter.why and "no JSON" in letter.why for letter in letters)
 
 
 async def letters_of(ledger):
@@ -334,12 +334,11 @@ def test_agents_end_with_the_process_that_started_them(tmp_path):
 import asyncio
 from pathlib import Path
 from streamrl.config.episode import AgentConfig
-from streamrl.producers.episodes.agent_process import AgentProcess
+from streamrl.producers.episodes.agent_process import start_agent
 
 async def main():
-    process = AgentProcess(Path({str(own)!r}))
     config = AgentConfig(command={agent(tmp_path, code)!r})
-    await process.start(config, {{"OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}}, "secret")
+    process = await start_agent(config, Path({str(own)!r}), {{"OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}}, "secret")
     await process.wait()
 
 asyncio.run(main())

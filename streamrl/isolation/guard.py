@@ -1,10 +1,10 @@
-"""A process between streamrl and a server: when streamrl ends, for whatever reason, the server ends too.
+"""A process between streamrl and a command: when streamrl ends, for whatever reason, the command ends too.
 
-Runs as a script with the standard library only. Its standard input is a lifeline: the first line says what to start
-(`Order`), a line `stop` asks for an orderly end, and its end kills the server with all its processes; without `stop`
-before, the directory `own` of the order goes too, because nobody else is left to remove it. It prints one
-line, `{"pid": ...}` or `{"error": ...}`, writes the server's output to the log without the secrets in it, and ends with
-the server's exit code (128 + signal).
+Runs as a script with the standard library only; `KeptProcess` starts it. Its standard input is a lifeline: the first
+line says what to start, a line `stop` asks for an orderly end, and its end kills the command with all its processes.
+Without `stop` before, the directory `own` of the order is removed too, because no other process is left to do it. It
+prints one line, `{"pid": ...}` or `{"error": ...}`, writes the output to the log without the secrets in it, and ends
+with the exit code of the command (128 + signal).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LONGEST_LINE = 1 << 16
 
 
 class Log:
-    """The server's output, line by line, without `secrets`. Over `limit` bytes it is rotated, keeping one old file.
+    """The command's output, line by line, without `secrets`. Over `limit` bytes it is rotated, keeping one old file.
 
-    Output that cannot be written (full disk, missing folder) is lost, and the server continues.
+    Output that cannot be written (full disk, missing folder) is lost, and the command continues.
     """
 
     def __init__(self, path: Path, limit: int, secrets: list[str]) -> None:
@@ -60,20 +60,20 @@ class Log:
                 full.close()
 
 
-class Keeper:
+class Guard:
     def __init__(self, order: dict[str, Any]) -> None:
         self._grace: float = order["grace"]
         self._log = Log(Path(order["log"]), order["log_bytes"], order["secrets"])
-        self._server = subprocess.Popen(  # noqa: S603
+        self._command = subprocess.Popen(  # noqa: S603
             order["argv"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_keeper,  # noqa: PLW1509 - this process has one thread
+            preexec_fn=_die_with_guard,  # noqa: PLW1509 - this process has one thread
         )
-        assert self._server.stdout is not None
-        self._output = self._server.stdout.fileno()
+        assert self._command.stdout is not None
+        self._output = self._command.stdout.fileno()
         self._deadline = float("inf")
         self.abandoned = False
         os.set_blocking(self._output, False)
@@ -81,12 +81,12 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        return self._server.pid
+        return self._command.pid
 
     def stop(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._grace)
         with suppress(ProcessLookupError):
-            self._server.terminate()
+            self._command.terminate()
 
     def keep(self) -> int:
         try:
@@ -97,12 +97,12 @@ class Keeper:
         while time.monotonic() < end and select.select([self._output], [], [], 0.05)[0] and self._carry():
             pass
         self._log.feed(b"", last=True)
-        code = self._server.returncode
+        code = self._command.returncode
         return 128 - code if code is not None and code < 0 else code or 0
 
     def _watch(self) -> None:
         watched = [0, self._output]
-        while self._server.poll() is None and time.monotonic() < self._deadline:
+        while self._command.poll() is None and time.monotonic() < self._deadline:
             ready, _, _ = select.select(watched, [], [], _TICK)
             if 0 in ready and not self._listen():
                 self.abandoned = self._deadline == float("inf")
@@ -126,7 +126,7 @@ class Keeper:
         return bool(data)
 
     def _kill(self) -> None:
-        """Kill the server's remaining processes.
+        """Kill the remaining processes.
 
         Python's resource trackers come last: they remove the shared memory of killed processes, and then end.
         """
@@ -137,14 +137,14 @@ class Keeper:
                 if passed > _TRACKER_SECONDS or not _tracks(pid):
                     with suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
-            self._server.poll()
+            self._command.poll()
             _reap(self.pid)
-            if self._server.returncode is not None and not left:
+            if self._command.returncode is not None and not left:
                 return
             time.sleep(0.02)
 
 
-def _die_with_keeper() -> None:
+def _die_with_guard() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -155,7 +155,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _left(group: int) -> list[int]:
-    """Processes of the server: its group, and orphans, which become children of this process."""
+    """Processes of the command: its group, and orphans, which become children of this process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
@@ -172,9 +172,9 @@ def _tracks(pid: int) -> bool:
     return False
 
 
-def _reap(server: int) -> None:
+def _reap(command: int) -> None:
     with suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != server:
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
@@ -188,15 +188,15 @@ def main() -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     order = json.loads(line)
     try:
-        keeper = Keeper(order)
+        guard = Guard(order)
     except OSError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return 127
-    signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
-    sys.stdout.write(json.dumps({"pid": keeper.pid}) + "\n")
+    signal.signal(signal.SIGTERM, lambda *_: guard.stop())
+    sys.stdout.write(json.dumps({"pid": guard.pid}) + "\n")
     sys.stdout.flush()
-    code = keeper.keep()
-    if keeper.abandoned and "own" in order:
+    code = guard.keep()
+    if guard.abandoned and order["own"]:
         shutil.rmtree(order["own"], ignore_errors=True)
     return code
 
