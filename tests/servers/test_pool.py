@@ -24,8 +24,8 @@ from streamrl.http import Call, HttpClient, Lost
 from streamrl.queues import open_ledgers
 from streamrl.servers import pool as pools
 from streamrl.servers.pool import Affinities, Candidate, ServerPool, choose
-from streamrl.servers.process import free_port
 from streamrl.weight_sync.manifest import Manifest, encode
+from tests.redis_kit import free_port
 
 PROMPT = range(1, 21)
 """Longer than a block of a prefix cache."""
@@ -171,15 +171,19 @@ async def answer(task):
 async def test_a_group_stays_together_and_groups_are_spread(redis_run):
     toys = [Toy(free=False), Toy(free=False)]
     async with field(redis_run, *toys, sampling={"group_size": 4}) as made:
-        tasks = [made.ask(f"{group}.{at}", affinity=f"g{group}") for group in (1, 2) for at in range(4)]
+        tasks = [
+            made.ask(f"{group}.{at}", affinity=f"g{group}", prompt=[group, *PROMPT])
+            for group in (1, 2)
+            for at in range(4)
+        ]
         for toy in toys:
             await toy.started(4)
             toy.free = True
             await toy.step()
         assert {(await answer(task)).finish for task in tasks} == {"length"}
-        again = await answer(made.ask("b", affinity="g1/0"))
-        assert again.prompt_tokens == len(PROMPT)
-        assert sorted(toy.calls["/generate"] for toy in toys) == [4, 5]
+        await answer(made.ask("b", affinity="g1/0", prompt=[1, *PROMPT]))
+        there = [[body["tokens"][0] for path, body in toy.bodies if path == "/generate"] for toy in toys]
+        assert sorted(there) == [[1] * 5, [2] * 4]
         load = made.pool.load()
         assert (load.running, load.tokens_sampled, load.version) == (0, 9 * 6, 0)
         assert load.busy_seconds > 0
