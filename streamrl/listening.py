@@ -44,7 +44,7 @@ async def listen(app: web.Application, host: str, port: int, *, what: str, hint:
         except (OSError, OverflowError) as error:
             raise CannotCreate(f"cannot serve {what} on {host} port {port}: {error}", hint) from error
         stack.callback(server.close)
-        yield f"http://{_literal(reachable(host))}:{server.sockets[0].getsockname()[1]}"
+        yield url_of(host, server.sockets[0].getsockname()[1])
 
 
 class _Refusal(asyncio.Protocol):
@@ -95,6 +95,11 @@ def _outgoing() -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def url_of(host: str, port: int) -> str:
+    """Where others reach what listens on `host`; for a wildcard it names this host."""
+    return f"http://{_literal(reachable(host))}:{port}"
 
 
 def _literal(host: str) -> str:

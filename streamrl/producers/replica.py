@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 
 from streamrl.engine import Engine, ReplicaEngine, life_seed
 from streamrl.errors import unwrapped
-from streamrl.http import read_key
 from streamrl.producers.answering import Answering
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Role
 from streamrl.servers.pool import ServerPool
+from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
 
@@ -37,7 +37,7 @@ async def run_rollout(role: Role) -> None:
 
 
 async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
-    key = await asyncio.to_thread(read_key, "engine.api_key_file", role.config.engine.api_key_file)
+    key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
     pool = ServerPool(role.config, role.ledgers, key)
     answering = Answering(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
     async with pool.follow():

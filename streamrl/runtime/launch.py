@@ -100,8 +100,8 @@ def prepare_run(
         for name in ("logs", "metrics", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
-    if config.weights.pulled:
-        # here, so that no replica waits for the learner to write it
+    if config.weights.pulled or config.engine.managed:
+        # here, so that nobody waits for the learner to write it
         make_token(folder, published.weights_token if published is not None else None)
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
 

@@ -19,7 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import Call
-from streamrl.servers.launch import Launch, Startable
+from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -95,8 +95,8 @@ class Dialect(Startable):
         self._salt = uuid.uuid4().hex
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        del model, port, seed
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
+        del model, port, seed, host, key
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
     def salt(self, request: Request, version: int, life: str = "") -> str:

@@ -6,7 +6,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +18,11 @@ PLUGIN: Final = Path(__file__).parent / "plugin"
 """For the PYTHONPATH of vLLM and SGLang servers."""
 SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
 """What SGLang needs besides on a CPU."""
+LOOPBACK: Final = "127.0.0.1"
 _NOT_GIVEN: Final = {
-    "host": "a server that streamrl starts listens on the loopback interface: it has routes that no key guards",
+    "host": "streamrl says where its servers listen (engine.host)",
     "port": "streamrl finds a free port for each server",
-    "api-key": "a command line can be read by everybody on the machine, and such a server listens to this host alone",
+    "api-key": "a command line can be read by everybody on the machine; the servers ask for the token of the run",
 }
 _MOST_ADAPTERS: Final = 8
 """Servers keep room for each of them from their start on; requests with more wait for others to end."""
@@ -34,6 +35,8 @@ class Launch:
 
     argv: Sequence[str]
     environ: Mapping[str, str]
+    secret_flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags that must not be seen in `argv`: the caller writes them to a file, and names that with `--config`."""
 
 
 class Startable(ABC):
@@ -45,8 +48,8 @@ class Startable(ABC):
         """Its name in `streamrl engines install`."""
 
     @abstractmethod
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """Return how a server is started on the loopback interface with all that streamrl needs of it.
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
+        """Return how a server is started with all that streamrl needs of it; with a `key` it asks for that.
 
         `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. The caller
         adds devices, the log and the variables of the configuration. `ConfigError`: the environment is missing, or
@@ -79,14 +82,16 @@ class LaunchProfile:
     sleep_environ: Mapping[str, str]
     folder_environ: Mapping[str, str]  # for a model that is a directory
     cpu_path: Path  # first on the PYTHONPATH
+    key_variable: str  # has the key; empty: a flag in a file has it
+    key_flags: Mapping[str, Any]
     ready: Call
     sleep: Sequence[Call]
     wake: Sequence[Call]
 
     def flags_for(self, *, model: str, port: int, seed: int, cpu: bool, sleeps: bool) -> dict[str, Any]:
-        """The flags of a server on the loopback interface."""
+        """The flags of a server on the loopback interface, without a key."""
         more = self.cpu_flags if cpu else self.sleep_flags if sleeps else {}
-        return {self.model: model, "host": "127.0.0.1", "port": port, self.seed: seed, **self.flags, **more}
+        return {self.model: model, "host": LOOPBACK, "port": port, self.seed: seed, **self.flags, **more}
 
     def environ_for(self, model: str, *, cpu: bool, sleeps: bool, plugin: bool = False) -> dict[str, str]:
         """The variables; with `plugin` also the path of what replaces weights."""
@@ -95,9 +100,16 @@ class LaunchProfile:
         paths = dict.fromkeys([*([PLUGIN] if plugin else []), *([self.cpu_path] if cpu else [])])
         return environ | ({"PYTHONPATH": python_path(*paths)} if paths else {})
 
-    def launch(self, environment: Path, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Launch:
+    def launch(
+        self, environment: Path, flags: Mapping[str, Any], environ: Mapping[str, str], key: str | None = None
+    ) -> Launch:
         """`environment` is the folder of the virtual environment."""
-        return Launch([str(environment / "bin" / "python"), "-m", self.module, *words(flags)], environ)
+        secret = {}
+        if key is not None:
+            flags = {**flags, **self.key_flags}
+            environ = {**environ, **({self.key_variable: key} if self.key_variable else {})}
+            secret = {} if self.key_variable else {"api-key": key}
+        return Launch([str(environment / "bin" / "python"), "-m", self.module, *words(flags)], environ, secret)
 
 
 VLLM: Final = LaunchProfile(
@@ -117,6 +129,8 @@ VLLM: Final = LaunchProfile(
     sleep_environ={"VLLM_SERVER_DEV_MODE": "1"},  # otherwise it has no routes for it
     folder_environ={},
     cpu_path=PLUGIN,
+    key_variable="VLLM_API_KEY",
+    key_flags={"middleware": "streamrl_engine.key.KeyGuard"},
     ready=Call("GET", "/health", repeatable=True),
     # Weights go into the host's memory, keys and values are freed. The server finishes running requests first: one that
     # was kept half done would continue without its keys and values, and return another number.
@@ -141,6 +155,8 @@ SGLANG: Final = LaunchProfile(
     sleep_environ={},
     folder_environ={"HF_HUB_OFFLINE": "1"},
     cpu_path=SGLANG_CPU,
+    key_variable="",
+    key_flags={},
     # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
     # the server is paused, and marks it as unhealthy afterwards.
     ready=Call("GET", "/ready", repeatable=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -15,9 +16,10 @@ from typing import Any, Final, Self
 
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import HttpClient, read_key
+from streamrl.http import HttpClient
 from streamrl.isolation.kept_process import KeptProcess
-from streamrl.servers.launch import Launch, Startable
+from streamrl.listening import own_address, url_of
+from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
 logger = logging.getLogger(__name__)
 PORTS: Final = range(20_000, 32_000)
@@ -46,7 +48,8 @@ _LONGEST: Final = 500
 class ServerSettings:
     """What a server is started with, whatever its kind.
 
-    `section` of the configuration is for messages; the key in `api_key_file` must not get into the log.
+    `section` of the configuration is for messages. It listens on `host`, and asks for the `key`, which must not get
+    into the log.
     """
 
     section: str
@@ -54,13 +57,20 @@ class ServerSettings:
     start_deadline: float
     supervisor: SupervisorConfig
     variables: Mapping[str, str] = field(default_factory=dict)
-    api_key_file: Path | None = None
+    host: str = LOOPBACK
+    key: str | None = None
 
     @classmethod
-    def of_engine(cls, config: RunConfig) -> Self:
+    def of_engine(cls, config: RunConfig, key: str | None = None) -> Self:
         engine = config.engine
         return cls(
-            "engine", config.model.path, engine.start_deadline, config.supervisor, engine.variables, engine.api_key_file
+            "engine",
+            config.model.path,
+            engine.start_deadline,
+            config.supervisor,
+            engine.variables,
+            own_address(engine.host),
+            key,
         )
 
 
@@ -99,10 +109,13 @@ class ManagedServer:
         """
         if self.alive:
             raise RuntimeError(f"{self.name} runs already")
-        with take_port() as taken:
+        settings = self._settings
+        with take_port(settings.host) as taken:
             port = taken.getsockname()[1]
-            launch = self._dialect.launch(model=self._settings.model, port=port, seed=self._seed)
-            self.url = f"http://127.0.0.1:{port}"
+            launch = self._dialect.launch(
+                model=settings.model, port=port, seed=self._seed, host=settings.host, key=settings.key
+            )
+            self.url = url_of(settings.host, port)
             try:
                 await self._await_ready(await self._spawn(launch))
             except BaseException:
@@ -129,11 +142,11 @@ class ManagedServer:
     async def _spawn(self, launch: Launch) -> KeptProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         settings, supervisor = self._settings, self._settings.supervisor
-        key = await asyncio.to_thread(read_key, f"{settings.section}.api_key_file", settings.api_key_file)
-        process = KeptProcess(self.log, supervisor.log_bytes, grace=supervisor.term_grace, secrets=[key] if key else [])
+        secrets = [settings.key] if settings.key else []
+        process = KeptProcess(self.log, supervisor.log_bytes, grace=supervisor.term_grace, secrets=secrets)
         self._process = process
         try:
-            await process.start(launch.argv, self._environ(launch))
+            await process.start([*launch.argv, *self._secret_flags(launch)], self._environ(launch))
         except TimeoutError as error:
             raise Unreachable(f"{self.name} cannot be started: its guard process does not answer") from error
         except OSError as error:
@@ -143,6 +156,16 @@ class ManagedServer:
         logger.info("engine server started", extra={"server": self.name, "pid": self.pid, "log": str(self.log)})
         return process
 
+    def _secret_flags(self, launch: Launch) -> list[str]:
+        """Words that name the file with flags that nobody else may see; JSON is YAML."""
+        if not launch.secret_flags:
+            return []
+        path = self.log.with_suffix(".flags.yaml")
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write("".join(f"{name}: {json.dumps(value)}\n" for name, value in launch.secret_flags.items()))
+        return ["--config", str(path)]
+
     def _environ(self, launch: Launch) -> dict[str, str]:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("STREAMRL_")}
         environ |= {**launch.environ, **self._settings.variables}
@@ -150,7 +173,7 @@ class ManagedServer:
 
     async def _await_ready(self, process: KeptProcess) -> None:
         seconds = self._settings.start_deadline
-        client = HttpClient(self.url)
+        client = HttpClient(self.url, self._settings.key)
         asking, ended = asyncio.create_task(self._ask(client)), asyncio.create_task(process.wait())
         try:
             await self._wait_saying({asking, ended}, seconds)
@@ -203,23 +226,23 @@ class ManagedServer:
         return f"{process.end}; its log ends with:\n{tail}" if tail else f"{process.end}, and it has logged nothing"
 
 
-def take_port() -> socket.socket:
-    """Bind a port of the loopback interface that has no listener, for a server that is started while it is bound.
+def take_port(host: str = LOOPBACK) -> socket.socket:
+    """Bind a port of an address of this host that has no listener, for a server that is started while it is bound.
 
     A server that sets SO_REUSEADDR, as they all do, can listen there nevertheless. Until it does, no other server of
     streamrl on this host takes the port, so whoever answers there is this server. `Unreachable`: all are taken.
     """
     for port in random.sample(PORTS, _CANDIDATES):
-        taken = socket.socket()
+        taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             # For the server's sake only after it is bound: two that set it could bind the same port.
-            taken.bind(("127.0.0.1", port))
+            taken.bind((host, port))
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except OSError:
             taken.close()
             continue
         return taken
-    raise Unreachable("no free port between 20000 and 31999 on 127.0.0.1")
+    raise Unreachable(f"no free port between 20000 and 31999 on {host}")
 
 
 def points_back(error: str) -> bool:

@@ -11,7 +11,7 @@ from streamrl.config import RewardModelConfig
 from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.servers.environments import computes_on_cpu, find_environment, installed
-from streamrl.servers.launch import PROFILES, Launch, Startable, merged
+from streamrl.servers.launch import LOOPBACK, PROFILES, Launch, Startable, merged
 
 
 class ModelServer(Startable):
@@ -39,7 +39,8 @@ class ModelServer(Startable):
         return self.profile.kind
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
+        del host, key  # only workers of this host call it
         return self.profile.launch(self.environment, self.flags(model=model, port=port, seed=seed), self.environ(model))
 
     def flags(self, *, model: str, port: int, seed: int) -> dict[str, Any]:

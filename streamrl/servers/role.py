@@ -23,7 +23,7 @@ from streamrl.http import BadAnswer, Lost
 from streamrl.queues.device_lock import EngineDevices
 from streamrl.queues.role import Role
 from streamrl.servers.dialect import ServerMetrics
-from streamrl.servers.server import Server
+from streamrl.servers.server import Server, key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
 
@@ -76,18 +76,19 @@ async def run_engine(role: Role) -> None:
     if role.config.engine.kind == "hf":
         raise ConfigError("engine.kind hf generates in the rollout workers", "set engine.kind to vllm or sglang")
     with unwrapped():
-        engine = EngineRole(role, await life_seed(role))
+        key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
+        engine = EngineRole(role, await life_seed(role), key)
         await first_of(engine.run(), engine.stopped_at_start())
 
 
 class EngineRole:
     """One life of an engine."""
 
-    def __init__(self, role: Role, seed: int) -> None:
+    def __init__(self, role: Role, seed: int, key: str | None) -> None:
         self._role = role
         self._config = role.config
         index = int(role.name.rpartition(".")[2])
-        self._server = Server(role.config, role.run_dir, role.name, index, seed=seed, announce=self._announce)
+        self._server = Server(role.config, role.run_dir, role.name, index, seed=seed, key=key, announce=self._announce)
         self._figures = ServerMetrics()
         self._started = False
 

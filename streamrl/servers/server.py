@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -21,9 +20,9 @@ from streamrl.servers.control import ServerControl
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.environments import on_cpu
 from streamrl.servers.kinds import make_dialect
-from streamrl.servers.process import ManagedServer, ServerSettings
+from streamrl.servers.process import ManagedServer, ServerSettings, points_back
 from streamrl.servers.request import Response, read_response
-from streamrl.servers.root_cause import points_back
+from streamrl.weight_sync.files import read_token
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,16 @@ METRICS_SECONDS: Final = 5.0
 
 
 async def _nothing() -> None: ...
+
+
+def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
+    """The key of the servers of a run: the one that people gave, else the token of the run where streamrl starts them.
+
+    `ConfigError`: its file cannot be read.
+    """
+    if config.engine.api_key_file is None and config.engine.managed:
+        return read_token(run_dir)
+    return read_key("engine.api_key_file", config.engine.api_key_file)
 
 
 class Server:
@@ -42,6 +51,7 @@ class Server:
         name: of the role, for the log.
         index: which of `engine.url` and of `engine.devices`.
         seed: of its sampling.
+        key: that it asks for; None: none.
         announce: awaited when what others must know of it has changed.
 
     Attributes:
@@ -60,12 +70,13 @@ class Server:
         index: int = 0,
         *,
         seed: int,
+        key: str | None = None,
         announce: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         if config.engine.url and index >= len(config.engine.url):
             raise ConfigError(f"{name} has no server: engine.url names {len(config.engine.url)}", "add its URL")
         self._config, self._run_dir, self._name, self._index = config, run_dir, name, index
-        self._announce = announce
+        self._announce, self._key = announce, key
         self._stack = AsyncExitStack()
         self.dialect = make_dialect(config)
         self.salt = uuid.uuid4().hex
@@ -74,7 +85,7 @@ class Server:
             devices = config.engine.devices
             self.process = ManagedServer(
                 self.dialect,
-                ServerSettings.of_engine(config),
+                ServerSettings.of_engine(config, key),
                 run_dir,
                 f"{name}.server",
                 devices[index % len(devices)] if devices else "",
@@ -103,13 +114,12 @@ class Server:
     async def _open(self) -> None:
         config, process = self._config, self.process
         engine = config.engine
-        key = await asyncio.to_thread(read_key, "engine.api_key_file", engine.api_key_file)
         if process is None:
             url, hint = engine.url[self._index], "check that it runs and that engine.url is right"
         else:
             self._stack.push_async_callback(process.stop)
             url, hint = await process.start(), f"its log: {process.log}"
-        self.client = HttpClient(url, key, hint)
+        self.client = HttpClient(url, self._key, hint)
         self._stack.push_async_callback(self.client.close)
         self.facts = await self._check()
         watchdog = None

@@ -27,7 +27,7 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import PLUGIN, VLLM, Launch, adapters_in_flight, merged
+from streamrl.servers.launch import LOOPBACK, PLUGIN, VLLM, Launch, adapters_in_flight, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -57,12 +57,12 @@ class VllmDialect(Dialect):
     _settings_known = False
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         engine = self._config.engine
         cpu = on_cpu(engine)
         self._settings_known = not engine.flags
-        flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
-        return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu))
+        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
+        return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu), key)
 
     def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
         """Those of a server on the loopback interface with all that streamrl needs of it; the user's win.
