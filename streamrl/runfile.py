@@ -108,6 +108,8 @@ def _as_of_now(saved: Any) -> Any:
         if isinstance(worker := config.get("reward_worker"), dict):
             for key in ("gateway_port", "gateway_host", "gateway_token_file"):
                 worker.pop(key, None)
+        if isinstance(episode := config.get("episode"), dict) and isinstance(shares := episode.pop("shares", {}), dict):
+            episode.setdefault("scoring_share", shares.get("scoring", 0.1))
         if isinstance(archive := config.get("archive"), dict) and "files" in archive:
             archive["max_bytes"] = None  # it kept so many files, whatever their size
             archive.pop("files")

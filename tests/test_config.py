@@ -106,13 +106,17 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
+    del saved["config"]["episode"]["scoring_share"]
+    saved["config"]["episode"]["shares"] = {"start": 0.25, "model": 1.0, "tools": 1.0, "scoring": 0.2}
     path.write_bytes(orjson.dumps(saved))
-    learner = read_saved(path).config.learner
-    assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
+    read = read_saved(path).config
+    assert (read.learner.critic.kind, read.learner.matmul_precision) == ("model", "highest")
+    assert read.episode.scoring_share == 0.2
     for item, said in (
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
         ("learner.critic.coefficient=0.5", "leave it out"),
+        ("episode.shares.start=0.5", "all work has `deadline`"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})

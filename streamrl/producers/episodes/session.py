@@ -269,10 +269,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Count the time of the block to a part of the deadline. Blocks of the same part may overlap.
-
-        The block is cancelled when the share of the part is used up: `EpisodeOver` then.
-        """
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
         try:
             async with self.clock.part(name):
                 yield

@@ -292,15 +292,18 @@ async def test_the_death_of_the_engine_is_kept_whatever_the_code_makes_of_it():
     assert len(engine.requests) == 1
 
 
-async def test_the_part_that_used_up_its_time_is_named():
-    session, engine = session_of([], {"deadline": 0.4, "shares": {"model": 0.25}})
+async def test_time_is_kept_for_the_score_and_what_ran_out_of_it_is_named():
+    session, engine = session_of([], {"deadline": 0.4, "scoring_share": 0.75})
     engine.generate = lambda _: asyncio.Event().wait()
-    with pytest.raises(EpisodeOver, match=r"model took its share of 0.1 s \(episode.shares.model\)"):
+    late = r"ran out of time during model \(episode.deadline 0.4 s, 0.3 s of it for the score\)"
+    with pytest.raises(EpisodeOver, match=late):
         await replied(session, CHAT)
     assert session.stop == "rollout_timeout"
-    session, engine = session_of([], {"deadline": 0.2, "shares": {"scoring": 0.5}})
-    with pytest.raises(EpisodeOver, match=r"0\.1 s were over during tools"):
+    with pytest.raises(EpisodeOver, match=late):
         async with session.part("tools"):
             await asyncio.Event().wait()
     async with session.part("scoring"):
-        pass
+        await asyncio.sleep(0)
+    with pytest.raises(EpisodeOver, match=late):
+        async with session.part("scoring"):
+            await asyncio.Event().wait()
