@@ -19,10 +19,9 @@ from typing import Final
 
 from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrapped
-from streamrl.producers.episodes.journal import LedgerJournal
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
-from streamrl.producers.sampler import CannotNow, SampleOrder
+from streamrl.producers.sampler import CannotNow, SampleOrder, TurnJournal
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.queues.leases import NotNow
@@ -214,5 +213,5 @@ class Answering:
             id=f"{self._role.name}-{next(self._numbers)}",
             affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.group_id}",
             greedy=greedy,
-            journal=LedgerJournal(lease, sample, self._leases.progressed),
+            journal=TurnJournal(lease, sample, self._leases.progressed),
         )
