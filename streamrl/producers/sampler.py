@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Generator, Request
-from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
+from streamrl.errors import DeadlineExceeded, StreamrlError
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
@@ -151,14 +151,10 @@ class SingleTurn(Sampler):
         )
 
     async def _generate(self, order: SampleOrder) -> Completion:
-        tokens = order.prompt.token_ids
-        room = self._config.model.context - tokens.size
-        if room < 1:
-            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
         request = Request(
             id=order.id,
-            tokens=tokens,
-            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
+            tokens=order.prompt.token_ids,
+            max_new_tokens=self._config.sampling.max_new_tokens,
             temperature=0.0 if order.greedy else self._config.sampling.temperature,
             affinity=order.affinity,
         )

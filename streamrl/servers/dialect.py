@@ -118,7 +118,10 @@ class Dialect(Startable):
 
     @abstractmethod
     def generation(self, request: Request, *, version: int) -> Call:
-        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart."""
+        """Ask for one response, which fits the context, as server-sent events.
+
+        `version` keeps prefix caches of different weights apart.
+        """
 
     @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:

@@ -25,7 +25,7 @@ from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
-from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
+from streamrl.producers.group.request import first_tokens, join_runs
 from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
@@ -43,8 +43,6 @@ from streamrl.wire import (
     pack_int32,
 )
 
-_ABORTS: Final = 3
-"""Times in a row that the engine may break a turn off without a token."""
 _REFUSED_SECONDS: Final = 0.1
 """How long each call waits after one that found the episode ended, or its conversation too long."""
 _CLOSE_SECONDS: Final = 1.0
@@ -439,11 +437,10 @@ class EpisodeSession:
             cache_version=(self._version or None) if sticky else None,
         )
         stops = self._renderer.stops
-        response = PartialResponse(request, stops, self._config.model.context)
         self.generating += 1
         try:
             async with self.part("model"):
-                completion = await response.complete(_Asking(self._engine))
+                completion = await self._engine.generate(request)
         finally:
             self.generating -= 1
         if completion.finish == "abort":
@@ -476,21 +473,6 @@ async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[To
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
-
-
-class _Asking:
-    """Asks an engine for the rest of a response, until it broke off too often without a token."""
-
-    def __init__(self, engine: Generator) -> None:
-        self._engine = engine
-        self._aborts = 0
-
-    async def __call__(self, request: Request) -> Completion | None:
-        if self._aborts == _ABORTS:
-            return None
-        piece = await self._engine.generate(request)
-        self._aborts = 0 if len(piece.tokens) else self._aborts + 1
-        return piece
 
 
 def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:
