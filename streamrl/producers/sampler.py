@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Generator, Request
-from streamrl.errors import DeadlineExceeded, StreamrlError
+from streamrl.errors import DeadlineExceeded
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
@@ -83,10 +83,6 @@ class SampleOrder:
     journal: TurnJournal | None = None
 
 
-class CannotNow(StreamrlError):
-    """Nobody is there who the sample needs (a replica, a program): its prompt is to be handed back, without blame."""
-
-
 class Sampler(ABC):
     """Makes samples with one engine. An async context manager: samples are made while it is open."""
 
@@ -107,7 +103,7 @@ class Sampler(ABC):
         """Make one sample. Cancelling gives it up.
 
         Raises:
-            CannotNow: the prompt is to be handed back.
+            RetryLater: no engine or program is available; the lease is returned.
             DataError: this prompt can never be answered.
             DeadlineExceeded: it took too long.
             Unreachable: the engine died.

@@ -24,9 +24,9 @@ import msgpack
 import msgspec
 
 from streamrl.engine import Completion, Finish
-from streamrl.errors import StreamrlError
+from streamrl.errors import RetryLater, StreamrlError
 from streamrl.producers.episodes.tools import ToolResult, call_function
-from streamrl.producers.sampler import CannotNow, TurnJournal
+from streamrl.producers.sampler import TurnJournal
 from streamrl.wire import (
     MAX_TOKENS,
     Int32Array,
@@ -215,10 +215,10 @@ class EpisodeJournal:
         return BeginAgain(why)
 
     async def _forget(self, store: TurnJournal) -> None:
-        """Empty the record, and count that. CannotNow: it is another process that goes on with the sample."""
+        """Empty the record, and count that. RetryLater: it is another process that goes on with the sample."""
         self.restarts += 1
         if not await store.forget():
-            raise CannotNow("another process has taken the sample over")
+            raise RetryLater("another process has taken the sample over")
         await store.turn(_encode(BeginEntry(self.restarts)))
 
     async def _add(self, entry: _Entry) -> None:

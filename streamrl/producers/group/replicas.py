@@ -25,11 +25,10 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Generator, Request
-from streamrl.errors import DataError, Unreachable, WeightsError
+from streamrl.errors import DataError, RetryLater, Unreachable, WeightsError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.producers.group.flights import InFlightRequest
 from streamrl.producers.group.load_balancing import Affinities, Place, choose
-from streamrl.producers.sampler import CannotNow
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.native import NativeDialect
 from streamrl.waits import first_of
@@ -189,7 +188,7 @@ class Replicas(Generator):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        # `CannotNow`: none could be called for a while. `DataError`: several were lost while they answered this call.
+        # `RetryLater`: none could be called for a while. `DataError`: several were lost while they answered this call.
         loop = asyncio.get_running_loop()
         losses, end = 0, None
         self._enter()
@@ -253,13 +252,13 @@ class Replicas(Generator):
         return [replica for replica in usable if replica.step >= oldest]
 
     async def _found(self, find: Callable[[], _T | None], end: float) -> _T:
-        """What `find` finds among the replicas, asked anew when they change. CannotNow: nothing by then."""
+        """What `find` finds among the replicas, asked anew when they change. RetryLater: nothing by then."""
         loop = asyncio.get_running_loop()
         while loop.time() < end:
             if found := find():
                 return found
             await first_of(self.changed(), seconds=end - loop.time())
-        raise CannotNow(f"no replica answered for {self._patience:g} s")
+        raise RetryLater(f"no replica answered for {self._patience:g} s")
 
     def _choose(self, request: Request) -> CalledReplica | None:
         """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from streamrl.engine import Completion, Request
-from streamrl.errors import DataError, Unreachable
+from streamrl.errors import DataError, RetryLater, Unreachable
 from streamrl.listening import listen
 from streamrl.producers.group.replicas import STEP, URL, Replicas
-from streamrl.producers.sampler import CannotNow
 from streamrl.producers.serve.app import GenerationApp
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.keys import BEAT_TTL
@@ -178,11 +177,11 @@ async def test_a_call_that_was_lost_is_made_again_but_not_for_ever(run):
 
 async def test_without_a_replica_work_is_given_back(run):
     async with run.open() as ledgers, replicas_of(run, ledgers, patience=0.3) as known:
-        with pytest.raises(CannotNow, match=r"no replica answered for 0\.3 s"):
+        with pytest.raises(RetryLater, match=r"no replica answered for 0\.3 s"):
             await known.generate(request())
         async with Played(ledgers, "rollout.0").serve(key="another-key"):
             await until(lambda: "rollout.0" in known._known)
-            with pytest.raises(CannotNow):
+            with pytest.raises(RetryLater):
                 await known.generate(request())
 
 

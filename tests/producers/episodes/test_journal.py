@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.errors import RetryLater
 from streamrl.producers.episodes import journal as journal_module
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.journal import BeginEntry
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.sampler import EpisodeSampler
-from streamrl.producers.sampler import CannotNow, TurnJournal
+from streamrl.producers.sampler import TurnJournal
 from streamrl.queues import open_ledgers
 from tests.queues.ledger_kit import admit, faults, lease, take, until
 
@@ -399,7 +400,7 @@ async def test_a_process_that_lost_the_sample_gives_it_up(ledger):
     await take(ledger, "prompts", lives.lease, "the next one")
     before = await ledger.read_journal(lives.lease, 0)
     async with lives.playing(engine) as task:
-        with pytest.raises(CannotNow, match="another process has taken the sample over"):
+        with pytest.raises(RetryLater, match="another process has taken the sample over"):
             await task
     assert (engine.requests, await ledger.read_journal(lives.lease, 0)) == ([], before)
 

@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 from typing_extensions import override
 
-from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.errors import ConfigError, RetryLater, StreamrlError, Unreachable
 from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
     ActionPattern,
@@ -31,7 +31,6 @@ from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import as_text
-from streamrl.producers.sampler import CannotNow
 
 _CONNECT_SECONDS: Final = 10.0
 PATIENCE: Final = 5.0
@@ -155,7 +154,7 @@ class _OpenEnvSession:
         self._next: asyncio.Task[aiohttp.WSMessage] | None = None
 
     async def reset(self) -> list[Message]:
-        """CannotNow: the server is away, or has no free session, for a while: the prompt is handed back."""
+        """RetryLater: the server is away, or has no free session, for a while: the prompt is handed back."""
         end = asyncio.get_running_loop().time() + PATIENCE
         while True:
             try:
@@ -163,7 +162,7 @@ class _OpenEnvSession:
             except Unreachable as error:
                 await self.close()
                 if asyncio.get_running_loop().time() >= end:
-                    raise CannotNow(error.message, error.hint) from error
+                    raise RetryLater(error.message, error.hint) from error
             await asyncio.sleep(_PAUSE)
 
     async def _begin(self) -> list[Message]:

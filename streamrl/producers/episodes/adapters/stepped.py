@@ -17,13 +17,12 @@ from typing import Final, Literal, Protocol, TypeVar
 
 from typing_extensions import override
 
-from streamrl.errors import DeadlineExceeded
+from streamrl.errors import DeadlineExceeded, RetryLater
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import result_of, run_for
-from streamrl.producers.sampler import CannotNow
 from streamrl.score import Score, finite
 from streamrl.wire import StopReason
 
@@ -120,7 +119,7 @@ class SteppedEpisode(Episode):
                 session.end(stop)
         except EpisodeOver as over:
             session.end(over.stop)
-        except CannotNow as error:
+        except RetryLater as error:
             session.fault = error
             raise
         finally:
