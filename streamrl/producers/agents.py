@@ -1,7 +1,7 @@
 """Role `agent`: leases prompts and runs their episodes, in as many processes as wanted, on any host.
 
 ```
-prompts -> Answering -> EpisodeSampler -> Replicas -> HTTP -> rollout.N
+prompts -> RolloutWorker -> EpisodeSampler -> Replicas -> HTTP -> rollout.N
 ```
 A process has no engine and no weights. When it dies, others take over its leases and go on from the journals.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 
 from streamrl.errors import unwrapped
-from streamrl.producers.answering import Answering
 from streamrl.producers.group.replicas import Replicas
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.worker import RolloutWorker
 from streamrl.queues import Role
 from streamrl.waits import first_of
 from streamrl.weight_sync.files import read_token
@@ -27,10 +27,10 @@ async def run_agent(role: Role) -> None:
     replicas = Replicas(role.config, role.ledgers, read_token(role.run_dir))
     with unwrapped():
         tokenizer = await asyncio.to_thread(Tokenizer.load, role.config.model)
-        answering = Answering(
+        worker = RolloutWorker(
             role, replicas, tokenizer, behind=replicas.behind, news=replicas.changed, figures=replicas.figures
         )
         async with replicas.follow():
             await first_of(replicas.first(), role.stop.wait())
             if not role.stop.is_set():
-                await answering.run()
+                await worker.run()

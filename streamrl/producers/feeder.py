@@ -167,8 +167,8 @@ class Training:
         drops.look(now, state.dropped_for, state.unretired + state.retired)
         if drops.allowed is not None:
             trouble = (
-                f"admission stopped: {drops.dropped} groups in a row were dropped ({drops.why}) and none was trained; the"
-                f" {self._role.config.learner.groups_per_step} groups of one step are tried in"
+                f"admission stopped: {drops.dropped} groups in a row were dropped ({drops.why}) and none was trained;"
+                f" the {self._role.config.learner.groups_per_step} groups of one step are tried in"
                 f" {max(0.0, drops.retry_at - now):.0f} s"
             )
             if went_on:

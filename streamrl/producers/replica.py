@@ -2,7 +2,7 @@
 
 ```
 weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
-prompts        -> Answering -> Engine.generate       (episode.processes 0)
+prompts        -> RolloutWorker -> Engine.generate   (episode.processes 0)
 agents         -> Service -> Engine.generate         (episode.processes above 0: agents lease the prompts)
 engines        -> Membership -> EngineGroup.add, remove
 ```
@@ -19,7 +19,6 @@ from uuid import uuid4
 
 from streamrl.engine import Engine
 from streamrl.errors import unwrapped
-from streamrl.producers.answering import Answering
 from streamrl.producers.colocated import under_device_lock
 from streamrl.producers.engines import make_engine
 from streamrl.producers.group.fleet import Fleet, life_seed
@@ -27,6 +26,7 @@ from streamrl.producers.group.group import EngineGroup
 from streamrl.producers.group.pool import Source
 from streamrl.producers.serve.service import Service
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.worker import RolloutWorker
 from streamrl.queues import Role
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
@@ -94,11 +94,11 @@ class Replica:
         )
         if membership is not None:
             membership.follow(follower.again)
-        self._work: Service | Answering
+        self._work: Service | RolloutWorker
         if config.episode.processes:
             self._work = Service(role, engine, follower, self._figures)
         else:
-            self._work = Answering(
+            self._work = RolloutWorker(
                 role,
                 engine,
                 tokenizer,

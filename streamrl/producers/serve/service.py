@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from streamrl.engine import Completion, Engine, Listener, Request
 from streamrl.errors import Unreachable
 from streamrl.listening import listen
-from streamrl.producers.answering import DRAIN_SHARE
 from streamrl.producers.group.replicas import STEP, URL
 from streamrl.producers.meter import Meter
 from streamrl.producers.serve.app import GenerationApp
+from streamrl.producers.worker import DRAIN_SHARE
 from streamrl.queues import Role
 from streamrl.queues.role import BEAT_SECONDS
 from streamrl.waits import first_of

@@ -357,7 +357,7 @@ async def test_a_sample_that_is_given_up_takes_its_agent_along(tmp_path):
 
 
 async def test_an_agent_that_makes_no_call_runs_out_of_time_at_its_start(tmp_path):
-    with pytest.raises(DataError, match="without a single sampled token: .* ran out of time during start"):
+    with pytest.raises(DataError, match=r"without a single sampled token: .* ran out of time during start"):
         await played(agent(tmp_path, "time.sleep(600)"), deadline=1.0)
 
 

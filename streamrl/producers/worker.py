@@ -53,7 +53,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
     return held + max(0, math.ceil(free / group_size))
 
 
-class Answering:
+class RolloutWorker:
     """Serves two ledgers, training and held-out.
 
     Args:
@@ -107,8 +107,8 @@ class Answering:
     async def answer(self, lease: Lease) -> None:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
-        Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then. `RetryLater`:
-        the weights stay too old, or no engine or program is available.
+        Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then.
+        RetryLater: the weights stay too old, or no engine or program is available.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
