@@ -134,15 +134,30 @@ class EpisodeJournal:
         entry = await self._take(ReplyEntry, key)
         if entry is not None:
             self.replayed += 1
-            numbers = unpack_int32(entry.tokens), unpack_float32(entry.logprobs)
             return Completion(
-                *numbers, entry.runs, entry.finish, entry.prompt_tokens, entry.seconds, entry.cached_tokens
+                unpack_int32(entry.tokens),
+                unpack_float32(entry.logprobs),
+                entry.runs,
+                entry.finish,
+                entry.prompt_tokens,
+                entry.seconds,
+                entry.cached_tokens,
             )
         done = await sample()
         if self._store is not None:
             self._store.progressed()
-        packed, counts = (pack_int32(done.tokens), pack_float32(done.logprobs)), (done.prompt_tokens, done.seconds)
-        await self._add(ReplyEntry(key, *packed, done.runs, done.finish, *counts, done.cached_tokens))
+        await self._add(
+            ReplyEntry(
+                key,
+                pack_int32(done.tokens),
+                pack_float32(done.logprobs),
+                done.runs,
+                done.finish,
+                done.prompt_tokens,
+                done.seconds,
+                done.cached_tokens,
+            )
+        )
         return done
 
     async def answers(self, key: bytes, run: Callable[[], Awaitable[list[ToolResult]]]) -> list[ToolResult]:
