@@ -102,7 +102,8 @@ def test_units():
 
 def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_one(tmp_path):
     path = tmp_path / "run.json"
-    save(load(None, ["learner.critic.kind=model", "learner.advantage.use=gae"], {}), path)
+    items = ["learner.critic.kind=model", "learner.advantage.use=gae", "episode.tools=[m:f]"]
+    save(load(None, items, {}), path)
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
