@@ -117,7 +117,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
         ("learner.critic.coefficient=0.5", "leave it out"),
-        ("episode.shares.start=0.5", "all work has `deadline`"),
+        ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})

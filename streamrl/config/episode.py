@@ -117,7 +117,7 @@ class EpisodeConfig(Section):
     )
     tool_deadline: Duration = Field(60.0, description="longest time of one call of a tool")
     deadline: Duration = Field(300.0, description="longest time of an episode, from its start to its reward")
-    scoring_share: float = Field(0.1, gt=0, lt=1, description="part of deadline that is kept for the own reward")
+    scoring_share: float = Field(0.1, gt=0, lt=1, description="part of deadline that is kept for the score")
     timed_out: Literal["score", "drop"] = Field(
         "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
     )
@@ -141,7 +141,7 @@ class EpisodeConfig(Section):
     @classmethod
     def _refuse_shares(cls, values: object) -> object:
         if isinstance(values, dict) and "shares" in values:
-            raise ValueError("shares are gone: all work has `deadline`; `scoring_share` of it is kept for the reward")
+            raise ValueError("shares is gone: leave it out; scoring_share is what is kept of deadline for the score")
         return values
 
     @property
