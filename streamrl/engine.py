@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from uuid import uuid4
 
-from streamrl.errors import DataError, StreamrlError
+from streamrl.errors import DataError
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ Runs: TypeAlias = list[tuple[int, int]]
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
-
-
-class RetryLater(StreamrlError):
-    """No engine or program that the sample needs is there: its prompt is handed back, without blame."""
 
 
 async def life_seed(role: Role) -> int:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from aiohttp import web
-from typing_extensions import override
 
 from streamrl.errors import CannotCreate
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
-MOST_CONNECTIONS: Final = 4096
-"""Open ones of one server, if half of the files that the process may open allows as many."""
-_FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -26,7 +21,7 @@ async def listen(app: web.Application, host: str, port: int, *, what: str, hint:
     """Serve an application for this block; yields its URL. Requests in flight end with the block.
 
     Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
-    the message of CannotCreate. Connections above `MOST_CONNECTIONS` are answered 503 and closed.
+    the message of CannotCreate.
     """
     runner = web.AppRunner(
         app,
@@ -40,28 +35,11 @@ async def listen(app: web.Application, host: str, port: int, *, what: str, hint:
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None
         try:
-            server = await asyncio.get_running_loop().create_server(_bounded(runner.server), host, port, backlog=512)
+            server = await asyncio.get_running_loop().create_server(runner.server, host, port, backlog=512)
         except (OSError, OverflowError) as error:
             raise CannotCreate(f"cannot serve {what} on {host} port {port}: {error}", hint) from error
         stack.callback(server.close)
         yield url_of(host, server.sockets[0].getsockname()[1])
-
-
-class _Refusal(asyncio.Protocol):
-    """Of a connection for which there is no room."""
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(_FULL)
-        transport.close()
-
-
-def _bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-    """Keeps a flood of connections from taking the files that the process needs for its own work."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
-    return lambda: server() if len(server.connections) < most else _Refusal()
 
 
 def own_address(host: str) -> str:

@@ -102,18 +102,22 @@ def test_units():
 
 def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_one(tmp_path):
     path = tmp_path / "run.json"
-    save(load(None, ["learner.critic.kind=model", "learner.advantage.use=gae"], {}), path)
+    items = ["learner.critic.kind=model", "learner.advantage.use=gae", "episode.tools=[m:f]"]
+    save(load(None, items, {}), path)
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
     saved["config"]["episode"]["processes"], saved["config"]["rollout"]["host"] = 2, "0.0.0.0"
     saved["config"]["engine"] |= {"kind": "hf", "url": ["http://a:1"], "api_key_file": "/key"}
     saved["config"]["engine"]["decode"] = "slots"
+    del saved["config"]["episode"]["scoring_share"]
+    saved["config"]["episode"]["shares"] = {"start": 0.25, "model": 1.0, "tools": 1.0, "scoring": 0.2}
     path.write_bytes(orjson.dumps(saved))
     config = read_saved(path).config
     assert config.engine == EngineConfig()
     learner = config.learner
     assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
+    assert config.episode.scoring_share == 0.2
     for item, said in (
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
@@ -122,6 +126,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("episode.processes=0", "leave it out"),
         ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
+        ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})

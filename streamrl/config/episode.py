@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, FiniteFloat, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Positive, Section
+from streamrl.config.base import Duration, Positive, Section
 
 RUN_PYTHON: Final = "run_python"
 """The built-in tool, as `episode.tools` names it."""
@@ -33,7 +33,6 @@ def _tool(value: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 ToolName = Annotated[str, AfterValidator(_tool)]
-Share = Annotated[Fraction, Field(gt=0)]
 _GONE: Final = ("remote", "port", "token_file")
 
 
@@ -89,15 +88,6 @@ class AgentConfig(Section):
         return tuple(shlex.split(value)) if isinstance(value, str) else value
 
 
-class EpisodeShares(Section):
-    """Longest part of `episode.deadline` that each kind of work may take."""
-
-    start: Share = Field(0.25, description="before the first turn: reset, sandbox, process of an agent")
-    model: Share = Field(1.0, description="generating, all turns together")
-    tools: Share = Field(1.0, description="waiting for tools or for the agent, all turns together")
-    scoring: Share = Field(0.1, description="the episode's own reward; this time is kept for it")
-
-
 class EpisodeConfig(Section):
     """Episodes of several turns. One of `run`, `tools`, `environment` and `agent` makes a run one of episodes."""
 
@@ -127,7 +117,7 @@ class EpisodeConfig(Section):
     )
     tool_deadline: Duration = Field(60.0, description="longest time of one call of a tool")
     deadline: Duration = Field(300.0, description="longest time of an episode, from its start to its reward")
-    shares: EpisodeShares = Field(default_factory=EpisodeShares)
+    scoring_share: float = Field(0.1, gt=0, lt=1, description="part of deadline that is kept for the score")
     timed_out: Literal["score", "drop"] = Field(
         "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
     )
@@ -143,6 +133,13 @@ class EpisodeConfig(Section):
         " weights compute them again",
     )
     tool_format: str = Field("auto", description="how the model writes tool calls; auto: known from its tokenizer")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_shares(cls, values: object) -> object:
+        if isinstance(values, dict) and "shares" in values:
+            raise ValueError("shares is gone: leave it out; scoring_share is what is kept of deadline for the score")
+        return values
 
     @property
     def kind(self) -> EpisodeKind | None:

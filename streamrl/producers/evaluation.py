@@ -25,7 +25,7 @@ from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, WireError
-from streamrl.producers.admission import AdmissionTerms, Admitter, VersionBell
+from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
@@ -46,18 +46,18 @@ def evaluation_budget(config: RunConfig) -> int:
 
 
 class Evaluation:
-    """Rounds of held-out prompts; one in the feeder. `bell` tells the newest version.
+    """Rounds of held-out prompts; one in the feeder. `versions` knows the newest version.
 
     Status fields of the role: `evaluated` (groups so far), `held_out_too_long` (prompts that are left out, if any), and
     of the last complete round `accuracy` (share of its scored responses that are right) and `accuracy_version`.
     """
 
-    def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
+    def __init__(self, role: Role, data: PromptSet, versions: VersionWatcher) -> None:
         config = role.config
         self._role = role
         self._config = config.evaluation
         self._ledger = role.ledgers.evaluation
-        self._bell = bell
+        self._versions = versions
         self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
         terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
@@ -99,10 +99,10 @@ class Evaluation:
 
     async def _run_rounds(self) -> None:
         while not self._role.stop.is_set():
-            version = self._bell.version
+            version = self._versions.version
             if not self._open and not await self._begin(version):
                 await self._collect()
-                await self._bell.wait(version, _IDLE_SECONDS)
+                await self._versions.wait(version, _IDLE_SECONDS)
                 continue
             moved = await self._admit()
             collected = await self._collect()

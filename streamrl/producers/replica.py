@@ -1,8 +1,8 @@
 """Role `rollout.N`: answers leased prompts with the engines of the run, or with one of its own (`engine.kind: hf`).
 
 ```
-prompts        -> Answering -> ServerPool.generate -> engine.N
-engine.kind hf:   Answering -> HfEngine.generate;  weights stream -> Follower -> HfEngine.apply
+prompts        -> RolloutWorker -> ServerPool.generate -> engine.N
+engine.kind hf:   RolloutWorker -> HfEngine.generate;  weights stream -> Follower -> HfEngine.apply
 ```
 A response may span versions. When a worker's own engine dies, the worker exits with an error, others take over its
 leases, and the supervisor starts it again.
@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 
 from streamrl.engine import Engine, ReplicaEngine, life_seed
 from streamrl.errors import unwrapped
-from streamrl.producers.answering import Answering
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.worker import RolloutWorker
 from streamrl.queues import Role
 from streamrl.servers.pool import ServerPool
 from streamrl.servers.server import key_of_servers
@@ -39,11 +39,11 @@ async def run_rollout(role: Role) -> None:
 async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
     key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
     pool = ServerPool(role.config, role.ledgers, key)
-    answering = Answering(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
+    worker = RolloutWorker(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
     async with pool.follow():
         await first_of(pool.first(), role.stop.wait())
         if not role.stop.is_set():
-            await answering.run()
+            await worker.run()
 
 
 async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
         following = tasks.create_task(follower.run(ended))
         await first_of(follower.first.wait(), role.stop.wait())
         if follower.first.is_set():
-            await Answering(
+            await RolloutWorker(
                 role,
                 engine,
                 tokenizer,

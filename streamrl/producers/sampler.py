@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Generator, Request, RetryLater
-from streamrl.errors import DataError, DeadlineExceeded
+from streamrl.engine import Completion, Generator, Request
+from streamrl.errors import DeadlineExceeded
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
 
 
-class TurnJournal(Protocol):
-    """Keeps the finished turns of one sample, so that another process can go on. Errors are those of the ledger."""
+class TurnJournal:
+    """The finished turns of one sample of a leased prompt, in the ledger, so that another process can go on.
+
+    Errors are those of the ledger. `progressed` hears of each finished turn, so that `lease.max_hold` counts from it.
+    """
+
+    def __init__(self, lease: Lease, sample: int, progressed: Callable[[Lease], None]) -> None:
+        self._lease = lease
+        self._sample = sample
+        self._progressed = progressed
+        self._next = 0
+        self._writing = asyncio.Lock()
 
     async def recorded(self) -> RecordedTurns:
         """The payloads that were kept, also by an earlier process, in their order, and the newest state."""
-        ...
+        left = await self._lease.ledger.read_journal(self._lease, self._sample)
+        self._next = len(left.turns)
+        return left
 
     async def turn(self, payload: bytes, state: bytes | None = None) -> None:
-        """Keep one more payload, and `state` instead of an earlier one; returns when both are in Redis."""
+        """Keep one more payload, and `state` instead of an earlier one.
+
+        Without effect for who lost the lease, and after Redis went back.
+        """
+        ledger, lease, sample = self._lease.ledger, self._lease, self._sample
+        async with self._writing:
+            while not await ledger.journal(lease, sample, self._next, payload, state):
+                # There may be a turn whose writer was cancelled, or this one, if the first reply was lost.
+                found = (await ledger.read_journal(lease, sample)).turns[self._next :]
+                self._next += len(found)
+                if payload in found or not found:
+                    return
+            self._next += 1
 
     async def forget(self) -> bool:
         """Remove all payloads. False, without effect: another process has the sample."""
-        ...
+        async with self._writing:
+            self._next = 0
+            return await self._lease.ledger.forget_journal(self._lease, self._sample)
 
     def progressed(self) -> None:
-        """A turn is finished, whether it is kept or not: `lease.max_hold` begins anew."""
+        self._progressed(self._lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +81,6 @@ class SampleOrder:
     affinity: str = ""
     greedy: bool = False
     journal: TurnJournal | None = None
-
-
-CannotNow = RetryLater
 
 
 class Sampler(ABC):
@@ -79,7 +103,7 @@ class Sampler(ABC):
         """Make one sample. Cancelling gives it up.
 
         Raises:
-            CannotNow: the prompt is to be handed back.
+            RetryLater: no engine or program is available; the lease is returned.
             DataError: this prompt can never be answered.
             DeadlineExceeded: it took too long.
             Unreachable: the engine died.
@@ -123,14 +147,10 @@ class SingleTurn(Sampler):
         )
 
     async def _generate(self, order: SampleOrder) -> Completion:
-        tokens = order.prompt.token_ids
-        room = self._config.model.context - tokens.size
-        if room < 1:
-            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
         request = Request(
             id=order.id,
-            tokens=tokens,
-            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
+            tokens=order.prompt.token_ids,
+            max_new_tokens=self._config.sampling.max_new_tokens,
             temperature=0.0 if order.greedy else self._config.sampling.temperature,
             affinity=order.affinity,
         )

@@ -118,9 +118,10 @@ class Dialect(Startable):
 
     @abstractmethod
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
-        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart.
+        """Ask for one response, which fits the context, as server-sent events.
 
-        `salt` names the life of the server, `adapter` is the name of a loaded adapter that is the version in force.
+        `version` keeps prefix caches of different weights apart, `salt` those of different lives of the server.
+        `adapter` is the name of a loaded adapter that is the version in force.
         """
 
     @abstractmethod

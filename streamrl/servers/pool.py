@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.config.base import is_loopback
-from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits, RetryLater
-from streamrl.errors import DataError, StreamrlError, Unreachable, WeightsError
+from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
+from streamrl.errors import DataError, RetryLater, StreamrlError, Unreachable, WeightsError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect

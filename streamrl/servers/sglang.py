@@ -153,9 +153,8 @@ class SglangDialect(Dialect):
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
-        room = self._config.model.context - len(request.tokens)
         sampling = {
-            "max_new_tokens": max(1, min(request.max_new_tokens, room)),
+            "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             # All parameters are given: omitted ones come from the model's generation_config.json, and any cut of the
             # distribution would falsify the log-probabilities.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from typing_extensions import override
 
 from streamrl.engine import MemoryTag, Request
-from streamrl.errors import DataError, Refused, WireError
+from streamrl.errors import Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     TOKENIZE_PROBE,
@@ -166,14 +166,11 @@ class VllmDialect(Dialect):
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
-        room = self._config.model.context - len(request.tokens)
-        if room < 1:
-            raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
         body: dict[str, Any] = {
             "request_id": request.id,
             "token_ids": request.tokens.tolist(),
             "sampling_params": {
-                "max_tokens": min(request.max_new_tokens, room),
+                "max_tokens": request.max_new_tokens,
                 "temperature": request.temperature,
                 "logprobs": 0,
                 "detokenize": False,

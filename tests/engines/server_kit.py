@@ -86,14 +86,14 @@ class Live:
         await self.calls(self.dialect.prefetch(version))
         await self.calls(self.dialect.pause())
         try:
-            await self.calls(self.dialect.update(version))
+            await self.calls(self.dialect.update(version, str(version.number)))
         finally:
             await self.calls(self.dialect.resume())
 
 
 @dataclass
 class Owned:
-    """A server that another process has started, which stands for a replica or a role."""
+    """A server that another process has started, which stands for a role."""
 
     url: str
     owner: asyncio.subprocess.Process

@@ -116,7 +116,6 @@ async def test_versions_come_by_every_road(bench: Bench, transport: str, delta: 
             if delta:
                 assert manifest.total_bytes < first.total_bytes / 5
             assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, manifest.version)]
-        await bench.engine.abort(begun[2])  # unless it is at its end
-        bench.judge(tokens, await begun[0])
+        bench.judge(tokens, await bench.end(begun))
         assert way.follower.refused == 0
     bench.newest = bench.number

@@ -80,6 +80,7 @@ async def test_a_corrupt_shard_changes_nothing(bench: Bench, damage: str, tmp_pa
     assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, after)]
 
 
+@pytest.mark.parametrize("running", ["hf"], indirect=True)
 async def test_an_older_version_is_refused_and_the_same_again_does_nothing(bench: Bench, tmp_path: Path):
     await bench.engine.apply(write_version(tmp_path / "same", bench.number, bench.weights[bench.number]))
     with pytest.raises(WeightsError):

@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from streamrl.producers.group.server import ServerDied, ServerEngine
 
 from streamrl.config import RunConfig
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.servers.kinds import make_dialect
 from tests.engines import tiny
-from tests.engines.conformance_kit import BF16, INTERVAL, LONG, Bench, prompt, run_config, write_version
+from tests.engines.conformance_kit import (
+    BF16,
+    INTERVAL,
+    LONG,
+    Bench,
+    HeardServer,
+    prompt,
+    run_config,
+    write_version,
+)
 from tests.engines.server_kit import Live, Owned, owned
 
 pytestmark = [
@@ -175,22 +183,18 @@ async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(l
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_kill_9_of_the_replica_in_mid_generation(config: RunConfig, server: Owned):
+async def test_kill_9_of_the_role_in_mid_generation(config: RunConfig, server: Owned):
     """The last one: it ends the server."""
-    engine = ServerEngine(make_dialect(config), config, url=server.url)
-    await engine.start()
-    bench = Bench("sglang", config, Path(config.model.path).parent, engine)
-    begun = [bench.begin(prompt(40 + index)) for index in range(8)]
-    for _, heard, _ in begun:
-        await heard.at_least(INTERVAL)
-    assert len(server.processes()) >= 3
-    server.owner.kill()
-    for task, heard, _ in begun:
-        with pytest.raises(ServerDied) as caught:
-            await asyncio.wait_for(task, 30)
-        died = caught.value
-        assert died.tokens == heard.tokens
-        assert died.proved == len(died.tokens) == len(died.logprobs)
-        assert died.runs == [(0, 0)]  # this engine has brought no weights
-    await server.all_gone()
-    await engine.close()
+    folder = Path(config.model.path).parent
+    external = run_config("sglang", folder, **KEYS, url=[server.url])
+    async with HeardServer(external, folder, "engine.0", seed=1) as attached:
+        bench = Bench("sglang", external, folder, attached)
+        begun = [bench.begin(prompt(40 + index)) for index in range(8)]
+        for _, heard, _ in begun:
+            await heard.at_least(INTERVAL)
+        assert len(server.processes()) >= 3
+        server.owner.kill()
+        for task, _, _ in begun:
+            with pytest.raises(Lost):
+                await asyncio.wait_for(task, 30)
+        await server.all_gone()

@@ -140,15 +140,15 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
     for rank in (0, 1):  # one half is new then, and both ranks must know
         fault = world.folder / f"fault{rank}"
         fault.touch()
-        await world.fails(dialect.update(version), "the disk is gone")
+        await world.fails(dialect.update(version, str(version.number)), "the disk is gone")
         fault.unlink()
     assert version.folder is not None
     file = version.folder / version.files[1]
     whole = file.rename(version.folder / "whole")
     file.write_bytes(whole.read_bytes()[:-10])
-    await world.fails(dialect.update(version), "its header speaks of")
+    await world.fails(dialect.update(version, str(version.number)), "its header speaks of")
     whole.replace(file)
-    await world.live.calls(dialect.update(version))
+    await world.live.calls(dialect.update(version, str(version.number)))
     await world.live.calls(dialect.resume())
     world.number += 1
     await world.matches()
@@ -160,7 +160,7 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
 
 async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
     await world.live.calls(world.live.dialect.pause())
-    await world.live.calls(world.live.dialect.update(world.write())[:2])
+    await world.live.calls(world.live.dialect.update(world.write(), "left")[:2])
     await world.live.apply(world.write())
     world.number += 1
     await world.matches()
@@ -188,7 +188,7 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
     await world.live.calls(world.live.dialect.prefetch(version))
     await world.live.calls(world.live.dialect.pause())
     (world.folder / "fault0").touch()
-    await world.fails(world.live.dialect.update(version), "the disk is gone")
+    await world.fails(world.live.dialect.update(version, str(version.number)), "the disk is gone")
     await world.live.calls(world.live.dialect.resume())
     with pytest.raises(StreamrlError, match=r"EngineCore|isconnected|refused|reset"):
         await world.live.generate(PROMPT, 8, world.number)

@@ -9,7 +9,7 @@ from producer_kit import Hands, kill, payload, until, write_prompts
 from streamrl.archive.reader import read_archive
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
-from streamrl.producers.admission import VersionBell
+from streamrl.producers.admission import VersionWatcher
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.evaluation import EvaluatedGroup, Evaluation, EvaluationLog, EvaluationRound, evaluation_budget
 from streamrl.producers.feeder import run_feeder
@@ -214,7 +214,7 @@ async def test_a_restart_in_mid_round_finishes_that_round(run):
 async def make_evaluation(run, ledgers):
     config = run.config
     data = load_prompts(config.data.held_out, Tokenizer.load(config.model), PromptLimits(16, 64), evaluation=True)
-    evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
+    evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionWatcher(ledgers.weights))
     await evaluation.start()
     return evaluation
 
@@ -224,7 +224,7 @@ async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run):
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
         evaluation = await make_evaluation(run, ledgers)
-        evaluation._bell.version = 1
+        evaluation._versions.version = 1
         assert await evaluation._begin(1)
         assert await evaluation._admit()
         await hands.answer()

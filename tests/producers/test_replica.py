@@ -15,10 +15,10 @@ from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_o
 
 from streamrl.engine import life_seed
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.producers import answering
+from streamrl.producers import worker
 from streamrl.producers.admission import AdmissionTerms, Admitter
-from streamrl.producers.answering import lease_width
 from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import lease_width
 from streamrl.queues import Role
 from streamrl.wire import Prompt, Sample, decode
 
@@ -129,7 +129,7 @@ async def test_kill_9_in_mid_group_generates_only_what_is_missing(small):
 
 
 async def test_drain_hands_back_without_counting_a_delivery(small, monkeypatch):
-    monkeypatch.setattr(answering, "DRAIN_SHARE", 0.0)
+    monkeypatch.setattr(worker, "DRAIN_SHARE", 0.0)
     small.set("model", context=1024).set("engine", slots=1).set("sampling", max_new_tokens=900)
     async with small.open() as ledgers:
         await Learner.of(small, ledgers)

@@ -40,7 +40,7 @@ def parts(monkeypatch):
         monkeypatch.setattr(replica, name, lambda *given, **named: made.setdefault(name, kind(*given, **named)))
 
     keep("Follower")
-    keep("Answering")
+    keep("RolloutWorker")
     return made
 
 
@@ -105,9 +105,9 @@ async def test_a_stop_hands_prompts_back_at_once_that_wait_for_newer_weights(sma
             behind.open.clear()
             await learner.publish(2)
             await until(lambda: parts["Follower"].newest_step == 2)
-            parts["Answering"]._leases._width = lambda: 1  # as for a read that began before the version came out
+            parts["RolloutWorker"]._leases._width = lambda: 1  # as for a read that began before the version came out
             await admit(small, ledgers.train, 1, samples=4)
-            await until(lambda: parts["Answering"]._leases.leased)
+            await until(lambda: parts["RolloutWorker"]._leases.leased)
             role.stop.set()
             await asyncio.wait_for(task, 15)
             [[_, owner, _, deaths]] = await ledgers.connection.read(

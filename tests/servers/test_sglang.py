@@ -83,14 +83,6 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
     )
 
 
-def test_the_context_limits_the_response():
-    limits = [
-        dialect().generation(Request("r", np.zeros(n, np.int32), 50), version=0).body["sampling_params"]
-        for n in (10, 60, 64, 70)
-    ]
-    assert [limit["max_new_tokens"] for limit in limits] == [50, 4, 1, 1]
-
-
 def test_an_adapter_is_named():
     call = dialect().generation(Request("r", np.array([5], np.int32), 8), version=3, adapter="pol@3")
     assert call.body["lora_path"] == "pol@3"

@@ -132,13 +132,10 @@ def test_a_server_with_older_weights_than_its_sample_begins_with_leaves_nothing_
     assert behind == each.generation(asked(), version=2).body["cache_salt"]  # type: ignore[index]
 
 
-def test_the_limit_is_lowered_to_the_context_and_an_adapter_is_a_model() -> None:
-    call = dialect().generation(asked(limit=300, prompt=250), version=0, adapter="policy-3")
+def test_an_adapter_is_a_model() -> None:
+    call = dialect().generation(asked(), version=0, adapter="policy-3")
     assert call.body is not None
-    assert call.body["sampling_params"]["max_tokens"] == 6
     assert call.body["model"] == "policy-3"
-    with pytest.raises(DataError, match="256 tokens"):
-        dialect().generation(asked(prompt=256), version=0)
 
 
 def test_a_stream_is_understood_message_by_message() -> None:

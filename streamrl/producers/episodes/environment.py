@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any, Final
 
@@ -84,8 +83,7 @@ class EnvironmentEpisode(Episode):
         async with chat.session.part("start"):
             environment = await in_thread(self._factory, "an environment")
             if _restores(type(environment)):
-                deadline = chat.session.limits.tool_deadline
-                chat.session.journal.keep_state_of(_StateOf(environment, deadline))
+                chat.session.journal.keep_state_of(environment, chat.session.limits.tool_deadline)
             chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
@@ -108,22 +106,6 @@ class EnvironmentEpisode(Episode):
             tools = map(Tool.of, public_methods(environment))
             self._described[kind] = [replace(tool, function=getattr(kind, tool.name)) for tool in tools]
         return [replace(tool, function=getattr(environment, tool.name)) for tool in self._described[kind]]
-
-
-class _StateOf:
-    """The state of an environment, for its journal; reading or taking it may last as long as a tool."""
-
-    def __init__(self, environment: Any, deadline: float) -> None:
-        self._environment = environment
-        self._deadline = deadline
-
-    async def state(self) -> Any:
-        async with asyncio.timeout(self._deadline):
-            return await call_function(self._environment.get_state, {}, "get_state")
-
-    async def restore(self, state: Any) -> None:
-        async with asyncio.timeout(self._deadline):
-            await call_function(partial(self._environment.set_state, state), {}, "set_state")
 
 
 def check_environment(kind: type[Any]) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.episode import RUN_PYTHON
 from streamrl.engine import Generator
-from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
+from streamrl.errors import DataError, DeadlineExceeded, PluginError, RetryLater, StreamrlError, leaves
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
 from streamrl.producers.episodes.blocked_loop import NAMED_SECONDS, Tell, naming_what_blocks
 from streamrl.producers.episodes.clock import EpisodeOver
@@ -30,7 +30,7 @@ from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
 from streamrl.producers.episodes.tool_figures import ToolFigures
 from streamrl.producers.episodes.tools import Tool, in_task, left_behind
-from streamrl.producers.sampler import CannotNow, SampleOrder, Sampler, SingleTurn
+from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.sandbox import SandboxSettings
 from streamrl.score import Score
@@ -273,7 +273,7 @@ class EpisodeSampler(Sampler):
 
     def _meant(self, session: EpisodeSession, error: Exception) -> Exception:
         """What an error of the user's code, or those in the group of its sub-agents, mean for the episode."""
-        if isinstance(error, (EpisodeOver, DataError, CannotNow)):
+        if isinstance(error, (EpisodeOver, DataError, RetryLater)):
             return error
         # An error of the code is never hidden by the end of the episode, which may have come later.
         overs = [each for each in leaves(error) if isinstance(each, EpisodeOver)]

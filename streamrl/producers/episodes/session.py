@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -122,7 +123,8 @@ class EpisodeSession:
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
         self._version = 0
-        self.journal = EpisodeJournal(order.journal, deterministic=deterministic)
+        most = config.episode.max_turns
+        self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode)
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
@@ -219,43 +221,23 @@ class EpisodeSession:
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
         """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
-        async with self._owned():
+        async with self._owned(), self._faults():
             if self.journal.restores:
-                results = await self._answers_together(calls, toolbox)
+                results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
             else:
                 results = await _together([self._answer(call, toolbox) for call in calls])
         for call, result in zip(calls, results, strict=True):
             self.used(call.id, result.use)
         return [result.message for result in results]
 
-    async def _answers_together(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
-        """Of an environment whose state is kept: all of them are in the journal, or none."""
-        key = calls_key(calls)
-        async with self._faults():
-            known = await self.journal.results(key)
-        if known is not None:
-            return known
-        results = await _together([self._run(call, toolbox) for call in calls])
-        async with self._faults():
-            await self.journal.add_results(key, results)
-        return results
-
     async def _answer(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
-        if toolbox.keeps_state(call.name):
-            return await self._run(call, toolbox)
-        key = calls_key([call])
-        async with self._faults():
-            known = await self.journal.result(key)
-        if known is not None:
-            return known
-        result = await self._run(call, toolbox)
-        async with self._faults():
-            await self.journal.add_result(key, result)
+        run = partial(self._run, [call], toolbox)
+        [result] = await (run() if toolbox.keeps_state(call.name) else self.journal.answers(calls_key([call]), run))
         return result
 
-    async def _run(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
-        episode = self._config.episode
-        return await toolbox.call(call, deadline=episode.tool_deadline, longest=episode.max_tool_response)
+    async def _run(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
+        deadline, longest = self.limits.tool_deadline, self.limits.max_tool_response
+        return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before the message that answers it is in `sampled`.
@@ -266,10 +248,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Count the time of the block to a part of the deadline. Blocks of the same part may overlap.
-
-        The block is cancelled when the share of the part is used up: `EpisodeOver` then.
-        """
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
         try:
             async with self.clock.part(name):
                 yield
@@ -429,13 +408,8 @@ class EpisodeSession:
 
     async def _completion(self, place: NextTurn, longest: int) -> Completion:
         """What the journal has for this conversation, else what the engine samples."""
-        key = reply_key(place.ids)
         async with self._faults():
-            completion = await self.journal.reply(key)
-        if completion is None:
-            completion = await self._generate(place.ids, longest)
-            async with self._faults():
-                await self.journal.add_reply(key, completion)
+            completion = await self.journal.reply(reply_key(place.ids), partial(self._generate, place.ids, longest))
         self._tokens += len(completion.tokens)
         return completion
 
@@ -464,13 +438,12 @@ class EpisodeSession:
         stops = self._renderer.stops
         self.generating += 1
         try:
-            async with self.part("model"), self._faults():
+            async with self.part("model"):
                 completion = await self._engine.generate(request)
         finally:
             self.generating -= 1
         if completion.finish == "abort":
-            self.fault = RuntimeError("the engine aborted the request")
-            raise self.fault
+            raise RuntimeError("the engine aborted the request")
         return _up_to_stop(completion, stops)
 
     def _uses(self, place: NextTurn) -> list[ToolUse]:

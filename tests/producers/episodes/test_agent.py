@@ -256,7 +256,7 @@ def test_what_was_saved_with_the_defaults_of_these_keys_can_be_read():
     assert config_of({"agent": saved}).episode.agent.command == ("x",)
 
 
-async def test_an_agent_that_never_ends_is_killed_with_its_children(tmp_path):
+async def test_an_agent_that_runs_out_of_time_is_killed_with_its_children_and_has_the_score_that_it_posted(tmp_path):
     code = f"""
 inner = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'], start_new_session=True); " \\
         "print(p.pid, flush=True); time.sleep(600)"
@@ -264,10 +264,11 @@ child = subprocess.Popen([sys.executable, "-S", "-c", inner], stdout=subprocess.
 pids = [os.getpid(), child.pid, int(child.stdout.readline())]
 Path({str(tmp_path / "pids")!r}).write_text(" ".join(map(str, pids)))
 ask()
+post("/streamrl/reward", {{"reward": 0.25}})
 time.sleep(600)
 """
-    sample = await played(agent(tmp_path, code), deadline=60.0, shares={"start": 1.0, "tools": 0.01})
-    assert (sample.stop, sample.text) == ("rollout_timeout", "six")
+    sample = await played(agent(tmp_path, code), deadline=5.0)
+    assert (sample.stop, sample.text, sample.score.value) == ("rollout_timeout", "six", 0.25)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 3
     assert [pid for pid in pids if alive(pid)] == []
@@ -308,16 +309,6 @@ ask("in short")
 """
     sample = await played(agent(tmp_path, code), ["one", "two"])
     assert (sample.stop, sample.text) == ("completed", "two")
-
-
-async def test_what_an_agent_posted_is_its_score_when_it_runs_out_of_time(tmp_path):
-    code = """
-ask()
-post("/streamrl/reward", {"reward": 0.25})
-time.sleep(600)
-"""
-    sample = await played(agent(tmp_path, code), deadline=3.0)
-    assert (sample.stop, sample.score.value) == ("rollout_timeout", 0.25)
 
 
 async def test_an_engine_that_dies_under_an_agent_is_not_the_agents_fault(tmp_path):
@@ -364,10 +355,9 @@ async def test_a_sample_that_is_given_up_takes_its_agent_along(tmp_path):
     assert not alive(int(pid))
 
 
-async def test_an_agent_that_makes_no_call_has_the_share_for_the_start(tmp_path):
-    with pytest.raises(DataError, match="without a single sampled token") as caught:
-        await played(agent(tmp_path, "time.sleep(600)"), deadline=10.0, shares={"start": 0.1})
-    assert "start took its share of 1 s" in str(caught.value)
+async def test_an_agent_that_makes_no_call_runs_out_of_time_at_its_start(tmp_path):
+    with pytest.raises(DataError, match=r"without a single sampled token: .* ran out of time during start"):
+        await played(agent(tmp_path, "time.sleep(600)"), deadline=1.0)
 
 
 async def test_bad_calls_are_named_in_the_record(tmp_path):

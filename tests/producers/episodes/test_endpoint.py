@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from functools import partial
-from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
 from producer_kit import until
 
-from streamrl import listening
 from streamrl.errors import Unreachable
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
 from streamrl.wire import NOTHING, PROMPT
@@ -388,32 +385,6 @@ async def test_calls_that_wait_for_a_place_are_told_of_the_end(serve):
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert [end.status_code for end in ends] == [410] * 3
     assert len(served.engine.requests) == 1
-
-
-async def test_a_flood_of_connections_is_refused_and_those_before_it_go_on(serve, monkeypatch):
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 2)
-    served = await serve("one", "two")
-    await served.ask()  # the client keeps this connection
-    address = urlsplit(served.url)
-    reader, held = await asyncio.open_connection(address.hostname, address.port)
-    held.write(b"GET /v1/models HTTP/1.1\r\n")  # the rest never comes
-    await until(partial(refuses, served.url), seconds=10)
-    await served.ask([*ASKED, asked("again")])
-    held.close()
-    await until(partial(welcomes, served.url), seconds=10)
-    assert await reader.read() == b""
-
-
-async def welcomes(url):
-    return not await refuses(url)
-
-
-async def refuses(url):
-    """Whether a new connection is refused; it may be closed before the request is read."""
-    with contextlib.suppress(aiohttp.ClientConnectionError):
-        async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/models") as response:
-            return response.status == 503
-    return True
 
 
 async def test_a_call_has_its_place_before_its_body_is_read(serve):

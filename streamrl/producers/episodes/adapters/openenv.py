@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 from typing_extensions import override
 
-from streamrl.errors import ConfigError, Unreachable
+from streamrl.errors import ConfigError, RetryLater, Unreachable
 from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
     Actions,
@@ -28,7 +28,6 @@ from streamrl.producers.episodes.adapters.stepped import (
 )
 from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.tools import as_text
-from streamrl.producers.sampler import CannotNow
 
 _CONNECT_SECONDS: Final = 10.0
 PATIENCE: Final = 5.0
@@ -107,7 +106,7 @@ class OpenEnvEpisode(SteppedEpisode):
                 reply = yield await self._step(connection, reply)
 
     async def _begun(self, connection: _Connection, task: Task) -> dict[str, Any]:
-        """What `reset` answers. CannotNow: the server is away, or has no free session, for a while."""
+        """What `reset` answers. RetryLater: the server is away, or has no free session, for a while."""
         options = task.metadata.get("options") or {}
         end = asyncio.get_running_loop().time() + PATIENCE
         while True:
@@ -117,7 +116,7 @@ class OpenEnvEpisode(SteppedEpisode):
             except Unreachable as error:
                 await connection.aclose()
                 if asyncio.get_running_loop().time() >= end:
-                    raise CannotNow(error.message, error.hint) from error
+                    raise RetryLater(error.message, error.hint) from error
             await asyncio.sleep(_PAUSE)
 
     async def _step(self, connection: _Connection, reply: str) -> EnvironmentStep:

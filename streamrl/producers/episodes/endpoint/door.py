@@ -93,7 +93,7 @@ class AgentDoor:
 
     @contextlib.asynccontextmanager
     async def place(self, gone: Gone) -> AsyncIterator[None]:
-        """Hold the place of one call during the block, in which its body is read: bodies are what a flood is made of.
+        """Hold the place of one call during the block, in which its body is read too.
 
         It waits until a place is free. CallRefused: meanwhile the episode has ended, or the client has left.
         """

@@ -18,14 +18,12 @@ from itertools import count
 from typing import Final
 
 from streamrl.engine import Generator
-from streamrl.errors import DataError, DeadlineExceeded, Unreachable, WireError, unwrapped
-from streamrl.producers.episodes.journal import LedgerJournal
+from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
-from streamrl.producers.sampler import CannotNow, SampleOrder
+from streamrl.producers.sampler import SampleOrder, TurnJournal
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
-from streamrl.queues.leases import NotNow
 from streamrl.sandbox import Sandbox
 from streamrl.waits import first_of
 from streamrl.wire import Prompt, decode, encode
@@ -55,7 +53,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
     return held + max(0, math.ceil(free / group_size))
 
 
-class Answering:
+class RolloutWorker:
     """Serves two ledgers, training and held-out.
 
     Args:
@@ -109,8 +107,8 @@ class Answering:
     async def answer(self, lease: Lease) -> None:
         """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
 
-        Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then. `NotNow`:
-        the weights stay too old, or a program is missing (`CannotNow`).
+        Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then.
+        RetryLater: the weights stay too old, or no engine or program is available.
         """
         work = await lease.ledger.open_work(lease)
         if work is None:
@@ -129,8 +127,6 @@ class Answering:
                 async with asyncio.TaskGroup() as group:
                     for sample in work.missing:
                         group.create_task(self._answer_one(lease, prompt, sample)).add_done_callback(self._ended)
-        except CannotNow as error:
-            raise NotNow(error.message) from error
         finally:
             self._opened -= 1
 
@@ -172,14 +168,14 @@ class Answering:
     async def _wait_for_weights(self) -> None:
         """Wait while the weights are too old: a read may return prompts that were admitted after a newer version.
 
-        `NotNow`: no newer version was applied within `weights.deadline` (another replica may have it) or before the
+        `RetryLater`: no newer version was applied within `weights.deadline` (another replica may have it) or before the
         stop.
         """
         if not self._is_stale():
             return
         await first_of(self._fresh_weights(), self._role.stop.wait(), seconds=self._config.weights.deadline)
         if self._is_stale():
-            raise NotNow("the weights of this replica are too old")
+            raise RetryLater("the weights of this replica are too old")
 
     async def _fresh_weights(self) -> None:
         while self._is_stale():
@@ -192,7 +188,7 @@ class Answering:
         for attempt in range(_ATTEMPTS):
             try:
                 payload = encode(await self._sampler.sample(self._order(lease, prompt, sample, greedy)))
-            except (Unreachable, CannotNow):
+            except (Unreachable, RetryLater):
                 raise
             except (DataError, WireError) as error:
                 why, detail = error.message, ""
@@ -219,5 +215,5 @@ class Answering:
             id=f"{self._role.name}-{next(self._numbers)}",
             affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.group_id}",
             greedy=greedy,
-            journal=LedgerJournal(lease, sample, self._leases.progressed),
+            journal=TurnJournal(lease, sample, self._leases.progressed),
         )
