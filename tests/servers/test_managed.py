@@ -38,10 +38,10 @@ def settings(**engine):
 
 
 @asynccontextmanager
-async def managed_toy(tmp_path, dialect=None, run=None, **environ):
+async def managed_toy(tmp_path, dialect=None, run=None, key=None, **environ):
     dialect = dialect or make_dialect()
     dialect.environ |= environ
-    asked = ServerSettings.of_engine(run or settings())
+    asked = ServerSettings.of_engine(run or settings(), key)
     server = ManagedServer(dialect, asked, tmp_path, "engine.0.server", "2,3", seed=7 + (1 << 40))
     try:
         yield server
@@ -304,11 +304,9 @@ async def test_no_port_at_all(tmp_path, monkeypatch):
 
 
 async def test_the_key_is_blotted_out_of_the_log_and_variables_get_through(tmp_path, monkeypatch):
-    key = tmp_path / "key"
-    key.write_text("s3cret-value\n")
     monkeypatch.setenv("STREAMRL_REDIS__PASSWORD", "hidden")
-    run = settings(api_key_file=str(key), variables={"TOY_KEY": "s3cret-value"})
-    async with managed_toy(tmp_path, run=run) as server:
+    run = settings(variables={"TOY_KEY": "s3cret-value"})
+    async with managed_toy(tmp_path, run=run, key="s3cret-value") as server:
         await server.start()
         assert "STREAMRL_REDIS__PASSWORD" not in psutil.Process(server.pid).environ()
         await server.stop()

@@ -31,8 +31,8 @@ ROLE = """
     server.make_dialect = lambda _: make_dialect()
 
     async def started(url):
-        run = config(engine={{"url": [url], "api_key_file": {key!r}}})
-        return await server.Server(run, Path({folder!r}), "engine.0", seed=1).__aenter__()
+        run = config(engine={{"url": [url]}})
+        return await server.Server(run, Path({folder!r}), "engine.0", seed=1, key="s3cret").__aenter__()
 
     async def main():
         changing, resuming, resumed = [await started(url) for url in {urls!r}]
@@ -49,8 +49,6 @@ ROLE = """
 async def test_kill_9_of_who_paused_some_servers(tmp_path):
     """One is in the middle of an update, one is about to be resumed, one was resumed."""
     toys = [Toy() for _ in range(3)]
-    key = tmp_path / "key"
-    key.write_text("s3cret")
     for toy in toys:
         toy.key = "s3cret"
     changing, _ = held_at(toys[0], "/update")
@@ -58,7 +56,7 @@ async def test_kill_9_of_who_paused_some_servers(tmp_path):
     toys[1].faults["/resume"].insert(0, None)  # the one at connect
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(toy)) for toy in toys]
-        code = textwrap.dedent(ROLE.format(here=str(HERE), urls=urls, key=str(key), folder=str(tmp_path)))
+        code = textwrap.dedent(ROLE.format(here=str(HERE), urls=urls, folder=str(tmp_path)))
         role = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
         try:
             dogs = [int(word) for word in (await asyncio.wait_for(role.stdout.readline(), 60)).split()]

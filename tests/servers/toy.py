@@ -277,7 +277,7 @@ def make_dialect() -> Any:
             self.argv: Sequence[str] | None = None
             self.ports: list[int] = []
 
-        def launch(self, *, model, port, seed):
+        def launch(self, *, model, port, seed, host="127.0.0.1", key=None):
             self.ports.append(port)
             argv = self.argv or [sys.executable, str(Path(__file__)), str(port)]
             return Launch([part.replace("PORT", str(port)) for part in argv], self.environ)
