@@ -212,10 +212,10 @@ class Counter:
 
 
 class Driven:
-    """A replica in a process of its own, and prompts in its queue as long as a run lasts."""
+    """A rollout worker and its engine in processes of their own, and prompts as long as a run lasts."""
 
-    def __init__(self, ledgers: Ledgers, prompts: list[bytes], counter: Counter, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, ledgers: Ledgers, prompts: list[bytes], counter: Counter, pid: int, engine: int) -> None:
+        self._pid, self._engine = pid, engine
         self._ledger, self._prompts, self._counter = ledgers.train, prompts, counter
         self._cursors = itertools.count()
 
@@ -236,10 +236,10 @@ class Driven:
             await asyncio.sleep(0.1)
 
     async def run(self, load: Load) -> Rate:
-        """One run of the replica."""
+        """One run of the worker."""
         feeding = asyncio.create_task(self._feed(3 * max(1, load.width // GROUP)))
         try:
-            return await self._counter.rate(load, self._pid, await self._redis())
+            return await self._counter.rate(load, self._pid, self._engine, await self._redis())
         finally:
             feeding.cancel()
             while await self._waiting():  # noqa: ASYNC110  (it is another process)
@@ -251,7 +251,7 @@ class Driven:
 async def replica(
     config: RunConfig, folder: Path, weights: dict[str, torch.Tensor], prompts: list[bytes], counter: Counter
 ) -> AsyncIterator[Driven]:
-    """Redis, a published version, and a rollout replica as the supervisor starts it."""
+    """Redis, a published version, and an engine and a rollout worker as the supervisor starts them."""
     run_dir = folder / "run"
     run_dir.mkdir()
     save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
@@ -262,15 +262,22 @@ async def replica(
             epoch=1, version=VERSION, step=1, tensors=[(name, 1.001 * tensor) for name, tensor in weights.items()]
         )
         await ledgers.train.consume("bench", 0, VERSION, manifest)
-        with (run_dir / "replica.log").open("wb") as log:
-            command = [sys.executable, "-m", "streamrl.runtime", "rollout", "0", str(run_dir)]
-            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-            try:
-                yield Driven(ledgers, prompts, counter, process.pid)
-            finally:
-                process.terminate()
-                await asyncio.wait_for(process.wait(), 60)
-                publisher.close(unlink=True)
+        async with role("engine", run_dir) as engine, role("rollout", run_dir) as worker:
+            yield Driven(ledgers, prompts, counter, worker, engine)
+        publisher.close(unlink=True)
+
+
+@contextlib.asynccontextmanager
+async def role(kind: str, run_dir: Path) -> AsyncIterator[int]:
+    """A role as the supervisor starts it; its process id."""
+    with (run_dir / f"{kind}.log").open("wb") as log:
+        command = [sys.executable, "-m", "streamrl.runtime", kind, "0", str(run_dir)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        try:
+            yield process.pid
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 60)
 
 
 async def drive_bare(url: str, dialect: Dialect, counter: Counter, prompts: list[bytes], load: Load) -> Rate:

@@ -127,7 +127,7 @@ class ServerControl:
         try:
             await self._weights_awake.wait()
             async with self._lock:
-                if version.adapter is not None and not self._dialect.merges:
+                if version.adapter is not None:
                     await self._load_adapter(version)
                 else:
                     await self._replace(version)
