@@ -9,10 +9,11 @@ import os
 import random
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
@@ -20,6 +21,7 @@ from streamrl.http import HttpClient
 from streamrl.isolation.kept_process import KeptProcess
 from streamrl.listening import own_address, url_of
 from streamrl.servers.launch import LOOPBACK, Launch, Startable
+from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 PORTS: Final = range(20_000, 32_000)
@@ -172,42 +174,31 @@ class ManagedServer:
         return environ | ({"CUDA_VISIBLE_DEVICES": self._devices} if self._devices else {})
 
     async def _await_ready(self, process: KeptProcess) -> None:
-        seconds = self._settings.start_deadline
+        """Ask until it answers, has ended, or its deadline is over."""
+        seconds, began, say_at = self._settings.start_deadline, time.monotonic(), _SAY_SECONDS
         client = HttpClient(self.url, self._settings.key)
-        asking, ended = asyncio.create_task(self._ask(client)), asyncio.create_task(process.wait())
         try:
-            await self._wait_saying({asking, ended}, seconds)
-            if ended.done():
-                raise self._refusal(process)
-            if not asking.done():
-                raise Unreachable(
-                    f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}",
-                    f"{self._settings.section}.start_deadline; the whole log: {self.log}",
-                )
-            asking.result()
+            while (waited := time.monotonic() - began) < seconds:
+                if waited >= say_at:
+                    say_at += _SAY_SECONDS
+                    why = f"{waited:.0f} s of at most {seconds:g} s"
+                    logger.warning("server is starting", extra={"server": self.name, "why": why})
+                answers = True
+                try:
+                    await client.call(self._dialect.ready(), min(_READY_SECONDS, seconds - waited), retry=False)
+                except (Unreachable, DataError, WireError):
+                    answers = False
+                    await first_of(process.wait(), seconds=_READY_PAUSE)
+                if not process.alive:
+                    raise self._refusal(process)
+                if answers:
+                    return
         finally:
-            asking.cancel()
-            ended.cancel()
-            await asyncio.gather(asking, ended, return_exceptions=True)
             await client.close()
-
-    async def _wait_saying(self, either: set[asyncio.Task[Any]], seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        began, done = loop.time(), set[asyncio.Task[Any]]()
-        while not done and (left := began + seconds - loop.time()) > 0:
-            done, _ = await asyncio.wait(either, timeout=min(left, _SAY_SECONDS), return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                why = f"{loop.time() - began:.0f} s of at most {seconds:g} s"
-                logger.warning("server is starting", extra={"server": self.name, "why": why})
-
-    async def _ask(self, client: HttpClient) -> None:
-        while True:
-            try:
-                await client.call(self._dialect.ready(), _READY_SECONDS, retry=False)
-            except (Unreachable, DataError, WireError):
-                await asyncio.sleep(_READY_PAUSE)
-            else:
-                return
+        raise Unreachable(
+            f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}",
+            f"{self._settings.section}.start_deadline; the whole log: {self.log}",
+        )
 
     def _refusal(self, process: KeptProcess) -> ConfigError | Unreachable:
         """Why a process that has ended did not start."""
