@@ -150,7 +150,8 @@ def test_the_commands_are_those_of_the_roles(more: dict[str, Any]):
         words = pod["containers"][0]["args"]
         if name == "Job/prepare":
             settings = [word for before, word in itertools.pairwise(words) if before == "--set"]
-            config = load(None, settings, {}).config  # the keys exist, and their values fit
+            kind = more.get("engine", {}).get("kind", "hf")
+            config = load(None, [f"engine.kind={kind}", *settings], {}).config  # the keys exist, and their values fit
             assert (config.redis.url, config.weights.transport, config.weights.port) == (url, "http", WEIGHTS_PORT)
             assert config.health.port == HEALTH_PORT
             continue
