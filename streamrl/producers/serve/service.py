@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from streamrl.engine import Completion, Engine, Listener, Request
+from streamrl.engine import Completion, Listener, ReplicaEngine, Request
 from streamrl.errors import Unreachable
 from streamrl.listening import listen
 from streamrl.producers.answering import DRAIN_SHARE
@@ -27,7 +27,7 @@ class Service:
     """
 
     def __init__(
-        self, role: Role, engine: Engine, follower: Follower, figures: Callable[[], Mapping[str, int | float]]
+        self, role: Role, engine: ReplicaEngine, follower: Follower, figures: Callable[[], Mapping[str, int | float]]
     ) -> None:
         self._role = role
         self._engine = engine
