@@ -142,8 +142,10 @@ def _obstacle(model: Any, context: int) -> str:
         return f"it has layers of kind {', '.join(others)}"
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # by kind of layer in some models
-        limit = part.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", context)
-        if part.get("rope_type") in {"dynamic", "longrope"} and context > limit:
+        if part.get("rope_type") not in {"dynamic", "longrope"}:
+            continue
+        limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
+        if context > limit:
             return (
                 f"its rotary positions depend on the longest sequence of the batch above {limit} tokens,"
                 f" and model.context is {context}"
