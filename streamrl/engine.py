@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from streamrl.errors import DataError
 from streamrl.wire import Float32Array, Int32Array
@@ -25,6 +25,8 @@ PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
 """What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
 anew by the weights then in force, or they end with what they have."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
+SEEDS: Final = 1 << 63
+"""Seeds of requests lie below it."""
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
 
@@ -40,6 +42,13 @@ class Request:
             leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
+        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
+            log-probabilities are those of what is left, where the engine gives them. Engines differ in how they
+            combine two of them.
+        stop: texts that end the response. Its tokens end with the one that completes such a text, as far as the
+            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
+        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
+        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
         adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
             better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
@@ -51,9 +60,20 @@ class Request:
     tokens: Int32Array
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    seed: int | None = None
     adapter: str | None = None
     affinity: str = ""
     cache_version: int | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are impossible everywhere."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +107,8 @@ class RequestLimits:
             raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
         if not (0 <= request.temperature < math.inf):
             raise DataError(f"{name}: temperature is {request.temperature}")
+        if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
+            raise DataError(f"{name}: top_p {request.top_p}, top_k {request.top_k}, min_p {request.min_p}")
         return min(request.max_new_tokens, room)
 
 
@@ -96,10 +118,10 @@ class Completion:
 
     Attributes:
         tokens: shape (sampled tokens,), the end-of-sequence token included; empty only when aborted.
-        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature),
-            shape (sampled tokens,).
+        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature,
+            without what `Request.top_p` and others cut), shape (sampled tokens,).
         runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
-        finish: `stop` (an end-of-sequence token was sampled), `length` (limit or context reached), `abort`.
+        finish: `stop` (an end-of-sequence token or a text of `Request.stop` was sampled), `length` (limit or context reached), `abort`.
         prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
         cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.

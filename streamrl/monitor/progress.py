@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.monitor.tail import Tail
+from streamrl.pass_at_k import at_k, in_words
 
 _STEPS_KEPT: Final = 2000
 
@@ -31,6 +32,7 @@ class Accuracy:
         self._seen: set[int] = set()
         self._right: Counter[int] = Counter()
         self._samples: Counter[int] = Counter()
+        self._prompts: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
         group_id = line.get("gid")
@@ -40,10 +42,16 @@ class Accuracy:
         version = int(line["round"])
         self._right[version] += int(line["right"])
         self._samples[version] += len(line["scores"])
+        self._prompts.setdefault(version, []).append((len(line["scores"]), int(line["right"])))
 
     @property
     def groups(self) -> int:
         return len(self._seen)
+
+    def several(self, version: int) -> str:
+        """avg@k and pass@k of a version, in words; empty where each prompt has one response."""
+        prompts = self._prompts[version]
+        return in_words(at_k(prompts, max(scored for scored, _ in prompts)))
 
     def points(self, least: int = 1) -> list[tuple[int, float]]:
         """`(version, accuracy)` ascending, for versions with at least `least` samples."""

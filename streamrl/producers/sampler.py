@@ -6,14 +6,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Generator, Request
+from streamrl.engine import SEEDS, Completion, Generator, Request
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
+from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.records import RecordedTurns
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
@@ -46,6 +48,7 @@ class SampleOrder:
         id: unique among the samples of this engine that are being made; requests are named after it.
         affinity: requests of samples with the same one share a prefix; empty: none.
         greedy: take the most probable tokens.
+        seed: names the random numbers that it is drawn with; empty: the engine's.
         journal: keeps finished turns; None outside of a run.
     """
 
@@ -53,7 +56,22 @@ class SampleOrder:
     id: str
     affinity: str = ""
     greedy: bool = False
+    seed: str = ""
     journal: TurnJournal | None = None
+
+    def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
+        """What the request of a turn takes over from the configuration as it is."""
+        options = config.drawing(evaluation=self.prompt.evaluation).options
+        if self.greedy:
+            options["temperature"] = 0.0
+        digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=8).digest()
+        return {**options, "seed": int.from_bytes(digest) % SEEDS if self.seed else None}
+
+
+def seed_of(config: RunConfig, name: str, *, evaluation: bool) -> str:
+    """What `SampleOrder.seed` is of the sample with this name."""
+    seed = config.drawing(evaluation=evaluation).seed
+    return "" if seed is None else f"{seed}/{name}"
 
 
 class CannotNow(StreamrlError):
@@ -111,19 +129,21 @@ class SingleTurn(Sampler):
 
     @override
     async def sample(self, order: SampleOrder) -> Sample:
-        completion = await self._generate(order)
+        options = order.drawn(self._config)
+        stops = StopTexts(options["stop"], self._tokenizer.decode, options["min_tokens"])
+        completion, text = stops.cut(await self._generate(order, options))
         return Sample(
             tokens=pack_int32(completion.tokens),
             logprobs=pack_float32(completion.logprobs),
             runs=completion.runs,
             finish=completion.finish,
-            text=self._tokenizer.decode(completion.tokens),
+            text=text,
             engine=self._name,
             seconds=completion.seconds,
             greedy=order.greedy,
         )
 
-    async def _generate(self, order: SampleOrder) -> Completion:
+    async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
         tokens = order.prompt.token_ids
         room = self._config.model.context - tokens.size
         if room < 1:
@@ -131,9 +151,9 @@ class SingleTurn(Sampler):
         request = Request(
             id=order.id,
             tokens=tokens,
-            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
-            temperature=0.0 if order.greedy else self._config.sampling.temperature,
+            max_new_tokens=min(self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens, room),
             affinity=order.affinity,
+            **options,
         )
         limit = self._config.lease.max_hold
         try:

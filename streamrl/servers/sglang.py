@@ -20,6 +20,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, PauseMode, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
+TELLS_CUTS: Final = (0, 5, 23)
 _RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
@@ -105,6 +107,11 @@ class SglangDialect(Dialect):
                 f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
                 f"set engine.tensor_parallel to {ranks}",
             )
+        if self._config.sampling.cuts and _release(version) < TELLS_CUTS:
+            raise Refused(
+                f"SGLang {version} does not tell the log-probabilities of sampling.{self._config.sampling.cuts}",
+                "take 0.5.23, or set it for evaluation only",
+            )
         missing = _missing(server, version)
         return ServerInfo(
             version=version,
@@ -117,15 +124,17 @@ class SglangDialect(Dialect):
 
     @override
     def generation(self, request: Request, *, version: int) -> Call:
-        room = self._config.model.context - len(request.tokens)
+        longest = max(1, min(request.max_new_tokens, self._config.model.context - len(request.tokens)))
         sampling = {
-            "max_new_tokens": max(1, min(request.max_new_tokens, room)),
+            "max_new_tokens": longest,
+            "min_new_tokens": min(request.min_tokens, longest),
             "temperature": request.temperature,
-            # All parameters are given: omitted ones come from the model's generation_config.json, and any cut of the
-            # distribution would falsify the log-probabilities.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            # All parameters are given: omitted ones come from the model's generation_config.json.
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "stop": list(request.stop),
+            "sampling_seed": request.seed,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -140,6 +149,9 @@ class SglangDialect(Dialect):
             "stream": True,
             "cache_salt": self.salt(request, version),
         }
+        if request.cuts and 0 < request.top_k <= SGLANG_MASK:
+            # Then it also tells the log-probabilities of what it sampled from, and with each token what that was.
+            body["return_sampling_mask"] = True
         if request.adapter is not None:
             body["lora_path"] = request.adapter
         return Call("POST", "/generate", body)
@@ -274,9 +286,12 @@ def _token_ids(answer: Any) -> tuple[int, ...] | None:
     return tuple(tokens) if whole and tokens is not None else None
 
 
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
 def _missing(server: Mapping[str, Any], version: str) -> str:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers and numbers < OLDEST:
+    if version and _release(version) < OLDEST:
         return f"SGLang {version} is older than 0.5.20: it does not say which weights sampled which token"
     if LOADER not in (server.get("custom_weight_loader") or []):
         return f"the server was started without --custom-weight-loader {LOADER} and PYTHONPATH={PLUGIN}"
@@ -290,6 +305,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
+    if cut := meta.get("output_token_sampling_logprobs"):
+        logprobs = read_logprobs(_fresh(cut, total, received))
     unsaid = spans is None and finish == "abort"
     runs = None if finish is None or unsaid else read_spans(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"), read_count(meta.get("cached_tokens")))
@@ -351,9 +368,9 @@ def _flags(config: RunConfig, *, model: str, port: int, seed: int, cpu: bool) ->
         "stream-interval": engine.stream_interval,
         # Without it each message holds the whole response so far.
         "incremental-streaming-output": True,
-        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
-        # vocabulary has no word of it.
-        "skip-tokenizer-init": True,
+        # Without a text that ends responses, token ids are all that travels. The warm-up would be a text, which kills
+        # the server when the model's own vocabulary has no word of it.
+        "skip-tokenizer-init": not config.reads_text,
         "skip-server-warmup": True,
         "sampling-defaults": "openai",
         "custom-weight-loader": LOADER,

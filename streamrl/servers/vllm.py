@@ -84,8 +84,8 @@ class VllmDialect(Dialect):
             "stream-interval": engine.stream_interval,
             # Those of the distribution that was sampled from, whatever a request's temperature; at 1 they are the same.
             "logprobs-mode": "processed_logprobs",
-            # A seed of the server and not of each request: a request that goes on at another server would draw the
-            # numbers again that it drew before, and vLLM samples requests with a seed one by one.
+            # A seed of the server and not of each request where none is asked for: vLLM draws for requests with a seed
+            # one by one.
             "seed": seed,
             # Without it a response does not say how many tokens of its prompt were cached.
             "enable-prompt-tokens-details": True,
@@ -171,10 +171,11 @@ class VllmDialect(Dialect):
         return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
-        wanted = self._config.sampling.temperature
-        if mode != "processed_logprobs" and (wanted != 1.0 or mode != "raw_logprobs"):
+        draw = self._config.sampling
+        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens
+        if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
             raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of temperature {wanted}",
+                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` draws from",
                 "start it with --logprobs-mode processed_logprobs",
             )
 
@@ -183,14 +184,21 @@ class VllmDialect(Dialect):
         room = self._config.model.context - len(request.tokens)
         if room < 1:
             raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
+        longest = min(request.max_new_tokens, room)
         body: dict[str, Any] = {
             "request_id": request.id,
             "token_ids": request.tokens.tolist(),
             "sampling_params": {
-                "max_tokens": min(request.max_new_tokens, room),
+                "max_tokens": longest,
+                "min_tokens": min(request.min_tokens, longest),
                 "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "min_p": request.min_p,
+                "seed": request.seed,
+                "stop": list(request.stop),
                 "logprobs": 0,
-                "detokenize": False,
+                "detokenize": bool(request.stop),
             },
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},

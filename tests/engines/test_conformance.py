@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ import torch
 
 from streamrl.errors import DataError, Refused
 from streamrl.producers import tiny
+from streamrl.producers.engines.drawing import truncated
+from streamrl.producers.stopping import StopTexts
+from streamrl.producers.tokenizer import Tokenizer
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, SOON, Bench, prompt
 
 pytestmark = [
@@ -53,6 +57,69 @@ async def test_temperature_0_is_greedy_beside_requests_that_draw(bench: Bench):
     assert float((logits.max(-1).values - chosen).max()) < BF16  # the engine's kernels may see another one a hair ahead
     assert np.isfinite(greedy.logprobs).all()
     bench.judge(tokens, drawn)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 320, "top_p": 0.4}, {"top_k": 320, "min_p": 0.6}])
+async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench, cut: dict[str, Any]):
+    """SGLang tells them with a `top_k` alone; here that may be the whole vocabulary."""
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    tokens = prompt(11)
+    done = await asyncio.gather(
+        *(bench.generate(tokens, 24, temperature=1.5, affinity="group", **cut) for _ in range(4)),
+        bench.generate(tokens, 24),
+    )
+    bench.judge(tokens, done.pop())
+    for one in done:
+        with torch.no_grad():
+            logits = bench.models[bench.number](input_ids=torch.tensor([[*tokens, *one.tokens.tolist()]])).logits
+        whole = torch.log_softmax(logits[0, len(tokens) - 1 : -1].float() / 1.5, -1)
+        ids = torch.from_numpy(one.tokens.astype(np.int64))[:, None]
+        requests = [bench.request(tokens, 1, temperature=1.5, **cut)] * len(ids)
+        found = truncated(whole, requests).gather(1, ids)[:, 0]
+        sure = torch.isfinite(found)
+        assert float(sure.float().mean()) > 0.9  # a token at the very border may be kept there and not here
+        errors = (found - torch.from_numpy(one.logprobs))[sure].abs()
+        # One token more or less in what is left moves the others by its share.
+        assert float(errors.median()) < BF16
+        assert float(errors.max()) < 0.25
+        full = (whole.gather(1, ids)[:, 0] - torch.from_numpy(one.logprobs)).abs()
+        assert float(full.min()) > 2 * BF16  # those of the whole distribution are others
+
+
+async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    tokenizer = Tokenizer.load(bench.config.model)
+    tokens = prompt(12)
+    wanted = dict.fromkeys(range(6), ("e", "a", "!"))
+    done = await asyncio.gather(
+        *(bench.generate(tokens, 2000, stop=stop, min_tokens=at) for at, stop in wanted.items())
+    )
+    for at, one in enumerate(done):
+        cut, text = StopTexts(wanted[at], tokenizer.decode, at).cut(one)
+        assert (one.finish, len(cut.tokens)) == ("stop", len(one.tokens))
+        assert tokenizer.decode(one.tokens)[len(text) :] in wanted[at]
+        assert len(one.tokens) > at
+        bench.judge(tokens, one)
+
+
+async def test_no_end_before_the_least_length(bench: Bench):
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    done = await bench.generate([*prompt(2), tiny.STOP], 64, min_tokens=7)
+    assert len(done.tokens) == 64 or (len(done.tokens) > 7 and done.finish == "stop")
+    assert tiny.EOS not in done.tokens[:7]
+    assert float(done.logprobs[0]) < -1  # of what is left when the end, as good as certain, is impossible
+
+
+async def test_a_seed_gives_the_same_response_again(bench: Bench):
+    if bench.kind in {"served", "sglang"}:  # sglang: only with --enable-deterministic-inference
+        pytest.skip("no seeds of requests there")
+    tokens = prompt(13)
+    first, other, again = await asyncio.gather(*(bench.generate(tokens, 8, seed=seed) for seed in (3, 4, 3)))
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+    bench.judge(tokens, first)
 
 
 async def test_the_end_of_sequence_is_a_token_of_the_response(bench: Bench):

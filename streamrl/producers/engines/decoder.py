@@ -11,18 +11,24 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from streamrl.engine import Finish, Runs
+from streamrl.engine import Finish, Request, Runs
+from streamrl.producers.stopping import StopTexts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener.
+
+    `request`: for what else it asks of sampling, None: nothing; `stop` are its texts that end it.
+    """
 
     ticket: int
     prompt: tuple[int, ...]
     limit: int
     temperature: float
     streams: bool = False
+    request: Request | None = None
+    stop: StopTexts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

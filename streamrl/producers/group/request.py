@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from streamrl.engine import Completion, Finish, Request, Runs
+from streamrl.engine import SEEDS, Completion, Finish, Request, Runs
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.group.flights import ServerDied
 
@@ -79,8 +79,15 @@ class PartialResponse:
         self._cached = whole.cached_tokens
 
     def rest(self) -> Request:
-        prompt = np.concatenate([self._request.tokens, self._tokens])
-        return replace(self._request, tokens=prompt, max_new_tokens=self._request.max_new_tokens - len(self))
+        request, seed = self._request, self._request.seed
+        return replace(
+            request,
+            tokens=np.concatenate([request.tokens, self._tokens]),
+            max_new_tokens=request.max_new_tokens - len(self),
+            min_tokens=max(0, request.min_tokens - len(self)),
+            # Another server would draw the numbers again that the first tokens were drawn with.
+            seed=None if seed is None else (seed + len(self)) % SEEDS,
+        )
 
     def joined(self, last: Completion, seconds: float) -> Completion:
         return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,10 @@ def test_what_is_asked():
     assert "model" not in dialect().generation(request("a"), version=3).body
     assert dialect(reload="/r").generation(request("a"), version=3).body["cache_salt"].endswith("-w3")
     json.dumps(call.body)
+    assert not {"stop", "min_tokens", "seed"} & set(call.body)
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "min_tokens": 2, "seed": 0}
+    asked = dialect().generation(replace(request("a"), stop=("END",), **options), version=3).body
+    assert ({**options, "stop": ["END"]}).items() <= asked.items()
 
 
 def test_what_is_understood():
