@@ -121,7 +121,8 @@ class Completion:
         logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature,
             without what `Request.top_p` and others cut), shape (sampled tokens,).
         runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
-        finish: `stop` (an end-of-sequence token or a text of `Request.stop` was sampled), `length` (limit or context reached), `abort`.
+        finish: `stop` (an end-of-sequence token was sampled, or a text of `Request.stop`), `length` (limit or context
+            reached), `abort`.
         prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
         cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.

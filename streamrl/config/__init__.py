@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
@@ -31,7 +31,7 @@ from streamrl.config.rewards import RewardModelName, check_retrying, check_scori
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
-from streamrl.config.sampling import SGLANG_MASK, DrawConfig
+from streamrl.config.sampling import OPTIONS, SGLANG_MASK, DrawConfig
 from streamrl.config.sampling import EvaluationConfig as EvaluationConfig
 from streamrl.config.sampling import SamplingConfig as SamplingConfig
 
@@ -70,17 +70,6 @@ class ModelConfig(Section):
     def renders(self) -> bool:
         """Whether chats are written in another way than the tokenizer's own template does by itself."""
         return self.chat_template is not None or bool(self.template_args)
-
-    @model_validator(mode="after")
-    def _check_template(self) -> ModelConfig:
-        if ours := sorted(_OF_TEMPLATES & set(self.template_args)):
-            raise ValueError(f"template_args.{ours[0]} is an argument that streamrl gives the template itself")
-        return self
-
-
-_OF_TEMPLATES: Final = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
-)
 
 
 class DataConfig(Section):
@@ -315,7 +304,10 @@ class RunConfig(Section):
 
     def drawing(self, *, evaluation: bool) -> DrawConfig:
         """How responses are drawn: those that are trained, or held-out ones."""
-        return self.evaluation.drawing(self.sampling) if evaluation else self.sampling
+        if not evaluation:
+            return self.sampling
+        own = self.evaluation.model_dump(include=OPTIONS, exclude_none=True)
+        return DrawConfig.model_construct(**{**self.sampling.model_dump(include=OPTIONS), **own})
 
     @property
     def reads_text(self) -> bool:
@@ -420,15 +412,8 @@ class RunConfig(Section):
                 f"sampling.{sampling.cuts}: sglang tells the log-probabilities of what it sampled from only with"
                 f" sampling.top_k 1 to {SGLANG_MASK}; set it too, or set evaluation.{sampling.cuts} instead"
             )
-        seeded = next((name for name, draw in draws.items() if draw.seed is not None), "")
-        fixed = "enable-deterministic-inference" in {name.lstrip("-").replace("_", "-") for name in flags}
-        if kind == "sglang" and seeded and not (fixed or self.engine.url):
-            raise ValueError(
-                f"{seeded}.seed: sglang draws each response by random numbers of its own only with engine.flags"
-                " {enable-deterministic-inference: true}"
-            )
-        if kind == "sglang" and (seeded or fixed) and (name := next((n for n in draws if draws[n].min_p), "")):
-            raise ValueError(f"{name}.min_p: sglang fails with it where responses have a seed; leave one of them out")
+        if kind == "sglang" and (seeded := next((name for name, draw in draws.items() if draw.seed is not None), "")):
+            raise ValueError(f"{seeded}.seed: sglang draws for all responses by one seed; use engine.kind hf or vllm")
         return self
 
     @model_validator(mode="after")

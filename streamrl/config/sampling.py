@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from pydantic import Field
 
@@ -41,15 +41,11 @@ class DrawConfig(Section):
         """The first option that makes tokens impossible; empty: every token is possible everywhere."""
         if self.temperature == 0:
             return ""
-        return next((name for name in ("top_p", "top_k", "min_p") if getattr(self, name) != _WHOLE[name]), "")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a request takes over as it is."""
-        return self.model_dump(include={"temperature", "top_p", "top_k", "min_p", "stop", "min_tokens"})
+        changed = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return next((name for name, cut in changed.items() if cut), "")
 
 
-_WHOLE: Final = {name: DrawConfig.model_fields[name].default for name in ("top_p", "top_k", "min_p")}
+OPTIONS: Final = frozenset(DrawConfig.model_fields)
 
 
 class SamplingConfig(DrawConfig):
@@ -95,9 +91,3 @@ class EvaluationConfig(Section):
     stop: tuple[StopString, ...] | None = Field(None, description="as in sampling")
     min_tokens: Natural | None = Field(None, description="as in sampling")
     seed: Natural | None = Field(None, description="as in sampling")
-
-    def drawing(self, sampling: SamplingConfig) -> DrawConfig:
-        """How held-out responses are drawn."""
-        names = set(DrawConfig.model_fields)
-        own = self.model_dump(include=names, exclude_none=True)
-        return DrawConfig.model_construct(**{**sampling.model_dump(include=names), **own})

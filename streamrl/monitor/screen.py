@@ -82,8 +82,6 @@ def _learning(board: Board, width: int, height: int) -> Panel:
         head = Text("held-out accuracy by version   ")
         head.append(f"{newest[1]:.3f}", style="bold green")
         head.append(f" at v{newest[0]}, first {points[0][1]:.3f}")
-        if several := board.progress.accuracy.several(newest[0]):
-            head.append(f"   {several}")
         if board.goal.accuracy is not None:
             head.append(f", ends at {board.goal.accuracy:g}", style="dim")
         lines.append(head)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import OPTIONS
 from streamrl.engine import SEEDS, Completion, Generator, Request
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
 from streamrl.producers.stopping import StopTexts
@@ -61,11 +62,11 @@ class SampleOrder:
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
         """What the request of a turn takes over from the configuration as it is."""
-        options = config.drawing(evaluation=self.prompt.evaluation).options
-        if self.greedy:
-            options["temperature"] = 0.0
+        draw = config.drawing(evaluation=self.prompt.evaluation)
+        options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
         digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=8).digest()
-        return {**options, "seed": int.from_bytes(digest) % SEEDS if self.seed else None}
+        options["seed"] = int.from_bytes(digest) % SEEDS if self.seed else None
+        return options | ({"temperature": 0.0} if self.greedy else {})
 
 
 def seed_of(config: RunConfig, name: str, *, evaluation: bool) -> str:
@@ -131,13 +132,14 @@ class SingleTurn(Sampler):
     async def sample(self, order: SampleOrder) -> Sample:
         options = order.drawn(self._config)
         stops = StopTexts(options["stop"], self._tokenizer.decode, options["min_tokens"])
-        completion, text = stops.cut(await self._generate(order, options))
+        completion = stops.cut(await self._generate(order, options))
+        tokens = completion.tokens.tolist()
         return Sample(
             tokens=pack_int32(completion.tokens),
             logprobs=pack_float32(completion.logprobs),
             runs=completion.runs,
             finish=completion.finish,
-            text=text,
+            text=stops.before(self._tokenizer.decode(tokens), tokens),
             engine=self._name,
             seconds=completion.seconds,
             greedy=order.greedy,

@@ -1,7 +1,7 @@
-"""Texts that end a response (`Request.stop`): which token completes one, and what the text before it is.
+"""Texts that end a response (`Request.stop`): which token completes one, and what stands before it.
 
-Engines end a response early; this is what says where it ends. SGLang, for one, misses a text that is written with more
-tokens than its tokenizer would take.
+Engines end a response early; this says where it ends. SGLang, for one, misses a text that is written with more tokens
+than its tokenizer would take.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
-
 
 from streamrl.engine import Completion
 from streamrl.producers.group.request import first_tokens
@@ -25,48 +24,45 @@ class StopTexts:
     """The texts that end a response, none of them within its first `after` tokens. `decode` turns tokens into text."""
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str], after: int = 0) -> None:
-        self._texts = tuple(texts)
+        self._texts = texts
         self._decode = decode
         self._after = after
         self._window = max((len(text.encode()) for text in texts), default=0) + _MORE
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether the last token completes a text; cheap, for each token in turn."""
-        if len(tokens) <= self._after:
-            return False
         window = tokens[-self._window :]
-        text = self._decode(window)
+        text = self._decode(window) if len(tokens) > self._after else ""
         return any(stop in text for stop in self._texts) and self._found(text, self._length(window[:-1])) is not None
 
-    def cut(self, completion: Completion) -> tuple[Completion, str]:
-        """A response up to the token that completes the first text, and its own text, which ends before that."""
+    def cut(self, completion: Completion) -> Completion:
+        """A response up to the token that completes the first text."""
+        if not self._texts:
+            return completion
         tokens = completion.tokens.tolist()
-        text, begin = self._decode(tokens), self._length(tokens[: self._after])
-        if self._found(text, begin) is None:
-            return completion, text
-        count = 1 + bisect_left(
-            range(1, len(tokens)),
-            True,
-            key=lambda count: self._found(self._decode(tokens[:count]), begin) is not None,
-        )
-        text = self._decode(tokens[:count])
-        at = self._found(text, begin)
-        assert at is not None, "the whole response has it"
-        return replace(first_tokens(completion, count), finish="stop"), text[:at]
+        begin = self._length(tokens[: self._after])
 
-    def cut_last(self, text: str, tokens: Sequence[int]) -> str:
-        """A part of a response that ends with its last token, without the text that this token completes."""
+        def ended(count: int) -> bool:
+            return self._found(self._decode(tokens[:count]), begin) is not None
+
+        if not ended(len(tokens)):
+            return completion
+        count = 1 + bisect_left(range(1, len(tokens)), True, key=ended)
+        return replace(first_tokens(completion, count), finish="stop")
+
+    def before(self, text: str, tokens: Sequence[int]) -> str:
+        """The end of a response, or all of it, without the text that the last of its tokens completes, if any."""
+        if not self._texts:
+            return text
         last = len(self._decode(tokens)) - self._length(tokens[:-1])
         return text[: self._found(text, len(text) - last)]
 
     def _length(self, tokens: Sequence[int]) -> int:
-        return len(self._decode(tokens).rstrip(_PART)) if len(tokens) else 0
+        return len(self._decode(tokens).rstrip(_PART)) if tokens else 0
 
     def _found(self, text: str, begin: int) -> int | None:
         """Where the text that is complete first starts, of those that end behind `begin`."""
-        found = []
-        for stop in self._texts:
-            at = text.find(stop, max(0, begin + 1 - len(stop)))
-            if at >= 0:
-                found.append((at + len(stop), at))
-        return min(found)[1] if found else None
+        places = [
+            (at + len(stop), at) for stop in self._texts if (at := text.find(stop, max(0, begin + 1 - len(stop)))) >= 0
+        ]
+        return min(places)[1] if places else None

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RunConfig
 from streamrl.config.base import ServerKind
-from streamrl.config.sampling import DrawConfig
+from streamrl.config.sampling import OPTIONS
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
@@ -132,11 +132,10 @@ async def _reach(config: RedisConfig, url: str) -> None:
 
 
 def look_at_sampling(config: RunConfig) -> str:
-    draws = [config.drawing(evaluation=False), *([config.drawing(evaluation=True)] if config.data.held_out else [])]
-    default, found = DrawConfig(), []
-    for name, draw in zip(("training", "evaluation"), draws, strict=False):
-        changed = {key: value for key in DrawConfig.model_fields if (value := getattr(draw, key)) != getattr(default, key)}
-        found.append(f"{name} {', '.join(f'{key} {value}' for key, value in changed.items()) or 'by the defaults'}")
+    found = []
+    for what, draw in (("training", config.sampling), ("evaluation", config.drawing(evaluation=True))):
+        changed = draw.model_dump(include=OPTIONS, exclude_defaults=True)
+        found.append(f"{what} {', '.join(f'{name} {value}' for name, value in changed.items()) or 'by the defaults'}")
     if config.sampling.cuts:
         found.append(
             f"WARNING: sampling.{config.sampling.cuts} cuts the distribution, and the learner knows the whole one: each"

@@ -107,12 +107,8 @@ def summarize(
         "staleness_mean": round(staleness / stale_tokens, 4) if stale_tokens else 0.0,
         **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
         "samples_dead": int(counts["dead_samples"]),
-        **{
-            f"{name}_{when}": round(value, 6)
-            for when, figures in (("before", accuracies.before), ("after", accuracies.after))
-            for name, value in figures.items()
-            if name != "accuracy"
-        },
+        **{f"{name}_before": value for name, value in accuracies.before.items() if "_at_" in name},
+        **{f"{name}_after": value for name, value in accuracies.after.items() if "_at_" in name},
     }
 
 

@@ -107,12 +107,7 @@ class SglangDialect(Dialect):
                 f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
                 f"set engine.tensor_parallel to {ranks}",
             )
-        if self._config.sampling.cuts and _release(version) < TELLS_CUTS:
-            raise Refused(
-                f"SGLang {version} does not tell the log-probabilities of sampling.{self._config.sampling.cuts}",
-                "take 0.5.23, or set it for evaluation only",
-            )
-        missing = _missing(server, version)
+        missing = _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST)
         return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
@@ -134,7 +129,6 @@ class SglangDialect(Dialect):
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
             "stop": list(request.stop),
-            "sampling_seed": request.seed,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -286,13 +280,11 @@ def _token_ids(answer: Any) -> tuple[int, ...] | None:
     return tuple(tokens) if whole and tokens is not None else None
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-def _missing(server: Mapping[str, Any], version: str) -> str:
-    if version and _release(version) < OLDEST:
-        return f"SGLang {version} is older than 0.5.20: it does not say which weights sampled which token"
+def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -> str:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers and numbers < oldest:
+        what = "which weights sampled which token" if numbers < OLDEST else "from which distribution, cut by `sampling`"
+        return f"SGLang {version} is older than {'.'.join(map(str, oldest))}: it does not say {what}"
     if LOADER not in (server.get("custom_weight_loader") or []):
         return f"the server was started without --custom-weight-loader {LOADER} and PYTHONPATH={PLUGIN}"
     if server.get("dp_size", 1) != 1:

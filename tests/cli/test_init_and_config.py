@@ -13,7 +13,6 @@ from streamrl.consumers.reward import RewardPrompt, RewardSample
 from streamrl.runfile import load
 from streamrl.servers import environments
 from streamrl.wire import pack_int32, unpack_int32
-
 from tests.producers.episodes.chat_kit import make_tokenizer
 
 from .run_kit import cli, data_of, make_run

@@ -104,7 +104,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_summary_by_hand(run_dir: Path):
     config = load(None, ["sampling.group_size=8"], {}).config
-    summary = summarize(config, run_dir, read_learner(run_dir), COUNTS, Accuracies({"accuracy": 0.4}, {"accuracy": 0.9}))
+    summary = summarize(
+        config, run_dir, read_learner(run_dir), COUNTS, Accuracies({"accuracy": 0.4}, {"accuracy": 0.9})
+    )
     assert list(summary) == KEYS
     assert summary == {
         "accuracy_before": 0.4,

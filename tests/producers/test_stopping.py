@@ -43,7 +43,9 @@ def done(tokens: Sequence[int], finish: str = "length") -> Completion:
     ],
 )
 def test_a_response_ends_with_the_token_that_completes_a_text(tokens, stops, after, count, text):
-    found, said = StopTexts(stops, decode, after).cut(done(tokens))
+    ends = StopTexts(stops, decode, after)
+    found = ends.cut(done(tokens))
+    said = ends.before(decode(tokens[:count]), tokens[:count])
     ended = text != decode(tokens)
     assert (found.tokens.tolist(), said) == (tokens[:count], text)
     assert (found.finish, len(found.logprobs)) == ("stop" if ended else "length", count)
@@ -53,16 +55,17 @@ def test_a_response_ends_with_the_token_that_completes_a_text(tokens, stops, aft
 
 
 def test_without_texts_nothing_ends():
-    found, said = StopTexts((), decode).cut(done([0, 1, 2]))
-    assert (found.tokens.tolist(), found.finish, said) == ([0, 1, 2], "length", "ab;")
+    found = StopTexts((), decode).cut(done([0, 1, 2]))
+    assert (found.tokens.tolist(), found.finish) == ([0, 1, 2], "length")
+    assert StopTexts((), decode).before("ab;", [0, 1, 2]) == "ab;"
     assert not StopTexts((), decode).ends([0])
 
 
 def test_a_part_of_a_response_is_cut_where_its_last_token_completes_a_text():
     ends = StopTexts([";"], decode)
-    assert ends.cut_last("b", [0, 1, 3]) == "b"  # the part has no text of the last token
-    assert ends.cut_last("ab;;", [0, 1, 3]) == "ab"
-    assert ends.cut_last("a;b", [0, 2, 1]) == "a;b"  # it ended by another token
+    assert ends.before("b", [0, 1, 3]) == "b"  # the part has no text of the last token
+    assert ends.before("ab;;", [0, 1, 3]) == "ab"
+    assert ends.before("a;b", [0, 2, 1]) == "a;b"  # it ended by another token
 
 
 tokens_of = st.lists(st.integers(0, len(ALL) - 1), min_size=1, max_size=14)
@@ -73,11 +76,12 @@ texts_of = st.lists(st.text("ab;\né", min_size=1, max_size=4), min_size=1, max_
 def test_both_ways_find_the_same_end(tokens, stops, after):
     """Token by token, through a window, as an engine does, and at once."""
     ends = StopTexts(stops, decode, after)
-    found, said = ends.cut(done(tokens))
+    found = ends.cut(done(tokens))
     by_step = next((count for count in range(1, len(tokens) + 1) if ends.ends(tokens[:count])), None)
     assert (by_step or len(tokens)) == len(found.tokens)
     assert (found.finish == "stop") == (by_step is not None)
-    if by_step is not None:
-        assert decode(tokens[:by_step]).startswith(said)
-        assert any(decode(tokens[:by_step])[len(said) :].startswith(stop) for stop in stops)
-        assert ends.cut_last(decode(tokens[:by_step]), tokens[:by_step]) == said
+    text = decode(found.tokens.tolist())
+    said = ends.before(text, found.tokens.tolist())
+    assert text.startswith(said)
+    assert (said != text) == (by_step is not None)
+    assert said == text or any(text[len(said) :].startswith(stop) for stop in stops)

@@ -84,12 +84,17 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
 
 
 def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it():
-    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ("END",), "seed": 5, "min_tokens": 9}
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ("END",), "min_tokens": 9}
     body = dialect().generation(Request("r", np.array([5], np.int32), 8, **options), version=1).body
-    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ["END"], "sampling_seed": 5, "min_new_tokens": 8}
+    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ["END"], "min_new_tokens": 8}
     assert told.items() <= body["sampling_params"].items()
     assert body["return_sampling_mask"] is True
-    for plain in ({}, {"top_p": 0.9}, {"top_k": 4097}, {"top_k": 5, "temperature": 0.0}):  # it would refuse, or need not
+    for plain in (
+        {},
+        {"top_p": 0.9},
+        {"top_k": 4097},
+        {"top_k": 5, "temperature": 0.0},
+    ):  # it would refuse, or need not
         body = dialect().generation(Request("r", np.array([5], np.int32), 8, **plain), version=1).body
         assert "return_sampling_mask" not in body
 

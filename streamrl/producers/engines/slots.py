@@ -185,10 +185,6 @@ class _Sequence:
     generator: torch.Generator | None = None
 
     @property
-    def least(self) -> int:
-        return 0 if self.job.request is None else self.job.request.min_tokens
-
-    @property
     def length(self) -> int:
         return len(self.job.prompt) + len(self.tokens)
 
@@ -357,7 +353,8 @@ class SlotBatch:
         rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
         if all(row.job.request is None and row.job.temperature == 1.0 for row in rows.values()):
             return sample(logits, None, self._generator)  # the usual case, and a division saved
-        early = [at for at, row in rows.items() if len(row.tokens) < row.least]
+        special = {at: row.job.request for at, row in rows.items() if row.job.request is not None}
+        early = [at for at, asked in special.items() if len(rows[at].tokens) < asked.min_tokens]
         if early and self._stop:
             logits = logits.clone()
             logits[torch.tensor(early)[:, None], torch.tensor(list(self._stop))] = -math.inf
@@ -366,7 +363,7 @@ class SlotBatch:
             logits,
             torch.tensor(heat, device=logits.device),
             self._generator,
-            cut={at: asked for at, row in rows.items() if (asked := row.job.request) is not None and asked.cuts},
+            cut={at: asked for at, asked in special.items() if asked.cuts},
             own={at: row.generator for at, row in rows.items() if row.generator is not None},
         )
 

@@ -23,7 +23,6 @@ import orjson
 from streamrl.engine import Completion, Finish, Runs
 from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
-from streamrl.producers.stopping import StopTexts
 from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
 
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
@@ -31,10 +30,7 @@ _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn of the sample; `finish` is empty for one that was observed, `conversation` ends with a sampled one.
-
-    `ends` are the texts of which one may have ended it.
-    """
+    """A turn of the sample; `finish` is empty for one that was observed, `conversation` ends with a sampled one."""
 
     parent: int
     ids: Int32Array
@@ -48,7 +44,7 @@ class RecordedTurn:
     tool_seconds: float = 0.0
     cached: int = 0
     ended_at: float = 0.0
-    ends: StopTexts | None = None
+    text: str = ""
     children: int = 0
     conversation: Sequence[Message] = ()
 

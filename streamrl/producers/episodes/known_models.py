@@ -89,7 +89,11 @@ def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRende
             f"tool format {tool_format!r} writes chats by itself, without model.chat_template and model.template_args",
             f"set episode.tool_format to auto or one of {', '.join(FORMATS)}",
         )
-    if tool_format in FORMATS or tokenizer.model.renders or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1)):
+    if (
+        tool_format in FORMATS
+        or tokenizer.model.renders
+        or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1))
+    ):
         return None  # the import takes two seconds
     if find_spec("renderers") is None:
         if tool_format == "auto":

@@ -20,7 +20,7 @@ from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.engine import Completion, Finish, Generator, Request
 from streamrl.errors import DataError, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
-from streamrl.producers.episodes.history import History, NextTurn, RecordedTurn, calls_key
+from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
@@ -194,14 +194,15 @@ class EpisodeSession:
         tokens = completion.tokens.tolist()
         reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
+        text = self._tokenizer.decode(tokens)
         if ends is not None and completion.finish == "stop":
-            said = "content" if reply.content else "reasoning"
-            reply = replace(reply, **{said: ends.cut_last(getattr(reply, said), tokens)})
+            text, said = ends.before(text, tokens), "content" if reply.content else "reasoning"
+            reply = replace(reply, **{said: ends.before(getattr(reply, said), tokens)})
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
         turn = self._history.turns[number]
-        turn.ended_at, turn.ends = asyncio.get_running_loop().time(), ends
+        turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
         return SampledTurn(
             reply,
             number,
@@ -214,11 +215,7 @@ class EpisodeSession:
 
     def text(self, turn: SampledTurn) -> str:
         """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
-        return self._text_of(self._history.turns[turn.number])
-
-    def _text_of(self, turn: RecordedTurn) -> str:
-        text = self._tokenizer.decode(turn.ids)
-        return text if turn.ends is None else turn.ends.cut_last(text, turn.ids.tolist())
+        return self._history.turns[turn.number].text
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
@@ -353,7 +350,7 @@ class EpisodeSession:
             logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
             runs=runs,
             finish=last.finish or "stop",
-            text=self._text_of(last),
+            text=last.text,
             engine=engine,
             seconds=sum(turn.model_seconds for turn in replies),
             greedy=self._order.greedy,
@@ -458,7 +455,7 @@ class EpisodeSession:
         if completion is None:
             completion = await self._generate(place.ids, longest, number, options)
             if ends is not None:
-                completion, _ = ends.cut(completion)
+                completion = ends.cut(completion)
             async with self._faults():
                 await self.journal.add_reply(key, completion)
         self._tokens += len(completion.tokens)

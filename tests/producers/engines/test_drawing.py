@@ -74,7 +74,9 @@ def test_what_is_left_sums_to_1_and_is_the_most_probable_part(parts, top_k, top_
     assert sorted(order[: len(kept)]) == kept
     assert sum(found) == pytest.approx(1.0, abs=1e-6)
     mass = sum(parts[token] for token in kept)
-    assert found == pytest.approx([parts[token] / mass if token in kept else 0.0 for token in range(len(parts))], abs=1e-6)
+    assert found == pytest.approx(
+        [parts[token] / mass if token in kept else 0.0 for token in range(len(parts))], abs=1e-6
+    )
     assert 1 <= len(kept) <= (top_k or len(parts))
     # by the definitions, on whole numbers; a float32 may put a sum on either side of its very border
     able = [token for token in order[: top_k or len(parts)] if parts[token] >= min_p * max(parts) - 1e-5]
