@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from streamrl.errors import DataError
 from streamrl.wire import Float32Array, Int32Array
@@ -25,8 +25,6 @@ PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
 """What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
 anew by the weights then in force, or they end with what they have."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
-SEEDS: Final = 1 << 63
-"""Seeds of requests lie below it."""
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
 

@@ -28,8 +28,6 @@ def at_k(prompts: Iterable[tuple[int, int]], samples: int) -> dict[str, float]:
 
 def in_words(figures: dict[str, float]) -> str:
     """`avg@8 0.512  pass@8 0.870`, of all responses; empty without figures."""
-    if not figures:
-        return ""
-    samples = max(int(name.rpartition("_")[2]) for name in figures)
-    shown = {f"{what}@{samples}": figures.get(f"{what}_at_{samples}") for what in ("avg", "pass")}
-    return "  ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)
+    samples = max((int(name.rpartition("_")[2]) for name in figures), default=0)
+    shown = ((f"{what}@{samples}", figures.get(f"{what}_at_{samples}")) for what in ("avg", "pass"))
+    return "  ".join(f"{name} {value:.3f}" for name, value in shown if value is not None)

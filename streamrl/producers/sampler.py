@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.config.sampling import OPTIONS
-from streamrl.engine import SEEDS, Completion, Generator, Request
+from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
@@ -64,8 +64,8 @@ class SampleOrder:
         """What the request of a turn takes over from the configuration as it is."""
         draw = config.drawing(evaluation=self.prompt.evaluation)
         options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
-        digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=8).digest()
-        options["seed"] = int.from_bytes(digest) % SEEDS if self.seed else None
+        digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=7).digest()  # servers take 63 bits
+        options["seed"] = int.from_bytes(digest) if self.seed else None
         return options | ({"temperature": 0.0} if self.greedy else {})
 
 

@@ -38,10 +38,9 @@ def with_model(config: RunConfig, path: str) -> RunConfig:
 async def measure_accuracy(
     config: RunConfig, run_dir: Path, label: str, seed: int, on_progress: OnProgress
 ) -> dict[str, float]:
-    """`accuracy`: share of scored responses above `evaluation.threshold`, on the first `evaluation.final_prompts`
-    held-out prompts; with several samples also what `at_k` says.
+    """The share of scored responses above `evaluation.threshold` (`accuracy`), and what `at_k` says of several samples.
 
-    Responses are sampled as those of `evaluation`, with transformers in this process, whatever engine the run had: its
+    It is of the first `evaluation.final_prompts` held-out prompts. Responses are sampled as those of `evaluation`, with transformers in this process, whatever engine the run had: its
     servers have ended or belong to others. Runs whose rewards cannot measure it then are refused at their start. A
     response that fails, or whose reward fails, does not count; StreamrlError if none could be scored.
     """

@@ -138,9 +138,8 @@ def look_at_sampling(config: RunConfig) -> str:
         found.append(f"{what} {', '.join(f'{name} {value}' for name, value in changed.items()) or 'by the defaults'}")
     if config.sampling.cuts:
         found.append(
-            f"WARNING: sampling.{config.sampling.cuts} cuts the distribution, and the learner knows the whole one: each"
-            " ratio is too low by the part that was kept, that of a sequence by all of them together"
-            " (docs/guides/sampling.md)"
+            f"WARNING: sampling.{config.sampling.cuts} cuts the distribution, and the learner knows the whole one: its"
+            " ratios are too low, those of sequences most (docs/guides/sampling.md)"
         )
     return "; ".join(found)
 

@@ -84,16 +84,9 @@ def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRende
         ConfigError: `tool_format` names nothing, the package is not installed, or the tokenizer lacks its tokens.
     """
     model = str(getattr(tokenizer.backend, "name_or_path", ""))
-    if tokenizer.model.renders and tool_format not in ("auto", *FORMATS):
-        raise ConfigError(
-            f"tool format {tool_format!r} writes chats by itself, without model.chat_template and model.template_args",
-            f"set episode.tool_format to auto or one of {', '.join(FORMATS)}",
-        )
-    if (
-        tool_format in FORMATS
-        or tokenizer.model.renders
-        or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1))
-    ):
+    if tool_format in FORMATS or tokenizer.model.renders:
+        return None  # its classes know neither the template of a run nor arguments
+    if tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1):
         return None  # the import takes two seconds
     if find_spec("renderers") is None:
         if tool_format == "auto":

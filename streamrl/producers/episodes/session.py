@@ -443,7 +443,7 @@ class EpisodeSession:
     async def _completion(
         self, place: NextTurn, longest: int, stop: Sequence[str] | None
     ) -> tuple[Completion, StopTexts | None]:
-        """What the journal has for this conversation, else what the engine samples; and what texts may have ended it."""
+        """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
         key = reply_key(place.ids)
         number = next(self._numbers)
         options = self._order.drawn(self._config, number)

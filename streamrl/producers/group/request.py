@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from streamrl.engine import SEEDS, Completion, Finish, Request, Runs
+from streamrl.engine import Completion, Finish, Request, Runs
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.group.flights import ServerDied
 
@@ -86,7 +86,7 @@ class PartialResponse:
             max_new_tokens=request.max_new_tokens - len(self),
             min_tokens=max(0, request.min_tokens - len(self)),
             # Another server would draw the numbers again that the first tokens were drawn with.
-            seed=None if seed is None else (seed + len(self)) % SEEDS,
+            seed=None if seed is None else seed + len(self),
         )
 
     def joined(self, last: Completion, seconds: float) -> Completion:
