@@ -40,9 +40,10 @@ async def measure_accuracy(
 ) -> dict[str, float]:
     """The share of scored responses above `evaluation.threshold` (`accuracy`), and what `at_k` says of several samples.
 
-    It is of the first `evaluation.final_prompts` held-out prompts. Responses are sampled as those of `evaluation`, with transformers in this process, whatever engine the run had: its
-    servers have ended or belong to others. Runs whose rewards cannot measure it then are refused at their start. A
-    response that fails, or whose reward fails, does not count; StreamrlError if none could be scored.
+    It is of the first `evaluation.final_prompts` held-out prompts, sampled as those of `evaluation` with transformers
+    in this process, whatever engine the run had: its servers have ended or belong to others. Runs whose rewards cannot
+    measure it then are refused at their start. A response that fails, or whose reward fails, does not count;
+    StreamrlError if none could be scored.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
