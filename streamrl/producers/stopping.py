@@ -52,7 +52,7 @@ class StopTexts:
 
     def before(self, text: str, tokens: Sequence[int]) -> str:
         """The end of a response, or all of it, without the text that the last of its tokens completes, if any."""
-        if not self._texts:
+        if not self._texts or len(tokens) <= self._after:
             return text
         last = len(self._decode(tokens)) - self._length(tokens[:-1])
         return text[: self._found(text, len(text) - last)]

@@ -113,12 +113,11 @@ def with_model(template: str, **model: Any) -> Tokenizer:
 
 
 def test_arguments_reach_the_template_and_a_system_message_is_put_first():
-    template = kit.HERMES.replace("'assistant\\n'", "'assistant\\n' + ('<think>' if thinking else '')")
-    assert template != kit.HERMES.replace("thinking", "")
+    template = "{{- 'deep' if thinking }}" + kit.HERMES
     made = renderer_of(with_model(template, template_args={"thinking": True}, system_prompt="Be brief."))
     text = decoded(made.render([asked("a?")]))
     begin = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na?<|im_end|>\n"
-    assert text == f"{begin}<|im_start|>assistant\n<think>"
+    assert text == f"deep{begin}<|im_start|>assistant\n"
     own = [{"role": "system", "content": "Shout."}, asked("a?")]
     assert "Be brief." not in decoded(made.render(own))
     turn = make_tokenizer(kit.HERMES).plain_ids("grass<|im_end|>")
