@@ -173,7 +173,7 @@ def test_config_validate_says_how_responses_are_drawn_and_what_that_means(runnab
     )
     file = runnable / "run.yaml"
     done = cli("config", "validate", str(file))
-    assert "check  sampling: training by the defaults\n" in done.stdout
+    assert "check  sampling: training by the defaults; evaluation by the defaults\n" in done.stdout
     assert "check  chats" not in done.stdout
     file.write_text(
         "name: mine\nsampling: {top_p: 0.9, seed: 1}\nevaluation: {temperature: 0}\ndata: {held_out: train.jsonl}\n"
