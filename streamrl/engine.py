@@ -58,15 +58,15 @@ class Request:
     tokens: Int32Array
     max_new_tokens: int
     temperature: float = 1.0
+    adapter: str | None = None
+    affinity: str = ""
+    cache_version: int | None = None
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     seed: int | None = None
-    adapter: str | None = None
-    affinity: str = ""
-    cache_version: int | None = None
 
     @property
     def cuts(self) -> bool:

@@ -45,7 +45,7 @@ class DrawConfig(Section):
         return next((name for name, cut in changed.items() if cut), "")
 
 
-OPTIONS: Final = frozenset(DrawConfig.model_fields)
+OPTIONS: Final = set(DrawConfig.model_fields)
 
 
 class SamplingConfig(DrawConfig):

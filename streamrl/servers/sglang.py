@@ -128,7 +128,7 @@ class SglangDialect(Dialect):
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
-            "stop": list(request.stop),
+            "stop": [] if request.min_tokens else list(request.stop),  # it would end a response before that
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,

@@ -86,9 +86,11 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
 def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it():
     options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ("END",), "min_tokens": 9}
     body = dialect().generation(Request("r", np.array([5], np.int32), 8, **options), version=1).body
-    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ["END"], "min_new_tokens": 8}
+    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": [], "min_new_tokens": 8}
     assert told.items() <= body["sampling_params"].items()
     assert body["return_sampling_mask"] is True
+    body = dialect().generation(Request("r", np.array([5], np.int32), 8, stop=("END",)), version=1).body
+    assert body["sampling_params"]["stop"] == ["END"]  # it would end a response before the least length
     for plain in (
         {},
         {"top_p": 0.9},

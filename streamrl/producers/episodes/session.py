@@ -196,8 +196,9 @@ class EpisodeSession:
         reply = replace(reply, calls=reply.calls[:most_calls])
         text = self._tokenizer.decode(tokens)
         if ends is not None and completion.finish == "stop":
-            text, said = ends.before(text, tokens), "content" if reply.content else "reasoning"
-            reply = replace(reply, **{said: ends.before(getattr(reply, said), tokens)})
+            text, content = ends.before(text, tokens), ends.before(reply.content, tokens)
+            reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
+            reply = replace(reply, content=content, reasoning=reasoning)
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
