@@ -8,6 +8,7 @@ from pydantic import Field
 
 from streamrl.config.base import Fraction, Natural, Positive, Section
 
+Heat: TypeAlias = Annotated[float, Field(ge=0, le=10)]
 TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 StopString: TypeAlias = Annotated[str, Field(min_length=1)]
 SGLANG_MASK: Final = 4096
@@ -17,18 +18,12 @@ SGLANG_MASK: Final = 4096
 class DrawConfig(Section):
     """How one response is drawn. `min_p`, `top_k` and `top_p` cut the distribution, in this order."""
 
-    temperature: Annotated[float, Field(ge=0, le=10)] = Field(1.0, description="softmax temperature")
+    temperature: Heat = Field(1.0, description="softmax temperature")
     max_new_tokens: Positive = Field(256, description="longest response in tokens")
-    top_p: TopP = Field(
-        1.0, description="only the most probable tokens whose probabilities together reach this; 1: all tokens"
-    )
+    top_p: TopP = Field(1.0, description="only the most probable tokens that reach this share together; 1: all")
     top_k: Natural = Field(0, description="only so many of the most probable tokens; 0: all tokens")
-    min_p: Fraction = Field(
-        0.0, description="only tokens of at least this times the probability of the most probable one; 0: all tokens"
-    )
-    stop: tuple[StopString, ...] = Field(
-        (), description="texts that end a response; its tokens end with one of them, its text before it"
-    )
+    min_p: Fraction = Field(0.0, description="only tokens of at least this share of the highest probability; 0: all")
+    stop: tuple[StopString, ...] = Field((), description="texts that end a response; its own text ends before")
     min_tokens: Natural = Field(0, description="no end of the sequence and no text of `stop` before so many tokens")
     seed: Natural | None = Field(
         None,
@@ -81,9 +76,7 @@ class EvaluationConfig(Section):
     samples: Positive = Field(1, description="responses per held-out prompt; several also give avg@k and pass@k")
     final_prompts: Natural = Field(0, description="held-out prompts for the first and last version at the end; 0: none")
     threshold: float = Field(0.5, description="a held-out response with a score above this counts as right")
-    temperature: Annotated[float, Field(ge=0, le=10)] | None = Field(
-        None, description="0: the most probable token each time"
-    )
+    temperature: Heat | None = Field(None, description="0: the most probable token each time")
     max_new_tokens: Positive | None = Field(None, description="longest response in tokens")
     top_p: TopP | None = Field(None, description="as in sampling")
     top_k: Natural | None = Field(None, description="as in sampling")
