@@ -27,7 +27,8 @@ import transformers
 from facts import machine_facts
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines import Engine, Request, make_engine
+from streamrl.engine import Request
+from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 
 GROUP = 8
@@ -62,7 +63,7 @@ def save_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 async def measure(
-    engine: Engine, weights: dict[str, torch.Tensor], slots: int, samples: int, swap_every: float
+    engine: HfEngine, weights: dict[str, torch.Tensor], slots: int, samples: int, swap_every: float
 ) -> dict[str, float]:
     """Keep twice as many requests in flight as there are slots, whole groups at a time."""
     digits = lengths(11)
@@ -119,7 +120,7 @@ async def run(
             "engine": {"slots": slots, "attention": attention, "threads": args.threads},
         }
     )
-    engine = make_engine(config, seed=0)
+    engine = HfEngine(config, seed=0)
     await engine.start()
     try:
         await measure(engine, weights, slots, max(256, args.samples // 8), 1e9)

@@ -22,9 +22,9 @@ from spread import ratios, spread
 
 from streamrl.config import RunConfig
 from streamrl.demo.prepare import make_tokenizer
+from streamrl.engine import Request
 from streamrl.http import HttpClient
 from streamrl.producers.dataset import PromptLimits, load_prompts
-from streamrl.producers.engines import Request
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save

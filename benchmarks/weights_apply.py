@@ -27,7 +27,7 @@ from spread import ratios, spread
 
 import streamrl.producers.engines.control as control
 from streamrl.config import RunConfig
-from streamrl.producers.engines import Engine, Request
+from streamrl.engine import Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.follower import Apply, Follower
 from streamrl.weight_sync.publisher import Publisher

@@ -53,6 +53,13 @@ class Request:
             leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
+        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
+            log-probabilities are those of what is left, where the engine gives them. Engines differ in how they
+            combine two of them.
+        stop: texts that end the response. Its tokens end with the one that completes such a text, as far as the
+            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
+        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
+        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
             better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
         cache_version: its keys and values may be those that weights of this version computed for an earlier request
@@ -65,6 +72,17 @@ class Request:
     temperature: float = 1.0
     affinity: str = ""
     cache_version: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    seed: int | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are impossible everywhere."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,8 @@ class RequestLimits:
             raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
         if not (0 <= request.temperature < math.inf):
             raise DataError(f"{name}: temperature is {request.temperature}")
+        if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
+            raise DataError(f"{name}: top_p {request.top_p}, top_k {request.top_k}, min_p {request.min_p}")
         return min(request.max_new_tokens, room)
 
 
@@ -107,10 +127,11 @@ class Completion:
 
     Attributes:
         tokens: shape (sampled tokens,), the end-of-sequence token included; empty only when aborted.
-        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature),
-            shape (sampled tokens,).
+        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature,
+            without what `Request.top_p` and others cut), shape (sampled tokens,).
         runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
-        finish: `stop` (an end-of-sequence token was sampled), `length` (limit or context reached), `abort`.
+        finish: `stop` (an end-of-sequence token was sampled, or a text of `Request.stop`), `length` (limit or context
+            reached), `abort`.
         prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
         cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.

@@ -59,6 +59,9 @@ def test_wrong_keys_and_values_name_themselves(override, message):
     assert caught.value.exit_code == 78
 
 
+OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -88,11 +91,45 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.api_key_file=/tmp/key"], "api_key_file"),
         (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
+        (["sampling.top_p=0"], "sampling.top_p"),
+        (["sampling.stop=['']"], "sampling.stop"),
+        (["sampling.min_tokens=257"], "sampling.min_tokens is more than sampling.max_new_tokens"),
+        (["sampling.min_tokens=9", "evaluation.max_new_tokens=8"], "evaluation.min_tokens is more"),
+        (["evaluation.max_new_tokens=4096"], "evaluation.max_new_tokens leaves no room"),
+        ([*OPENAI, "sampling.top_p=0.9"], "sampling.top_p: the log-probabilities of an openai server"),
+        ([*OPENAI, "sampling.min_tokens=2"], "set evaluation.min_tokens instead"),
+        (["engine.kind=sglang", "sampling.min_p=0.1"], "sampling.min_p: sglang tells .* with sampling.top_k 1 to 4096"),
+        (["engine.kind=sglang", "sampling.top_k=5000"], "sampling.top_k: sglang tells"),
+        (["engine.kind=sglang", "evaluation.seed=1"], "evaluation.seed: sglang draws for all"),
     ],
 )
 def test_values_that_do_not_fit_together(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(None, overrides, {})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*OPENAI, "sampling.top_p=0.9", "engine.flags={processed-logprobs: true}"],
+        [*OPENAI, "sampling.stop=[END]", "sampling.seed=1", "evaluation.top_p=0.9", "evaluation.min_tokens=3"],
+        ["engine.kind=sglang", "sampling.top_k=4096", "sampling.top_p=0.9", "evaluation.min_p=0.1"],
+        ["engine.kind=vllm", "sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.min_tokens=3", "sampling.seed=0"],
+    ],
+)
+def test_options_of_sampling_that_engines_know(overrides):
+    load(None, overrides, {})
+
+
+def test_evaluation_is_drawn_as_training_but_for_its_own_options():
+    config = load(None, ["sampling.top_p=0.9", "sampling.stop=[END]", "evaluation.temperature=0"], {}).config
+    assert config.drawing(evaluation=False) is config.sampling
+    held_out = config.drawing(evaluation=True)
+    assert (held_out.temperature, held_out.top_p, held_out.stop) == (0, 0.9, ("END",))
+    assert (config.sampling.cuts, held_out.cuts) == ("top_p", "")  # greedy: nothing is drawn
+    assert config.reads_text
+    assert not load(None, ["sampling.top_k=5", "sampling.seed=1"], {}).config.reads_text
+    assert load(None, ["episode.agent={command: agent}"], {}).config.reads_text
 
 
 def test_units():

@@ -31,6 +31,9 @@ from streamrl.config.rewards import RewardModelName, check_retrying, check_scori
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
+from streamrl.config.sampling import OPTIONS, SGLANG_MASK, DrawConfig
+from streamrl.config.sampling import EvaluationConfig as EvaluationConfig
+from streamrl.config.sampling import SamplingConfig as SamplingConfig
 
 
 class RedisConfig(Section):
@@ -57,6 +60,16 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while training")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the learner")
     context: Positive = Field(2048, description="longest prompt plus response in tokens")
+    chat_template: Path | None = Field(None, description="file of the chat template; empty: the tokenizer's own")
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the chat template, `enable_thinking: false` for example"
+    )
+    system_prompt: str | None = Field(None, description="put before each chat that begins with no system message")
+
+    @property
+    def renders(self) -> bool:
+        """Whether chats are written in another way than the tokenizer's own template does by itself."""
+        return self.chat_template is not None or bool(self.template_args)
 
 
 class DataConfig(Section):
@@ -70,32 +83,6 @@ class DataConfig(Section):
     long_prompts: Literal["refuse", "drop"] = Field(
         "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
     )
-
-
-class SamplingConfig(Section):
-    """How responses are drawn. Only temperature: a cut of the distribution would falsify the importance ratios."""
-
-    group_size: Positive = Field(8, description="responses per prompt")
-    min_group: Positive = Field(2, description="a group with fewer scored responses is dead, not trained")
-    temperature: Annotated[float, Field(gt=0, le=10)] = Field(
-        1.0, description="softmax temperature, learner and engine"
-    )
-    max_new_tokens: Positive = Field(256, description="longest response in tokens")
-    greedy_baseline: bool = Field(
-        False,
-        description="one more response per prompt, of the most probable tokens: it is scored, never trained, and its"
-        " reward is the baseline of learner.advantage.use remax",
-    )
-
-    @property
-    def responses(self) -> int:
-        """Responses to a training prompt, the greedy one included."""
-        return self.group_size + self.greedy_baseline
-
-    @property
-    def min_responses(self) -> int:
-        """Scored responses, the greedy one included, below which a group is dead."""
-        return self.min_group + self.greedy_baseline
 
 
 class EngineConfig(Section):
@@ -239,16 +226,6 @@ class WeightsConfig(Section):
         return self.transport not in ("shm", "directory")
 
 
-class EvaluationConfig(Section):
-    """Held-out accuracy while training goes on."""
-
-    every: Natural = Field(0, description="versions between rounds; 0: never")
-    prompts: Positive = Field(128, description="held-out prompts of one round")
-    samples: Positive = Field(1, description="responses per held-out prompt")
-    final_prompts: Natural = Field(0, description="held-out prompts for the first and last version at the end; 0: none")
-    threshold: float = Field(0.5, description="a held-out response with a score above this counts as right")
-
-
 class RecordingConfig(Section):
     """Rollouts without a learner, and a learner without rollouts (docs/guides/recordings.md)."""
 
@@ -347,6 +324,19 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
 
+    def drawing(self, *, evaluation: bool) -> DrawConfig:
+        """How responses are drawn: those that are trained, or held-out ones."""
+        if not evaluation:
+            return self.sampling
+        own = self.evaluation.model_dump(include=OPTIONS, exclude_none=True)
+        return DrawConfig.model_construct(**{**self.sampling.model_dump(include=OPTIONS), **own})
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether engines have to know texts, and not only token ids."""
+        draws = self.sampling, self.drawing(evaluation=True)
+        return self.episode.agent is not None or any(draw.stop or draw.min_tokens for draw in draws)
+
     @property
     def budget(self) -> int:
         """Groups admitted and not yet trained, at most (promise 2)."""
@@ -419,6 +409,31 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_sampling(self) -> RunConfig:
+        """Refuse what cannot be trained: the log-probabilities must be those of the distribution that was sampled."""
+        kind, flags, sampling = self.engine.kind, self.engine.flags, self.sampling
+        draws = {"sampling": sampling, "evaluation": self.drawing(evaluation=True)}
+        for name, draw in draws.items():
+            if draw.max_new_tokens >= self.model.context:
+                raise ValueError(f"{name}.max_new_tokens leaves no room for a prompt in model.context")
+            if draw.min_tokens > draw.max_new_tokens:
+                raise ValueError(f"{name}.min_tokens is more than {name}.max_new_tokens")
+        changed = sampling.cuts or ("min_tokens" if sampling.min_tokens else "")
+        if kind == "openai" and changed and not flags.get("processed-logprobs"):
+            raise ValueError(
+                f"sampling.{changed}: the log-probabilities of an openai server may not be those of what it sampled"
+                f" from; leave it out, set evaluation.{changed} instead, or engine.flags processed-logprobs if they are"
+            )
+        if kind == "sglang" and sampling.cuts and not 0 < sampling.top_k <= SGLANG_MASK:
+            raise ValueError(
+                f"sampling.{sampling.cuts}: sglang tells the log-probabilities of what it sampled from only with"
+                f" sampling.top_k 1 to {SGLANG_MASK}; set it too, or set evaluation.{sampling.cuts} instead"
+            )
+        if kind == "sglang" and (seeded := next((name for name, draw in draws.items() if draw.seed is not None), "")):
+            raise ValueError(f"{seeded}.seed: sglang draws for all responses by one seed; use engine.kind hf or vllm")
+        return self
+
+    @model_validator(mode="after")
     def _check_adapter(self) -> RunConfig:
         """Refuse versions that are an adapter where they cannot arrive; `merged` works everywhere."""
         lora, kind = self.learner.lora, self.engine.kind
@@ -482,8 +497,6 @@ class RunConfig(Section):
             raise ValueError("learner.groups_per_step is below learner.ranks: a rank would have nothing to train")
         if self.learner.ranks > 1 and self.learner.collective_deadline <= self.redis.patience:
             raise ValueError("learner.collective_deadline is not above redis.patience, which one rank may wait alone")
-        if sampling.max_new_tokens >= self.model.context:
-            raise ValueError("sampling.max_new_tokens leaves no room for a prompt in model.context")
         if self.learner.reference.kind == "remote" and sampling.temperature != 1:
             raise ValueError(
                 "learner.reference.kind remote: servers score a prompt at temperature 1, sampling.temperature is"

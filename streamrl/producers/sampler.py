@@ -6,14 +6,17 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DeadlineExceeded
+from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
@@ -73,6 +76,7 @@ class SampleOrder:
         id: unique among the samples of this engine that are being made; requests are named after it.
         affinity: requests of samples with the same one share a prefix; empty: none.
         greedy: take the most probable tokens.
+        seed: names the random numbers that it is drawn with; empty: the engine's.
         journal: keeps finished turns; None outside of a run.
     """
 
@@ -80,7 +84,22 @@ class SampleOrder:
     id: str
     affinity: str = ""
     greedy: bool = False
+    seed: str = ""
     journal: TurnJournal | None = None
+
+    def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
+        """What the request of a turn takes over from the configuration as it is."""
+        draw = config.drawing(evaluation=self.prompt.evaluation)
+        options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
+        digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=7).digest()  # servers take 63 bits
+        options["seed"] = int.from_bytes(digest) if self.seed else None
+        return options | ({"temperature": 0.0} if self.greedy else {})
+
+
+def seed_of(config: RunConfig, name: str, *, evaluation: bool) -> str:
+    """What `SampleOrder.seed` is of the sample with this name."""
+    seed = config.drawing(evaluation=evaluation).seed
+    return "" if seed is None else f"{seed}/{name}"
 
 
 class Sampler(ABC):
@@ -134,25 +153,28 @@ class SingleTurn(Sampler):
 
     @override
     async def sample(self, order: SampleOrder) -> Sample:
-        completion = await self._generate(order)
+        options = order.drawn(self._config)
+        stops = StopTexts(options["stop"], self._tokenizer.decode, options["min_tokens"])
+        completion = stops.cut(await self._generate(order, options))
+        tokens = completion.tokens.tolist()
         return Sample(
             tokens=pack_int32(completion.tokens),
             logprobs=pack_float32(completion.logprobs),
             runs=completion.runs,
             finish=completion.finish,
-            text=self._tokenizer.decode(completion.tokens),
+            text=stops.before(self._tokenizer.decode(tokens), tokens),
             engine=self._name,
             seconds=completion.seconds,
             greedy=order.greedy,
         )
 
-    async def _generate(self, order: SampleOrder) -> Completion:
+    async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
         request = Request(
             id=order.id,
             tokens=order.prompt.token_ids,
-            max_new_tokens=self._config.sampling.max_new_tokens,
-            temperature=0.0 if order.greedy else self._config.sampling.temperature,
+            max_new_tokens=self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens,
             affinity=order.affinity,
+            **options,
         )
         limit = self._config.lease.max_hold
         try:

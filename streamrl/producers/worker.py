@@ -21,7 +21,7 @@ from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
-from streamrl.producers.sampler import SampleOrder, TurnJournal
+from streamrl.producers.sampler import SampleOrder, TurnJournal, seed_of
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
 from streamrl.sandbox import Sandbox
@@ -210,10 +210,13 @@ class RolloutWorker:
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
     def _order(self, lease: Lease, prompt: Prompt, sample: int, greedy: bool) -> SampleOrder:
+        evaluation = lease.ledger.evaluation
+        group = f"{'e' if evaluation else 'g'}{lease.group_id}"
         return SampleOrder(
             prompt,
             id=f"{self._role.name}-{next(self._numbers)}",
-            affinity=f"{'e' if lease.ledger.evaluation else 'g'}{lease.group_id}",
+            affinity=group,
             greedy=greedy,
+            seed=seed_of(self._config, f"{group}/{sample}", evaluation=evaluation),
             journal=TurnJournal(lease, sample, self._leases.progressed),
         )

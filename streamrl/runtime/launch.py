@@ -32,6 +32,8 @@ FIXED: Final = (
     "redis.url",
     "model.path",
     "model.tokenizer",
+    "model.chat_template",
+    "model.system_prompt",
     "data.train",
     "data.held_out",
     "data.shuffle",

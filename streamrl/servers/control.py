@@ -15,7 +15,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -202,6 +202,11 @@ class ServerControl:
     async def _load_adapter(self, version: Version) -> None:
         """Load a version that is an adapter: new requests sample with it, those in flight with the one they have."""
         assert version.adapter is not None
+        if self.pair[1] and not self.adapter:
+            raise WeightsError(
+                f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
+                "start the engines anew, or set learner.lora.publish: merged",
+            )
         name = f"{self._prefix}-{version.pair[0]}-{version.pair[1]}"
         folder = self._folder.absolute() / name
         try:
@@ -215,7 +220,8 @@ class ServerControl:
         self.adapter = name
         while len(self._adapters) > self._most_adapters:
             oldest = self._adapters.pop(0)
-            await self._must([self._dialect.unload_adapter(oldest)], self._seconds)
+            with suppress(StreamrlError):  # some servers answer only when its last request has ended
+                await self._send([self._dialect.unload_adapter(oldest)], _LAST_SECONDS)
             await asyncio.to_thread(shutil.rmtree, self._folder / oldest, ignore_errors=True)
 
     # --- devices that are shared with the learner ---------------------------------------------------------------------

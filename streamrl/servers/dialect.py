@@ -18,7 +18,7 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
-from streamrl.http import Call
+from streamrl.http import BadAnswer, Call
 from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
@@ -244,13 +244,13 @@ def read_logprobs(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values]
 
 
-def stream_error(error: Any) -> WireError | DataError:
+def stream_error(error: Any) -> BadAnswer | DataError:
     """Classify an error within a stream: with a code from 400 to 499 the request is at fault."""
     code = error.get("code") if isinstance(error, Mapping) else None
     said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
     if isinstance(code, int) and 400 <= code < 500:
         return DataError(f"the server refuses the request: {said}")
-    return WireError(f"the server failed while it answered: {said}")
+    return BadAnswer(f"the server failed while it answered: {said}")
 
 
 def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:

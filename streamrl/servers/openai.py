@@ -114,9 +114,9 @@ class OpenaiDialect(Dialect):
             "max_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             # All parameters are given: servers take omitted ones from the model's generation_config.json.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -127,6 +127,8 @@ class OpenaiDialect(Dialect):
             "request_id": request.id,
             "stream": True,
         }
+        asked = {"stop": list(request.stop) or None, "min_tokens": request.min_tokens or None, "seed": request.seed}
+        body |= {name: value for name, value in asked.items() if value is not None}
         if self._model is not None:
             body["model"] = self._model
         return Call("POST", _COMPLETIONS, body)

@@ -20,6 +20,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
+TELLS_CUTS: Final = (0, 5, 23)
 _RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
@@ -141,7 +143,7 @@ class SglangDialect(Dialect):
                 f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
                 f"set engine.tensor_parallel to {ranks}",
             )
-        missing = _missing(server, version)
+        missing = _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST)
         return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
@@ -155,12 +157,13 @@ class SglangDialect(Dialect):
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         sampling = {
             "max_new_tokens": request.max_new_tokens,
+            "min_new_tokens": min(request.min_tokens, request.max_new_tokens),
             "temperature": request.temperature,
-            # All parameters are given: omitted ones come from the model's generation_config.json, and any cut of the
-            # distribution would falsify the log-probabilities.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            # All parameters are given: omitted ones come from the model's generation_config.json.
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "stop": [] if request.min_tokens else list(request.stop),  # it would end a response before that
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -175,6 +178,9 @@ class SglangDialect(Dialect):
             "stream": True,
             "cache_salt": self.salt(request, version, salt),
         }
+        if request.cuts and 0 < request.top_k <= SGLANG_MASK:
+            # Then it also tells the log-probabilities of what it sampled from, and with each token what that was.
+            body["return_sampling_mask"] = True
         if adapter is not None:
             body["lora_path"] = adapter
         return Call("POST", "/generate", body)
@@ -297,10 +303,11 @@ def _token_ids(answer: Any) -> tuple[int, ...] | None:
     return tuple(tokens) if whole and tokens is not None else None
 
 
-def _missing(server: Mapping[str, Any], version: str) -> str:
+def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -> str:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers and numbers < OLDEST:
-        return f"SGLang {version} is older than 0.5.20: it does not say which weights sampled which token"
+    if numbers and numbers < oldest:
+        what = "which weights sampled which token" if numbers < OLDEST else "from which distribution, cut by `sampling`"
+        return f"SGLang {version} is older than {'.'.join(map(str, oldest))}: it does not say {what}"
     if LOADER not in (server.get("custom_weight_loader") or []):
         return f"the server was started without --custom-weight-loader {LOADER} and PYTHONPATH={PLUGIN}"
     if server.get("dp_size", 1) != 1:
@@ -313,6 +320,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
+    if cut := meta.get("output_token_sampling_logprobs"):
+        logprobs = read_logprobs(_fresh(cut, total, received))
     unsaid = spans is None and finish == "abort"
     runs = None if finish is None or unsaid else read_spans(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"), read_count(meta.get("cached_tokens")))

@@ -157,10 +157,11 @@ class VllmDialect(Dialect):
         return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
-        wanted = self._config.sampling.temperature
-        if mode != "processed_logprobs" and (wanted != 1.0 or mode != "raw_logprobs"):
+        draw = self._config.sampling
+        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens
+        if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
             raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of temperature {wanted}",
+                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` draws from",
                 "start it with --logprobs-mode processed_logprobs",
             )
 
@@ -171,9 +172,15 @@ class VllmDialect(Dialect):
             "token_ids": request.tokens.tolist(),
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,
+                "min_tokens": min(request.min_tokens, request.max_new_tokens),
                 "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "min_p": request.min_p,
+                "seed": request.seed,
+                "stop": list(request.stop),
                 "logprobs": 0,
-                "detokenize": False,
+                "detokenize": bool(request.stop),
             },
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},

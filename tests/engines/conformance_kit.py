@@ -48,6 +48,7 @@ def run_config(kind: str, folder: Path, *, lora: Mapping[str, Any] | None = None
             "name": "conformance",
             "model": {"path": str(folder / "model"), "context": tiny.CONTEXT},
             "sampling": {"max_new_tokens": LONG},
+            "evaluation": {"stop": ["the end"]},  # so servers know texts
             "data": {"max_prompt_tokens": 256},
             "engine": {
                 "kind": kind,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from streamrl.errors import DataError, Refused
+from streamrl.producers.engines.drawing import truncated
+from streamrl.producers.stopping import StopTexts
+from streamrl.producers.tokenizer import Tokenizer
 from tests.engines import tiny
 from tests.engines.conformance_kit import BF16, INTERVAL, LONG, SOON, Bench, prompt
 
@@ -52,6 +56,73 @@ async def test_temperature_0_is_greedy_beside_requests_that_draw(bench: Bench):
     assert float((logits.max(-1).values - chosen).max()) < BF16  # the engine's kernels may see another one a hair ahead
     assert np.isfinite(greedy.logprobs).all()
     bench.judge(tokens, drawn)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 320, "top_p": 0.4}, {"top_k": 320, "min_p": 0.6}])
+async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench, cut: dict[str, Any]):
+    """SGLang tells them with a `top_k` alone; here that may be the whole vocabulary."""
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    tokens = prompt(11)
+    done = await asyncio.gather(
+        *(bench.generate(tokens, 24, temperature=1.5, affinity="group", **cut) for _ in range(4)),
+        bench.generate(tokens, 24),
+    )
+    bench.judge(tokens, done.pop())
+    for one in done:
+        with torch.no_grad():
+            logits = bench.models[bench.number](input_ids=torch.tensor([[*tokens, *one.tokens.tolist()]])).logits
+        whole = torch.log_softmax(logits[0, len(tokens) - 1 : -1].float() / 1.5, -1)
+        ids = torch.from_numpy(one.tokens.astype(np.int64))[:, None]
+        requests = [bench.request(tokens, 1, temperature=1.5, **cut)] * len(ids)
+        found = truncated(whole, requests).gather(1, ids)[:, 0]
+        sure = torch.isfinite(found)
+        assert float(sure.float().mean()) > 0.9  # a token at the very border may be kept there and not here
+        errors = (found - torch.from_numpy(one.logprobs))[sure].abs()
+        # One token more or less in what is left moves the others by its share.
+        assert float(errors.median()) < BF16
+        assert float(errors.max()) < 0.25
+        full = (whole.gather(1, ids)[:, 0] - torch.from_numpy(one.logprobs)).abs()
+        assert float(full.min()) > 2 * BF16  # those of the whole distribution are others
+
+
+async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    tokenizer = Tokenizer.load(bench.config.model)
+    # Servers decode the prompt, too: bytes at its end that are no character would come with the response.
+    tokens, stops = tokenizer.plain_ids("What comes now? "), (*"iunrt", "yz")  # in no special token
+    least = [0] * 6 if bench.kind == "sglang" else range(6)  # it is told of no text where there is a least length
+    done = await asyncio.gather(*(bench.generate(tokens, 2000, stop=stops, min_tokens=at) for at in least))
+    for at, one in zip(least, done, strict=True):
+        ends, said = StopTexts(stops, tokenizer.decode, at), tokenizer.decode(one.tokens)
+        assert (one.finish, len(ends.cut(one).tokens)) == ("stop", len(one.tokens))
+        assert said[len(ends.before(said, one.tokens.tolist())) :] in stops
+        assert len(one.tokens) > at
+        bench.judge(tokens, one)
+
+
+async def test_no_end_before_the_least_length(bench: Bench):
+    if bench.kind == "served":
+        pytest.skip("no options of sampling travel there")
+    done = await bench.generate([*prompt(2), tiny.STOP], 64, min_tokens=7)
+    assert len(done.tokens) == 64 or (len(done.tokens) > 7 and done.finish == "stop")
+    assert tiny.EOS not in done.tokens[:7]
+    ids = torch.tensor([[*prompt(2), tiny.STOP, *done.tokens.tolist()]])
+    with torch.no_grad():
+        logits = bench.models[bench.number](input_ids=ids).logits[0, 24:-1].float()
+    logits[:7, tiny.EOS] = -torch.inf  # as good as certain, and impossible
+    expected = torch.log_softmax(logits, -1).gather(1, ids[0, 25:, None])[:, 0]
+    assert float((expected - torch.from_numpy(done.logprobs)).abs().max()) < 2 * BF16
+
+
+async def test_a_seed_gives_the_same_response_again(bench: Bench):
+    if bench.kind in {"served", "sglang"}:
+        pytest.skip("no seeds of requests there")
+    tokens = prompt(13)
+    first, other, again = await asyncio.gather(*(bench.generate(tokens, 8, seed=seed) for seed in (3, 4, 3)))
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
+    bench.judge(tokens, first)
 
 
 async def test_the_end_of_sequence_is_a_token_of_the_response(bench: Bench):

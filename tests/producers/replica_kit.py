@@ -74,7 +74,8 @@ def with_model(engine, work):
 async def admit(run, ledger, count, samples=2):
     config = run.config
     path = run.held_out if ledger.evaluation else run.train
-    data = load_prompts(path, Tokenizer.load(config.model), PromptLimits(16, config.model.context))
+    limits, tokenizer = PromptLimits(16, config.model.context), Tokenizer.load(config.model)
+    data = load_prompts(path, tokenizer, limits, evaluation=ledger.evaluation)
     admitter = Admitter(
         ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda group_id: data.prompts[group_id % len(data)]
     )

@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 from producer_kit import kill, payload, tiny_model, until
 from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_on, samples_of, with_model
 
+from streamrl.config import RunConfig
 from streamrl.engine import life_seed
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import worker
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.replica import run_rollout
+from streamrl.producers.sampler import SampleOrder, seed_of
 from streamrl.producers.worker import lease_width
 from streamrl.queues import Role
 from streamrl.wire import Prompt, Sample, decode
+
+PROMPT = Prompt(tokens=b"")
 
 
 async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
@@ -44,6 +48,47 @@ async def test_the_response_behind_the_group_is_greedy_and_says_so(small):
             assert samples[4].token_ids.tolist() == best.tolist()
         held_out = await samples_of(ledgers.evaluation, 0)
         assert not any(decode(data, Sample).greedy for data in held_out.values())
+
+
+async def test_held_out_responses_are_drawn_by_their_own_options(small):
+    small = small.set("evaluation", temperature=0, max_new_tokens=5).set("sampling", top_k=3, stop=("never said",))
+    async with small.open() as ledgers:
+        learner = await Learner.of(small, ledgers, None)
+        await admit(small, ledgers.train, 1, samples=4)
+        await admit(small, ledgers.evaluation, 1, samples=3)
+        async with small.running(run_rollout, "rollout.0", ledgers):
+            await learner.publish(1)
+            await until(lambda: emitted(ledgers.train, 4))
+            await until(lambda: emitted(ledgers.evaluation, 3))
+        held_out = [decode(data, Sample) for data in (await samples_of(ledgers.evaluation, 0)).values()]
+        assert len({sample.tokens for sample in held_out}) == 1
+        assert not any(sample.greedy for sample in held_out)
+        assert {len(sample.token_ids) for sample in held_out} == {5}
+        trained = [decode(data, Sample) for data in (await samples_of(ledgers.train, 0)).values()]
+        assert {len(sample.token_ids) for sample in trained} == {12}
+        prompt = decode(await ledgers.connection.read("HGET", ledgers.train.keys.group(0), "prompt"), Prompt)
+        model = tiny_model(1).eval()
+        for sample in trained:
+            ids = torch.tensor([[*prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+            kept = logits.topk(3).indices
+            assert bool((kept == torch.tensor(sample.token_ids.tolist())[:, None]).any(-1).all())
+            whole = torch.log_softmax(logits.gather(1, kept), -1)[kept == ids[0, len(prompt.token_ids) :, None]]
+            assert torch.allclose(whole, torch.from_numpy(sample.token_logprobs.copy()), atol=1e-4)
+
+
+def test_each_sample_and_turn_has_random_numbers_of_its_own():
+    config = RunConfig.model_validate({"sampling": {"seed": 3}, "evaluation": {"seed": 4}})
+    names = [("g0/0", False), ("g0/1", False), ("g1/0", False), ("e0/0", True)]
+    orders = [SampleOrder(PROMPT, "r", seed=seed_of(config, name, evaluation=held_out)) for name, held_out in names]
+    seeds = [order.drawn(config, turn)["seed"] for order in orders for turn in (0, 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    again = SampleOrder(PROMPT, "other", seed=seed_of(config, "g0/1", evaluation=False))
+    assert again.drawn(config, 1)["seed"] == seeds[3]
+    plain = RunConfig()
+    assert SampleOrder(PROMPT, "r", seed=seed_of(plain, "g0/0", evaluation=False)).drawn(plain)["seed"] is None
 
 
 async def test_every_sample_of_both_ledgers_is_generated_and_its_figures_are_right(small):

@@ -83,6 +83,31 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
     )
 
 
+def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it():
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ("END",), "min_tokens": 9}
+    body = dialect().generation(Request("r", np.array([5], np.int32), 8, **options), version=1).body
+    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": [], "min_new_tokens": 8}
+    assert told.items() <= body["sampling_params"].items()
+    assert body["return_sampling_mask"] is True
+    body = dialect().generation(Request("r", np.array([5], np.int32), 8, stop=("END",)), version=1).body
+    assert body["sampling_params"]["stop"] == ["END"]  # it would end a response before the least length
+    for plain in (
+        {},
+        {"top_p": 0.9},
+        {"top_k": 4097},
+        {"top_k": 5, "temperature": 0.0},
+    ):  # it would refuse, or need not
+        body = dialect().generation(Request("r", np.array([5], np.int32), 8, **plain), version=1).body
+        assert "return_sampling_mask" not in body
+
+
+def test_log_probabilities_are_those_of_the_cut_distribution_where_they_are_told():
+    whole = message([7, 8], 3, [[-2.0, 7, None], [-3.0, 8, None]])
+    assert dialect().chunk(whole, received=1).logprobs == [-2.0, -3.0]
+    whole["meta_info"]["output_token_sampling_logprobs"] = [-0.5, -0.25]
+    assert dialect().chunk(whole, received=1).logprobs == [-0.5, -0.25]
+
+
 def test_an_adapter_is_named():
     call = dialect().generation(Request("r", np.array([5], np.int32), 8), version=3, adapter="pol@3")
     assert call.body["lora_path"] == "pol@3"

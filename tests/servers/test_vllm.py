@@ -102,9 +102,18 @@ def test_a_request_is_tokens_a_salt_and_log_probabilities_of_what_was_sampled() 
     assert call.body["token_ids"] == [0, 1, 2, 3]
     assert call.body["cache_salt"].endswith("-w17")
     assert call.body["stream"] is True
-    assert call.body["sampling_params"] == {"max_tokens": 32, "temperature": 0.5, "logprobs": 0, "detokenize": False}
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "min_tokens": 0, "detokenize": False}
+    assert call.body["sampling_params"] == {"max_tokens": 32, "temperature": 0.5, "logprobs": 0, **plain}
     assert "model" not in call.body
     orjson.dumps(call.body)
+
+
+def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it() -> None:
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 5}
+    body = dialect().generation(asked(stop=("END",), min_tokens=40, **options), version=1).body
+    assert body is not None
+    told = {**options, "stop": ["END"], "detokenize": True, "min_tokens": 32}  # no more than it may have
+    assert told.items() <= body["sampling_params"].items()
 
 
 def test_versions_of_another_run_have_other_salts() -> None:

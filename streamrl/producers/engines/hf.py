@@ -34,6 +34,8 @@ from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, JobOutcome, JobProgress, SlotBatch, SlotDecoder
+from streamrl.producers.stopping import StopTexts
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class HfEngine(StreamingEngine):
         self._still = 0.0
         self._looked_at = 0.0
         self._model: Any = None
+        self._tokenizer: Tokenizer | None = None
         self._decoder: SlotDecoder | None = None
         self._control: Control | None = None
         self.limits = RequestLimits(0, 0)
@@ -110,6 +113,7 @@ class HfEngine(StreamingEngine):
 
     @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        stop = await self._stop_texts(request) if request.stop else None
         decoder = self._serving()
         limit = self.limits.check(request)
         if request.id in self._named:
@@ -122,7 +126,8 @@ class HfEngine(StreamingEngine):
         if listener is not None:
             self._ears[ticket] = _Ear(listener)
         prompt = tuple(request.tokens.tolist())
-        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None))
+        asked = request if request.cuts or request.min_tokens or request.seed is not None else None
+        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None, asked, stop))
         start = self._loop.time()
         try:
             outcome = await future
@@ -196,6 +201,11 @@ class HfEngine(StreamingEngine):
         if failure is not None:
             raise _death(failure) from failure
         return self._decoder
+
+    async def _stop_texts(self, request: Request) -> StopTexts:
+        if self._tokenizer is None:  # few runs need one here
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._config.model)
+        return StopTexts(request.stop, self._tokenizer.decode, request.min_tokens)
 
     def _controlling(self) -> Control:
         self._serving()

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from streamrl.engine import EngineLoad, Finish, Runs
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
+from streamrl.producers.engines.drawing import sample
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
@@ -85,33 +86,6 @@ class Spans:
 
 Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
 Tell: TypeAlias = Callable[[list[JobProgress]], None]
-
-
-# ---- drawing tokens
-
-
-def sample(
-    logits: torch.Tensor, temperature: torch.Tensor | None, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
-
-    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn,
-    and a row costs one random number whatever the vocabulary. `temperature` has shape (rows,), None means 1 everywhere.
-    Returns tokens (int64) and log-probabilities (fp32; those of temperature 1 where it is 0). NaN logits give a NaN
-    log-probability and a token that means nothing.
-    """
-    scores = logits.float()
-    if temperature is not None:
-        scores = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    logprobs = torch.log_softmax(scores, dim=-1)
-    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
-    uniform = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)
-    tokens = torch.searchsorted(cumulative, uniform.mul_(cumulative[:, -1:]), right=True)
-    # rounding may put the product on the last sum itself, one past the end
-    tokens.clamp_(max=logits.shape[-1] - 1)
-    if temperature is not None:
-        tokens = torch.where(temperature[:, None] == 0, scores.argmax(dim=-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 # ---- keys and values
@@ -256,6 +230,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     told: int = 0
+    generator: torch.Generator | None = None
 
     @property
     def length(self) -> int:
@@ -302,7 +277,6 @@ class SlotBatch:
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
         self._position = torch.zeros(slots, dtype=torch.long, device=device)
         self._taken = torch.zeros(slots, dtype=torch.long, device=device)
-        self._temperature = torch.ones(slots, dtype=torch.float32, device=device)
         self._ruler = torch.arange(round_up(context), device=device)
 
     @property
@@ -318,7 +292,8 @@ class SlotBatch:
             row = self._rows[slot] = _Sequence(job, Spans(self.version))
             if job.streams:
                 self._heard[job.ticket] = row
-            self._temperature[slot] = job.temperature
+            if job.request is not None and job.request.seed is not None:
+                row.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
             groups.setdefault(job.prompt, []).append(slot)
         ended: list[JobOutcome] = []
         for prompts in _parts(sorted(groups, key=len)):
@@ -349,7 +324,7 @@ class SlotBatch:
             **({"logits_to_keep": ends} if self._keep else {}),
         )
         logits = output.logits[torch.arange(len(prompts), device=device), torch.searchsorted(ends, last)]
-        tokens, logprobs = sample(logits[sources], self._heat(slots), self._generator)
+        tokens, logprobs = self._draw(logits[sources], flat)
         self._token[slots] = tokens
         self._position[slots] = last[sources] + 1
         self._taken[slots] = 1
@@ -381,7 +356,7 @@ class SlotBatch:
             past_key_values=self._cache,
             use_cache=True,
         )
-        tokens, logprobs = sample(output.logits[:, -1], self._heat(slice(count)), self._generator)
+        tokens, logprobs = self._draw(output.logits[:, -1], range(count))
         self._token[:count] = tokens
         # a free slot stays at position 0, so that it always has one row to attend to
         position += self._taken[:count]
@@ -414,11 +389,24 @@ class SlotBatch:
     def _active(self) -> Iterator[tuple[int, _Sequence]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
-    def _heat(self, slots: torch.Tensor | slice) -> torch.Tensor | None:
-        """Temperatures of slots, None when all are 1 (the usual case, and a division saved)."""
-        if all(row.job.temperature == 1.0 for _, row in self._active()):
-            return None
-        return self._temperature[slots]
+    def _draw(self, logits: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the next token of each slot; free ones draw what nobody reads."""
+        rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
+        if all(row.job.request is None and row.job.temperature == 1.0 for row in rows.values()):
+            return sample(logits, None, self._generator)  # the usual case, and a division saved
+        special = {at: row.job.request for at, row in rows.items() if row.job.request is not None}
+        early = [at for at, asked in special.items() if len(rows[at].tokens) < asked.min_tokens]
+        if early and self._stop:
+            logits = logits.clone()
+            logits[torch.tensor(early)[:, None], torch.tensor(list(self._stop))] = -math.inf
+        heat = [rows[at].job.temperature if at in rows else 1.0 for at in range(len(slots))]
+        return sample(
+            logits,
+            torch.tensor(heat, device=logits.device),
+            self._generator,
+            cut={at: asked for at, asked in special.items() if asked.cuts},
+            own={at: row.generator for at, row in rows.items() if row.generator is not None},
+        )
 
     def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
         ended: list[JobOutcome] = []
@@ -432,8 +420,9 @@ class SlotBatch:
             row.logprobs.append(logprob)
             total += logprob
             self.tokens_sampled += 1
-            if token in self._stop or len(row.tokens) == row.job.limit:
-                ended.append(row.outcome("stop" if token in self._stop else "length"))
+            stopped = token in self._stop or (row.job.stop is not None and row.job.stop.ends(row.tokens))
+            if stopped or len(row.tokens) == row.job.limit:
+                ended.append(row.outcome("stop" if stopped else "length"))
                 freed.append(slot)
         if not math.isfinite(total):
             raise WeightsError(f"version {self.version} of the weights gives log-probabilities that are not finite")
@@ -462,7 +451,7 @@ class SlotBatch:
         targets = [slot for slot in range(active) if self._rows[slot] is None]
         length = max(row.length for _, row in self._active())
         self._cache.move(sources, targets, min(length, self._cache.get_max_length()))
-        for name in ("_token", "_position", "_taken", "_temperature"):
+        for name in ("_token", "_position", "_taken"):
             values: torch.Tensor = getattr(self, name)
             values[targets] = values[sources]
         for source, target in zip(sources, targets, strict=True):

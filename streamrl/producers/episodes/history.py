@@ -44,6 +44,7 @@ class RecordedTurn:
     tool_seconds: float = 0.0
     cached: int = 0
     ended_at: float = 0.0
+    text: str = ""
     children: int = 0
     conversation: Sequence[Message] = ()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
@@ -89,9 +89,9 @@ class BeginAgain(StreamrlError):
     """The episode cannot go on from its record, which is forgotten: the sample begins again, in this process."""
 
 
-def reply_key(ids: Int32Array) -> bytes:
-    """Key of the reply that is sampled after these tokens."""
-    return blake2b(pack_int32(ids), digest_size=16).digest()
+def reply_key(ids: Int32Array, stop: Sequence[str] = ()) -> bytes:
+    """Key of the reply that is sampled after these tokens, and ended by these texts."""
+    return blake2b(pack_int32(ids) + "\0".join(stop).encode(), digest_size=16).digest()
 
 
 class EpisodeJournal:

@@ -84,7 +84,9 @@ def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRende
         ConfigError: `tool_format` names nothing, the package is not installed, or the tokenizer lacks its tokens.
     """
     model = str(getattr(tokenizer.backend, "name_or_path", ""))
-    if tool_format in FORMATS or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1)):
+    if tool_format in FORMATS or tokenizer.model.renders:
+        return None  # its classes know neither the template of a run nor arguments
+    if tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1):
         return None  # the import takes two seconds
     if tool_format == "auto" and find_spec("renderers") is None:
         return None
@@ -112,7 +114,7 @@ class KnownRenderer(ChatRenderer):
 
     @override
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
-        spelled = self._spell(messages)
+        spelled = self._spell(self._tokenizer.with_system(messages))
         try:
             return list(self._inner.render_ids(spelled, tools=_listed(tools), add_generation_prompt=True))
         except _REFUSALS as error:

@@ -26,6 +26,7 @@ from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
 from streamrl.producers.sampler import SampleOrder
+from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
 from streamrl.wire import (
@@ -114,6 +115,7 @@ class EpisodeSession:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._order = order
+        self._longest_reply = config.drawing(evaluation=order.prompt.evaluation).max_new_tokens
         self._history = History(renderer, order.prompt.token_ids)
         self._numbers = count()
         self._noted: dict[str, ToolUse] = {}
@@ -153,6 +155,7 @@ class EpisodeSession:
         max_tokens: int | None = None,
         *,
         most_calls: int | None = None,
+        stop: Sequence[str] | None = None,
     ) -> SampledTurn:
         """Sample the message that follows `messages`, and record it.
 
@@ -163,6 +166,7 @@ class EpisodeSession:
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
+            stop: texts that end this reply; None: those of the run.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
@@ -178,7 +182,7 @@ class EpisodeSession:
             flight = await self._take_off(messages, tools, max_tokens)
             place = flight.place
             try:
-                completion = await self._completion(place, flight.longest)
+                completion, ends = await self._completion(place, flight.longest, stop)
             except BaseException:
                 self._turns -= 1
                 raise
@@ -186,12 +190,19 @@ class EpisodeSession:
                 self._flights.remove(flight)
                 self._landed.set()
         readable = tools if most_calls != 0 else None
-        reply = self._renderer.parse(completion.tokens.tolist(), readable, prompt=place.ids.tolist())
+        tokens = completion.tokens.tolist()
+        reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
+        text = self._tokenizer.decode(tokens)
+        if ends is not None and completion.finish == "stop":
+            text, content = ends.before(text, tokens), ends.before(reply.content, tokens)
+            reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
+            reply = replace(reply, content=content, reasoning=reasoning)
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
-        self._history.turns[number].ended_at = asyncio.get_running_loop().time()
+        turn = self._history.turns[number]
+        turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
         return SampledTurn(
             reply,
             number,
@@ -204,7 +215,7 @@ class EpisodeSession:
 
     def text(self, turn: SampledTurn) -> str:
         """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
-        return self._tokenizer.decode(turn.tokens)
+        return self._history.turns[turn.number].text
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
@@ -316,7 +327,7 @@ class EpisodeSession:
             logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
             runs=runs,
             finish=last.finish or "stop",
-            text=self._tokenizer.decode(last.ids),
+            text=last.text,
             engine=engine,
             seconds=sum(turn.model_seconds for turn in replies),
             greedy=self._order.greedy,
@@ -357,13 +368,13 @@ class EpisodeSession:
 
     def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
         """How many tokens the reply may have, and the limit that says so."""
-        sampling, most = self._config.sampling, self._config.episode.max_sampled_tokens
+        longest, most = self._longest_reply, self._config.episode.max_sampled_tokens
         context = self._config.model.context
         room = context - len(place.ids)
         self.overflowed = room < 1
         if self.overflowed:
             raise ContextOverflow(len(place.ids), context)
-        wanted = min(max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        wanted = min(max_tokens or longest, longest)
         limits: list[tuple[int, StopReason]] = [(wanted, "max_tokens"), (room, "context_overflow")]
         if most is not None:
             if self._tokens >= most:
@@ -406,12 +417,24 @@ class EpisodeSession:
         self.end(stop)
         raise EpisodeOver(stop, f"the episode ended: {why}")
 
-    async def _completion(self, place: NextTurn, longest: int) -> Completion:
-        """What the journal has for this conversation, else what the engine samples."""
+    async def _completion(
+        self, place: NextTurn, longest: int, stop: Sequence[str] | None
+    ) -> tuple[Completion, StopTexts | None]:
+        """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
+        number = next(self._numbers)
+        options = self._order.drawn(self._config, number)
+        if stop is not None:
+            options["stop"] = tuple(stop)
+        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"]) if options["stop"] else None
+
+        async def sampled() -> Completion:
+            completion = await self._generate(place.ids, longest, number, options)
+            return completion if ends is None else ends.cut(completion)
+
         async with self._faults():
-            completion = await self.journal.reply(reply_key(place.ids), partial(self._generate, place.ids, longest))
+            completion = await self.journal.reply(reply_key(place.ids, options["stop"]), sampled)
         self._tokens += len(completion.tokens)
-        return completion
+        return completion, ends
 
     @asynccontextmanager
     async def _faults(self) -> AsyncIterator[None]:
@@ -424,14 +447,17 @@ class EpisodeSession:
             self.fault = error
             raise
 
-    async def _generate(self, ids: Int32Array, longest: int) -> Completion:
+    def _all_text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, special=True)
+
+    async def _generate(self, ids: Int32Array, longest: int, number: int, options: dict[str, Any]) -> Completion:
         sticky = self._config.episode.prefix_cache == "sample"
         self._version = self._version or self._engine.load().version
         request = Request(
-            id=f"{self._order.id}-{next(self._numbers)}",
+            id=f"{self._order.id}-{number}",
             tokens=ids,
             max_new_tokens=longest,
-            temperature=0.0 if self._order.greedy else self._config.sampling.temperature,
+            **options,
             affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
         )

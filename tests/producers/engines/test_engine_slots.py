@@ -15,7 +15,8 @@ from streamrl import wire
 from streamrl.errors import WeightsError
 from streamrl.producers.engines import Completion, slots
 from streamrl.producers.engines.control import copy_weights, match_weights
-from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotCache, Spans, round_up, sample
+from streamrl.producers.engines.drawing import sample
+from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotCache, Spans, round_up
 
 
 def batch_of(model, count=5, context=200, stop=frozenset({EOS})):

@@ -68,6 +68,38 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     assert len({request.id for request in engine.requests}) == 2
 
 
+async def test_a_text_ends_a_reply_and_the_conversation_goes_on_behind_its_tokens():
+    session, engine = session_of(["think\nObservation: it rains", "done;", call(ADD)], sampling={"stop": (";",)})
+    turn = await session.sampled(CHAT, stop=["\nObservation:", "never"])
+    assert (turn.reply.content, turn.finish, turn.cut) == ("think", "stop", None)
+    said = TOKENIZER.decode(turn.tokens)
+    assert said.startswith("think\nObservation:")
+    assert not TOKENIZER.decode(turn.tokens[:-1]).endswith("Observation:")
+    assert session.text(turn) == "think"
+    chat = [*CHAT, turn.reply.message, asked("Observation: it rains")]
+    second = await session.sampled(chat)  # the texts of the run
+    assert (second.reply.content, TOKENIZER.decode(second.tokens)) == ("done", "done;")
+    assert [request.stop for request in engine.requests] == [("\nObservation:", "never"), (";",)]
+    before = [*engine.requests[0].tokens, *turn.tokens]
+    assert engine.requests[1].tokens[: len(before)].tolist() == before
+    rest = TOKENIZER.decode(engine.requests[1].tokens[len(before) :], special=True)
+    assert rest == "<|im_end|>\n<|im_start|>user\nObservation: it rains<|im_end|>\n<|im_start|>assistant\n"
+    sample = session.sample()
+    assert (sample.text, sample.finish) == ("done", "stop")
+    assert [len(turn.messages) for turn in sample.turns if turn.sampled] == [1, 2]
+    third = await session.sampled([*chat, second.reply.message, asked("add")], [LOOK_UP], stop=())
+    assert third.reply.calls[0].name == "add"
+
+
+async def test_how_replies_are_drawn_is_asked_of_the_engine():
+    order = order_of(TOKENIZER, seed="7/g0/0")
+    session, engine = session_of(["a", "b"], order=order, sampling={"top_p": 0.9, "min_tokens": 2})
+    first = await replied(session, CHAT)
+    await replied(session, [*CHAT, first.message, asked("and?")])
+    assert [(request.top_p, request.min_tokens) for request in engine.requests] == [(0.9, 2)] * 2
+    assert len({request.seed for request in engine.requests} - {None}) == 2
+
+
 async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
     session, _ = session_of(["three"])
     await replied(session, CHAT)
