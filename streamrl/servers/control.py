@@ -237,7 +237,8 @@ class ServerControl:
     async def wake(self) -> None:
         """Come back to the devices, with the newest version that waits to be applied."""
         if self._applying:
-            await self._must(self._dialect.wake(("weights",)), self._seconds)
+            if self._sleep_level:  # at 0 the weights are there, and vLLM would decode while they are replaced
+                await self._must(self._dialect.wake(("weights",)), self._seconds)
             self._weights_awake.set()
             await self._applied.wait()
         async with self._lock:
