@@ -108,9 +108,7 @@ def _refusal(client: HttpClient, dialect: Dialect, error: BadAnswer | DataError 
 
 def _expectations(model: ModelConfig, probe: bool) -> _Expected:
     """Read the run's own model and tokenizer. A missing one is only logged: it is reported where it is loaded."""
-    from transformers import AutoConfig
-
-    from streamrl.producers.tokenizer import Tokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     vocabulary = positions = ids = None
     try:
@@ -122,9 +120,10 @@ def _expectations(model: ModelConfig, probe: bool) -> _Expected:
         positions = getattr(described, "max_position_embeddings", None)
     if probe:
         try:
-            ids = tuple(Tokenizer.load(model).plain_ids(PROBE))
-        except ConfigError as error:
-            logger.warning("no tokenizer to compare the server with", extra={"why": error.message})
+            tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+            ids = tuple(int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        except (OSError, ValueError, ImportError) as error:
+            logger.warning("no tokenizer to compare the server with", extra={"why": str(error)})
     return _Expected(vocabulary, positions, ids)
 
 

@@ -81,7 +81,7 @@ class SglangDialect(Dialect):
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": True,
+            "skip-tokenizer-init": not config.reads_text,
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,

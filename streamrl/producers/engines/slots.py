@@ -24,9 +24,10 @@ from typing import Any, Final, TypeAlias
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from streamrl.engine import EngineLoad, Finish, Runs
+from streamrl.engine import EngineLoad, Finish, Request, Runs
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
 from streamrl.producers.engines.drawing import sample
+from streamrl.producers.stopping import StopTexts
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
@@ -40,13 +41,18 @@ SLIDING: Final = "sliding_attention"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener."""
+    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener.
+
+    `request`: for what else it asks of sampling, None: nothing; `stop` are its texts that end it.
+    """
 
     ticket: int
     prompt: tuple[int, ...]
     limit: int
     temperature: float
     streams: bool = False
+    request: Request | None = None
+    stop: StopTexts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
