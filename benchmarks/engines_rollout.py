@@ -1,4 +1,4 @@
-"""A real replica and a bare load generator in turn on one running server."""
+"""A real rollout worker and a bare load generator in turn on one running server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ START_SECONDS = 300.0
 class Load:
     """Requests in flight, tokens of each response, seconds that are counted of each run, and those before them.
 
-    The replica raises its concurrency step by step, and requests that began together end together for a while.
+    The worker raises its concurrency step by step, and requests that began together end together for a while.
     """
 
     width: int
@@ -281,7 +281,7 @@ async def role(kind: str, run_dir: Path) -> AsyncIterator[int]:
 
 
 async def drive_bare(url: str, dialect: Dialect, counter: Counter, prompts: list[bytes], load: Load) -> Rate:
-    """One run of a load generator that sends what the replica sends, and throws away what comes."""
+    """One run of a load generator that sends what the worker sends, and throws away what comes."""
     tokens = [decode(prompt, Prompt).token_ids for prompt in prompts]
     numbers = itertools.count()
 

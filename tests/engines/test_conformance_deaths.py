@@ -21,6 +21,7 @@ from streamrl.errors import Unreachable
 from streamrl.queues import Ledgers, open_ledgers, open_role
 from streamrl.servers import role as roles
 from streamrl.servers.pool import ServerPool
+from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.publisher import Publisher
 from tests.engines.conformance_kit import Bench, HeardServer, prompt
 from tests.producers.producer_kit import Hands
@@ -123,6 +124,7 @@ async def run_of(
         return bench.server
 
     monkeypatch.setattr(roles, "Server", server)
+    make_token(redis_run.run_dir)
     bench.server.kept = True
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
         pool = ServerPool(config, ledgers, None)
