@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -41,6 +41,8 @@ RESTART = 300.0
 class Run:
     """A run with Redis, a learner's hands, and a pool as a rollout worker has it; its engine is that of a bench."""
 
+    _life: asyncio.Task[None]
+
     def __init__(self, bench: Bench, config: RunConfig, redis: RedisRun, ledgers: Ledgers, pool: ServerPool) -> None:
         self.bench, self.config, self.ledgers, self.pool = bench, config, ledgers, pool
         self._run_dir = redis.run_dir
@@ -64,7 +66,7 @@ class Run:
     async def life(self) -> AsyncIterator[asyncio.Task[None]]:
         """One life of role `engine.0` on the server of the bench, which goes on after a stop at the end."""
         async with open_role("engine.0", self.config, self._run_dir) as role:
-            task = asyncio.create_task(roles.run_engine(role))
+            task = self._life = asyncio.create_task(roles.run_engine(role))
             try:
                 yield task
             finally:
@@ -81,13 +83,14 @@ class Run:
 
     async def announced(self) -> None:
         """Wait until the pool knows the engine with the newest version."""
-        await self.until(lambda: (self.pool.load().version, self.pool.load().servers) == (self.bench.number, 1))
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async def holds() -> bool:
-            return condition()
+        async def knows() -> bool:
+            if self._life.done():
+                self._life.result()
+            load = self.pool.load()
+            return (load.version, load.servers) == (self.bench.number, 1)
 
-        await until_async(holds, RESTART)
+        await until_async(knows, RESTART)
 
     async def sampling(self, count: int) -> None:
         """Wait until the server has sampled something for so many requests."""
