@@ -222,7 +222,7 @@ async def test_kill_9_of_the_role_or_of_the_guard_leaves_nothing_of_the_server(t
             ["-c", "raise SystemExit('[Errno 98] address already in use')"],
             Unreachable,
             r"did not start: exit 1; its log ends with:\n.*address already in use",
-            "rollout.0.server0.log",
+            "engine.0.server.log",
         ),
     ],
 )

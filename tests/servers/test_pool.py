@@ -18,8 +18,7 @@ from producer_kit import Hands, until
 from toy import VOCABULARY, Toy, make_dialect, serving
 from toy_kit import config, request
 
-from streamrl.engine import RetryLater
-from streamrl.errors import DataError
+from streamrl.errors import DataError, RetryLater
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.queues import open_ledgers
 from streamrl.servers import pool as pools

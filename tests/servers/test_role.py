@@ -24,6 +24,7 @@ from streamrl.servers import role as roles
 from streamrl.servers import server as servers
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.role import Liveness, run_engine
+from streamrl.weight_sync.files import make_token
 
 IDLE, BUSY, MORE = ServerMetrics(), ServerMetrics(running=1), ServerMetrics(running=1, tokens_sampled=9)
 
@@ -64,6 +65,7 @@ def dialect(run, monkeypatch):
     dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1", "TOY_ABOUT": about(vocabulary=128)}
     monkeypatch.setattr(servers, "make_dialect", lambda _: dialect)
     monkeypatch.setattr(roles, "_POLL_SECONDS", 0.05)
+    make_token(run.run_dir)
     run.set("engine", kind="vllm", slots=6, start_deadline=60)
     run.set("supervisor", term_grace=2, drain_deadline=200)
     return dialect
