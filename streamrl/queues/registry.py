@@ -1,4 +1,4 @@
-"""What is in a run now: its living roles, the servers that people added or removed, and how engine servers are."""
+"""What is in a run now: its living roles, and the servers of reward models that people added or removed."""
 
 from __future__ import annotations
 
@@ -50,9 +50,6 @@ class Enlisted:
 
     present: bool  # False: removed
     number: int
-
-    def owner(self, replicas: int) -> int:
-        return (self.number - 1) % replicas
 
 
 async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
