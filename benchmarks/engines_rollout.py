@@ -89,13 +89,13 @@ def _times(stat: str) -> tuple[float, int]:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[2])
 
 
-def run_config(kind: str, model: Path, width: int, tokens: int, url: str = "") -> RunConfig:
+def run_config(kind: str, model: Path, width: int, tokens: int, context: int, url: str = "") -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "bench",
             "max_dead": 1_000_000,
             "redis": {"maxmemory": 4 << 30, "fsync_period": 1e-6},
-            "model": {"path": str(model), "context": CONTEXT},
+            "model": {"path": str(model), "context": context},
             "sampling": {"group_size": GROUP, "min_group": 1, "max_new_tokens": tokens},
             "engine": {"kind": kind, "slots": width, "dtype": "bfloat16", "device": "cpu", "url": [url] if url else []},
             "weights": {"dtype": "bfloat16"},
@@ -130,12 +130,12 @@ async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str,
     model = folder / "model"
     weights = write_model(model, PARAMETERS, torch.bfloat16, CONTEXT)
     make_tokenizer().save_pretrained(model)
-    config = run_config(kind, model, load.width, load.tokens)
+    config = run_config(kind, model, load.width, load.tokens, CONTEXT)
     prompts = make_prompts(config, folder)
     ours, bare = [], []
     async with server(config, folder) as started:
         url = started.url
-        external = run_config(kind, model, load.width, load.tokens, url)
+        external = run_config(kind, model, load.width, load.tokens, CONTEXT, url)
         dialect, client = make_dialect(external), HttpClient(url)
         counter = Counter(dialect, client, started.pid or 0)
         try:
