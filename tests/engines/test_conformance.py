@@ -61,8 +61,6 @@ async def test_temperature_0_is_greedy_beside_requests_that_draw(bench: Bench):
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 320, "top_p": 0.4}, {"top_k": 320, "min_p": 0.6}])
 async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench, cut: dict[str, Any]):
     """SGLang tells them with a `top_k` alone; here that may be the whole vocabulary."""
-    if bench.kind == "served":
-        pytest.skip("no options of sampling travel there")
     tokens = prompt(11)
     done = await asyncio.gather(
         *(bench.generate(tokens, 24, temperature=1.5, affinity="group", **cut) for _ in range(4)),
@@ -87,8 +85,6 @@ async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench,
 
 
 async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):
-    if bench.kind == "served":
-        pytest.skip("no options of sampling travel there")
     tokenizer = Tokenizer.load(bench.config.model)
     # Servers decode the prompt, too: bytes at its end that are no character would come with the response.
     tokens, stops = tokenizer.plain_ids("What comes now? "), (*"iunrt", "yz")  # in no special token
@@ -103,8 +99,6 @@ async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):
 
 
 async def test_no_end_before_the_least_length(bench: Bench):
-    if bench.kind == "served":
-        pytest.skip("no options of sampling travel there")
     done = await bench.generate([*prompt(2), tiny.STOP], 64, min_tokens=7)
     assert len(done.tokens) == 64 or (len(done.tokens) > 7 and done.finish == "stop")
     assert tiny.EOS not in done.tokens[:7]
@@ -116,9 +110,9 @@ async def test_no_end_before_the_least_length(bench: Bench):
     assert float((expected - torch.from_numpy(done.logprobs)).abs().max()) < 2 * BF16
 
 
+@pytest.mark.parametrize("running", ["hf", "vllm"], indirect=True)
 async def test_a_seed_gives_the_same_response_again(bench: Bench):
-    if bench.kind in {"served", "sglang"}:
-        pytest.skip("no seeds of requests there")
+    """SGLang draws for all responses by one seed."""
     tokens = prompt(13)
     first, other, again = await asyncio.gather(*(bench.generate(tokens, 8, seed=seed) for seed in (3, 4, 3)))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()

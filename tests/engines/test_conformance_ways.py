@@ -28,7 +28,7 @@ pytestmark = [
 
 
 class Road:
-    """A learner's side and a replica's side of one transport, with the engine at its end."""
+    """A learner's side and an engine role's side of one transport, with the engine at its end."""
 
     def __init__(
         self, bench: Bench, config: RunConfig, run_dir: Path, server: WeightServer, publisher: Publisher
@@ -36,7 +36,7 @@ class Road:
         self._bench, self._server, self._publisher = bench, server, publisher
         self._stream = Stream()
         self.follower = Follower(
-            self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="rollout.0"
+            self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="engine.0"
         )
         self._applied = asyncio.Condition()
 

@@ -50,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server(config: RunConfig) -> AsyncIterator[Owned]:
-    """The server, started by a process that stands for a replica."""
+    """The server, started by a process that stands for a role."""
     folder = Path(config.model.path).parent
     async with owned("server_kit", folder / "logs" / "server.log", "sglang", str(folder), json.dumps(KEYS)) as server:
         yield server
