@@ -36,6 +36,9 @@ SOON = 20.0
 LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
 """With it a server is started for adapters; it takes whole weights all the same."""
 
+KEY = "of-all-tests"
+"""That a server asks for, in words that no log of it has."""
+
 _names = itertools.count()  # of all benches: two may ask the same server
 
 
@@ -151,8 +154,8 @@ class HeardServer(Server):
     kept = False
     sampled = 0
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords, announce=self._tell)
+    def __init__(self, *arguments: Any, key: str | None = KEY, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords, key=key, announce=self._tell)
         self.told: Callable[[], Awaitable[None]] | None = None
         self._started = False
         self._wire_ids: dict[str, str] = {}

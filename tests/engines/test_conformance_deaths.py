@@ -23,7 +23,7 @@ from streamrl.servers import role as roles
 from streamrl.servers.pool import ServerPool
 from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.publisher import Publisher
-from tests.engines.conformance_kit import Bench, HeardServer, prompt
+from tests.engines.conformance_kit import KEY, Bench, HeardServer, prompt
 from tests.producers.producer_kit import Hands
 from tests.queues.ledger_kit import until_async
 from tests.redis_kit import RedisRun
@@ -130,7 +130,7 @@ async def run_of(
     make_token(redis_run.run_dir)
     bench.server.kept = True
     async with open_ledgers(config, redis_run.run_dir) as ledgers:
-        pool = ServerPool(config, ledgers, None)
+        pool = ServerPool(config, ledgers, KEY)
         pool._patience = RESTART  # a worker would give its prompts back, and take them again
         async with pool.follow():
             run = Run(bench, config, redis_run, ledgers, pool)

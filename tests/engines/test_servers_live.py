@@ -20,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.http import BadAnswer
 from tests.engines import tiny
-from tests.engines.conformance_kit import INTERVAL, Bench, HeardServer, prompt, run_config
+from tests.engines.conformance_kit import INTERVAL, KEY, Bench, HeardServer, prompt, run_config
 
 pytestmark = [
     pytest.mark.engines,
@@ -126,6 +126,14 @@ async def test_another_tokenizer_is_found_out(bench: Bench, tmp_path: Path):
     file.write_bytes(orjson.dumps(about))
     with pytest.raises(ConfigError, match="has another tokenizer"):
         await HeardServer(config, tmp_path, "engine.1", seed=1).start()
+
+
+@pytest.mark.parametrize("key", [None, "another one"])
+async def test_who_has_not_its_key_is_refused(bench: Bench, key: str | None):
+    config = run_config(bench.kind, bench.folder, url=[bench.url])
+    with pytest.raises(ConfigError, match="wants a key"):
+        await HeardServer(config, bench.folder, "engine.1", seed=1, key=key).start()
+    assert KEY not in bench.server.process.log.read_text()
 
 
 async def test_completions_of_anybody(bench: Bench):
