@@ -44,7 +44,7 @@ def test_engines_that_need_nothing_of_the_machine():
 
 def test_an_environment_is_named_with_its_version(environment: Path):
     found = look_at_engine(config(engine={"kind": "vllm", "servers": 2, "device": "cpu"}))
-    assert found == f"vllm 0.32.0 in {environment}, 2 for each replica"
+    assert found == f"vllm 0.32.0 in {environment}, 2 of them"
     (environment / environments.MARKER).unlink()
     assert "unknown version" in look_at_engine(config(engine={"kind": "vllm"}))
 

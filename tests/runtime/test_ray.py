@@ -26,11 +26,10 @@ from streamrl.queues.embedded import find_server
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.placement.ray import RayPlacement
 from streamrl.runtime.placement.ray_node import NodeFacts
-from streamrl.servers.process import free_port
 from tests.cli.conftest import tiny  # noqa: F401  (a fixture)
 from tests.cli.run_kit import cli, data_of, process
 from tests.needs import need_programs
-from tests.redis_kit import ForeignRedis
+from tests.redis_kit import ForeignRedis, free_port
 from tests.runtime.test_supervisor import Run, unit
 
 ray = pytest.importorskip("ray")

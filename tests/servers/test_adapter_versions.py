@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import Toy, make_dialect
+from toy import Toy
 from toy_kit import ask, bodies, control_on, version
 
 from streamrl.errors import WeightsError
@@ -94,12 +94,3 @@ async def test_whole_weights_after_an_adapter_are_sampled_alone(tmp_path):
         await controlled.control.apply(version(2))
         assert (await ask(controlled)).runs == [(0, 2)]
         assert bodies(toy, "/generate")[-1]["adapter"] is None
-
-
-async def test_a_server_that_merges_by_itself_gets_it_like_any_version(tmp_path):
-    toy, dialect = Toy(), make_dialect()
-    dialect.merges = True
-    async with control_on(toy, tmp_path / "adapters", dialect=dialect) as controlled:
-        await controlled.control.apply(adapter(1))
-        assert [body["version"] for body in bodies(toy, "/update")] == [1]
-        assert not bodies(toy, "/adapters")

@@ -74,7 +74,6 @@ def test_what_is_understood():
         [],
         None,
         "text",
-        {"error": {"message": "overheated", "code": 500}},
     ],
 )
 def test_what_is_no_answer(bad):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.http import BadAnswer
 from streamrl.servers import environments, sglang
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import LOADER, SglangDialect
@@ -190,8 +191,6 @@ def test_the_echo_of_an_abort_in_the_queue_repeats_the_last_token():
         ([], 0),
         ("hello", 0),
         (None, 0),
-        ({"error": {"message": "out of memory", "code": 500}}, 0),
-        ({"error": "gone"}, 0),
     ],
 )
 def test_what_cannot_be_a_message_is_refused(spoiled, received):
@@ -214,6 +213,12 @@ def test_nothing_that_a_server_says_raises_anything_else(said):
         assert np.isfinite(chunk.logprobs).all()
 
 
+@pytest.mark.parametrize("error", ["gone", {"message": "gone", "code": 500}])
+def test_a_server_that_fails_while_it_answers_is_not_the_request_s_fault(error):
+    with pytest.raises(BadAnswer, match="gone"):
+        dialect().chunk({"error": error}, received=0)
+
+
 def test_a_refused_request_is_the_request_s_fault():
     error = {"message": "The input (20 tokens) is longer than the model's context length (16 tokens).", "code": 400}
     with pytest.raises(DataError, match="longer than"):
@@ -221,7 +226,7 @@ def test_a_refused_request_is_the_request_s_fault():
     finish = {"type": "abort", "message": "Input is too long", "status_code": 400, "err_type": "BadRequestError"}
     with pytest.raises(DataError, match="too long"):
         dialect().chunk(message([], 0, [], finish), received=0)
-    with pytest.raises(WireError, match="overloaded"):
+    with pytest.raises(BadAnswer, match="overloaded"):
         dialect().chunk(message([], 0, [], {**finish, "message": "overloaded", "status_code": 503}), received=0)
 
 

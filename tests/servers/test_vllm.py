@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.http import BadAnswer
 from streamrl.servers import environments
 from streamrl.servers.dialect import Dialect, read_spans
 from streamrl.servers.launch import PLUGIN
@@ -212,7 +213,7 @@ def test_a_chunk_that_does_not_fit_is_an_error(values: dict[str, Any]) -> None:
     )
 )
 def test_no_message_is_answered_with_any_other_error(message: Any) -> None:
-    with contextlib.suppress(WireError, DataError):
+    with contextlib.suppress(WireError, DataError, BadAnswer):
         dialect().chunk(message, received=0)
 
 
@@ -220,7 +221,7 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
     refused = {"error": {"message": "Token id 5000 is out of vocabulary", "type": "BadRequestError", "code": 400}}
     with pytest.raises(DataError, match="out of vocabulary"):
         dialect().chunk(refused, received=0)
-    with pytest.raises(WireError, match="EngineCore"):
+    with pytest.raises(BadAnswer, match="EngineCore"):
         dialect().chunk({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, received=0)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from streamrl.errors import ConfigError
 from streamrl.producers.episodes.messages import json_object
 from streamrl.producers.episodes.rendering import ToolCall, ToolSchema
 
@@ -107,6 +108,8 @@ def format_of(name: str, template: str) -> ToolFormat:
             name = "llama_json"
         else:
             name = "hermes"
+    if name not in FORMATS:
+        raise ConfigError(f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

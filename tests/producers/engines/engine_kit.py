@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines import Completion, Request
+from streamrl.engine import Completion, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 

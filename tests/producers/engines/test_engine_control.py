@@ -11,7 +11,7 @@ import torch
 from engine_kit import LONG, gated, hanging, held, named, plain, prompt, random_model, request, until, versions
 
 from streamrl.errors import Refused, Unreachable, WeightsError
-from streamrl.producers.engines import make_engine
+from streamrl.producers.engines.hf import HfEngine
 
 # --- abort, cancel, pause, sleep ---
 
@@ -273,7 +273,7 @@ async def test_close_while_paused(start):
 async def test_nothing_works_before_start(model_dir):
     from engine_kit import engine_config
 
-    engine = make_engine(engine_config(model_dir("qwen2")), 0)
+    engine = HfEngine(engine_config(model_dir("qwen2")), 0)
     with pytest.raises(Unreachable, match="not been started"):
         await engine.health()
     assert engine.load().version == 0

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl import wire
+from streamrl.engine import Completion
 from streamrl.errors import WeightsError
-from streamrl.producers.engines import Completion, slots
+from streamrl.producers.engines import slots
 from streamrl.producers.engines.control import copy_weights, match_weights
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotCache, Spans, round_up

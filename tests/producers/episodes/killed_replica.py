@@ -9,11 +9,10 @@ import signal
 import time
 from pathlib import Path
 
-from streamrl.producers.engines import make_engine
+from streamrl.producers.engines import hf
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.tools import Tool
-from streamrl.producers.replica import Replica
-from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.replica import run_rollout
 from streamrl.score import Score
 
 TURNS = 6
@@ -37,12 +36,10 @@ class Noting:
 
 
 async def serve(role):
-    engine = Noting(make_engine(role.config, os.getpid()), role.run_dir / f"sampled-{os.getpid()}.jsonl")
-    await engine.start()
-    try:
-        await Replica(role, engine, Tokenizer.load(role.config.model)).run()
-    finally:
-        await engine.close()
+    real = hf.HfEngine
+    note = role.run_dir / f"sampled-{os.getpid()}.jsonl"
+    hf.HfEngine = lambda config, seed: Noting(real(config, seed), note)
+    await run_rollout(role)
 
 
 async def add(a: int, b: int) -> int:

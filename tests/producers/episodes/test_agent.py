@@ -226,7 +226,7 @@ async def test_an_agent_that_fails_may_be_a_dead_letter_at_once(run, tmp_path, m
         monkeypatch.setattr(replica_kit, "tiny_model", lambda seed: talker)
         await learner.publish(1)
         await admit(run, ledgers.train, 1)
-        async with replica_on(run, ledgers) as (_, role, _, _):
+        async with replica_on(run, ledgers) as (_, role, _):
             await until_true(lambda: letters_of(ledgers.train))
         assert role.status["agents_failed"] == 2
         letters = await letters_of(ledgers.train)
