@@ -11,13 +11,12 @@ import torch
 from engine_kit import EOS, VOCABULARY, prompt, random_model
 from hypothesis import given
 from hypothesis import strategies as st
-from streamrl.producers.engines.decoder import Job
 
 from streamrl.engine import Request
 from streamrl.errors import DataError
 from streamrl.producers.engines.drawing import sample, truncated
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.engines.slots import SlotBatch
+from streamrl.producers.engines.slots import Job, SlotBatch
 from tests.engines import tiny
 from tests.engines.conformance_kit import run_config
 
