@@ -1,6 +1,6 @@
 """What a server engine is asked and what it answers, as values: each dialect translates, and none of them does I/O.
 
-`ServerEngine` sends the calls and hands the answers back to the dialect that built them.
+Their caller sends the calls and hands the answers back to the dialect that built them.
 """
 
 from __future__ import annotations

@@ -287,7 +287,10 @@ class SglangDialect(Dialect):
             return ServerMetrics(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
-                cache_use=min(1.0, max(float(load["token_usage"]) for load in loads)),
+                # Exact, not `token_usage`, which is rounded: a change is a sign of life.
+                cache_use=max(
+                    int(load["num_used_tokens"]) / max(1, int(load["max_total_num_tokens"])) for load in loads
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"/v1/loads does not answer as SGLang does: {error!r}") from error

@@ -149,7 +149,7 @@ def test_no_end_before_the_least_length():
     [({"top_k": 3}, 3), ({"top_p": 0.3}, VOCABULARY), ({"min_p": 0.5, "top_p": 0.9, "top_k": 4}, 4)],
 )
 async def test_the_engine_samples_from_what_is_left_and_says_its_log_probabilities(start, cut, most):
-    engine = await start("slots")
+    engine = await start()
     tokens = prompt(5)
     requests = [Request(f"r{at}", np.asarray(tokens, np.int32), 1, 0.8, **cut) for at in range(800)]
     done = await asyncio.gather(*map(engine.generate, requests))
@@ -164,7 +164,7 @@ async def test_the_engine_samples_from_what_is_left_and_says_its_log_probabiliti
 
 
 async def test_what_no_distribution_can_be_cut_to_is_refused_and_the_engine_goes_on(start):
-    engine = await start("slots")
+    engine = await start()
     for wrong in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": -0.1}):
         with pytest.raises(DataError, match=next(iter(wrong))):
             await engine.generate(asked(**wrong))
