@@ -450,7 +450,7 @@ class EpisodeSession:
     ) -> tuple[Completion, StopTexts | None]:
         """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
         number = next(self._numbers)
-        options = self._order.drawn(self._config, number) | own
+        options = self._order.drawn(self._config, number) | dict(own)
         options["stop"] = tuple(options["stop"])
         if self._order.greedy:
             options["temperature"] = 0.0

@@ -7,18 +7,23 @@ import contextlib
 import json
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
+import torch
 from producer_kit import until
+from transformers import AutoModelForCausalLM
 
 from streamrl.errors import Unreachable
+from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.endpoint import server
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import NOTHING, PROMPT
 
 from .chat_kit import KEEPS_THINKING, LOOK_UP, answered, asked, make_tokenizer
 from .endpoint_kit import ASKED, TOKENIZER, Served
-from .episode_kit import call
+from .episode_kit import call, config_of, save_talker
 
 CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
 BROKEN = call('{"name": "look_up", "arguments": {"word": ')
@@ -266,7 +271,14 @@ async def test_all_that_is_named_may_be_ignored(serve):
     named = ["temperature", "n", "stop", "logprobs", "response_format", "tool_choice"]
     served = await serve("six.", agent={"ignore": named})
     form = {"type": "json_object"}
-    options = {"temperature": 0, "n": 3, "stop": ".", "logprobs": True, "response_format": form, "tool_choice": "required"}
+    options = {
+        "temperature": 0,
+        "n": 3,
+        "stop": ".",
+        "logprobs": True,
+        "response_format": form,
+        "tool_choice": "required",
+    }
     answer = await served.ask(tools=[LOOK_UP], **options)
     assert [(choice.message.content, choice.logprobs) for choice in answer.choices] == [("six.", None)]
     (request,) = served.engine.requests
@@ -342,16 +354,61 @@ async def test_an_agent_says_how_its_replies_are_drawn(serve):
     assert drawn == [(0.5, 0.9, 5), (0.25, 1.0, 0), (1.0, 1.0, 0)]
 
 
+async def test_a_real_model_tells_the_log_probabilities_of_what_each_call_drew_from(serve, tmp_path):
+    """Those of every token equal a plain forward pass at the temperature of its call, within what `top_p` left."""
+    save_talker(tmp_path)
+    sections = {"model": {"path": str(tmp_path), "context": 512}, "engine": {"threads": 1}}
+    config = config_of({}, **sections)
+    tokenizer, engine = Tokenizer.load(config.model), HfEngine(config, 1)
+    await engine.start()
+    try:
+        served = await serve(engine=engine, tokenizer=tokenizer, sections=sections, max_turns=64)
+        draws = [{"temperature": 4.0, "n": 2}, {"temperature": 3.0, "top_p": 0.5}, {}]
+        for draw in draws:
+            await served.ask(max_tokens=12, **draw)
+        while (choice := (await served.ask(stop="is")).choices[0]).message.content != "it ":
+            assert choice.message.content.startswith("<tool_call>")
+        assert choice.finish_reason == "stop"
+        said = {"role": "assistant", "content": "it"}
+        await served.ask([*ASKED, said, asked("and?")])
+        sample = served.session.sample()
+    finally:
+        await engine.close()
+    model, turns, paths, at = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), sample.turns, {}, 0
+    drawn = [draws[0], *draws]
+    prompt = served.session._order.prompt.token_ids.tolist()
+    for number, turn in enumerate(turns):
+        own = sample.token_ids[at : at + turn.sampled].tolist() if turn.sampled else turn.observed_ids.tolist()
+        before = prompt if turn.parent == PROMPT else paths[turn.parent]
+        paths[number] = [*before, *own]
+        if not turn.sampled:
+            continue
+        draw = drawn.pop(0) if drawn else {}
+        with torch.no_grad():
+            logits = model(torch.tensor([paths[number]])).logits[0, len(before) - 1 : -1]
+        logprobs = (logits / draw.get("temperature", 1.0)).log_softmax(-1)
+        ordered, order = logprobs.double().exp().sort(descending=True, stable=True)
+        kept = ordered.cumsum(-1) - ordered < draw.get("top_p", 1.0)
+        kept = torch.zeros_like(kept).scatter(-1, order, kept)
+        expected = logprobs.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(own)[:, None])[:, 0]
+        np.testing.assert_allclose(sample.token_logprobs[at : at + turn.sampled], expected.numpy(), atol=1e-4)
+        at += turn.sampled
+    last = turns[-1]
+    assert paths[last.parent][: -len(turns[last.parent].observed_ids)] == paths[turns[last.parent].parent]
+    ended = tokenizer.decode(paths[turns[last.parent].parent], special=True)
+    assert ended.endswith("it is three")  # the token that holds the text, as it was sampled
+
+
 REMOTE = {"kind": "openai", "url": ["http://127.0.0.1:9"]}
 
 
 async def test_what_an_engine_does_not_tell_is_refused_for_training_alone(serve):
     served = await serve("six", sections={"engine": REMOTE})
-    with pytest.raises(openai.BadRequestError, match="`temperature`.* openai server may not be.* processed-logprobs"):
+    with pytest.raises(openai.BadRequestError, match=r"`temperature`.* openai server may not be.* processed-logprobs"):
         await served.ask(temperature=0.5)
     await served.ask(temperature=1)
     served = await serve("six", sections={"engine": {"kind": "sglang"}})
-    with pytest.raises(openai.BadRequestError, match="`top_p`.* sglang tells"):
+    with pytest.raises(openai.BadRequestError, match=r"`top_p`.* sglang tells"):
         await served.ask(top_p=0.5)
     for options in ({"temperature": 0}, {"temperature": 0.5, "top_p": 0.5}):
         served = await serve("six", sections={"engine": REMOTE}, evaluation=True)
@@ -632,9 +689,9 @@ async def test_an_sdk_that_lost_the_answer_gets_the_same_turn(serve):
     served.engine.open.clear()
     tries, ask = asyncio.Semaphore(0), served.door.ask
 
-    async def counted(*given):
+    def counted(*given):
         tries.release()
-        return await ask(*given)
+        return ask(*given)
 
     served.door.ask = counted
     async with served.made(max_retries=3, timeout=1) as client:

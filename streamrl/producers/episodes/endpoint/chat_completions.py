@@ -1,7 +1,6 @@
 """OpenAI's `POST /v1/chat/completions`.
 
-With `tool_choice: none` calls of tools are not read: they stay text. Of several calls `parallel_tool_calls: false` gives
-the first.
+With `tool_choice: none` calls of tools are not read: they stay text. `parallel_tool_calls: false` gives the first call.
 """
 
 from __future__ import annotations
