@@ -306,6 +306,29 @@ async def test_a_text_ends_a_reply_and_an_agent_goes_on_with_it_or_without_it(se
     assert sample.token_logprobs[:count].tolist() == [-float(at) for at in range(1, count + 1)]
 
 
+def parts(role, text):
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+async def test_a_code_agent_of_smolagents_continues_one_branch(serve):
+    """What `CodeAgent` of smolagents 1.26 sends: it puts the text back that ended the reply, and its call behind it."""
+    served = await serve("Thought: add\n<code>\nprint(1 + 2)\n</code> and more", "<code>\nfinal_answer(3)\n</code>")
+    stop = ["Observation:", "Calling tools:", "</code>"]
+    messages = [parts("system", "You write code."), parts("user", "New task:\nwhat is 1 + 2?")]
+    status, answer = await post(served, {"model": "policy", "messages": messages, "stop": stop})
+    said = answer["choices"][0]["message"]["content"]
+    assert (status, said) == (200, "Thought: add\n<code>\nprint(1 + 2)\n")
+    ran = "{'id': 'call_1', 'type': 'function', 'function': {'name': 'python_interpreter', 'arguments': '3'}}"
+    messages += [parts("assistant", f"{said}</code>\nCalling tools:\n[{ran}]"), parts("user", "Observation:\n3")]
+    await post(served, {"model": "policy", "messages": messages, "stop": stop})
+    assert served.session.forks == 0
+    assert [turn.parent for turn in served.session.sample().turns] == [NOTHING, 0, 1, 2]
+    first, second = served.engine.requests
+    count = served.session.sample().turns[1].sampled
+    rest = TOKENIZER.decode(second.tokens[len(first.tokens) + count :].tolist(), special=True)
+    assert rest.startswith("\nCalling tools:\n[{'id': 'call_1'")
+
+
 async def test_anthropic_says_which_text_ended_a_reply(serve):
     served = await serve("think\nObservation: x", "y")
     _, said = await post(served, {**HI, "max_tokens": 60, "stop_sequences": ["no", "Observation:"]}, "messages")
@@ -790,6 +813,18 @@ async def test_a_reply_that_nobody_got_is_dropped_and_counted(serve):
     await served.ask()
     assert (await served.said())[0] == ["six"]
     assert (served.session.sample().dropped, served.session.sample().auxiliary) == (1, 0)
+
+
+async def test_a_stream_that_its_client_has_left_is_dropped(serve, monkeypatch):
+    monkeypatch.setattr(server, "_PING_SECONDS", 0.02)
+    served = await serve("lost", "six")
+    served.engine.open.clear()
+    stream = await served.ask([asked("hurry")], stream=True)
+    await stream.close()
+    await until(lambda: all(pending.left for known in served.door._asked.values() for pending in known))
+    served.engine.open.set()
+    await served.ask()
+    assert (await served.said())[0] == ["six"]
 
 
 async def test_siblings_that_nobody_used_are_dropped_on_demand_unless_rewarded(serve):
