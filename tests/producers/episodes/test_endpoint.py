@@ -362,10 +362,13 @@ async def test_if_one_of_several_answers_cannot_be_sampled_none_is_kept(serve):
 
 
 async def test_log_probabilities_of_the_sampled_tokens(serve):
-    served = await serve("it is six")
+    served = await serve("it is six", "\N{SNOWMAN}")
     told = (await served.ask(logprobs=True)).choices[0].logprobs.content
     assert "".join(one.token for one in told) == "it is six<|im_end|>"
     assert [one.logprob for one in told] == served.session.sample().token_logprobs.tolist()
+    assert bytes(value for one in told for value in one.bytes).decode() == "it is six<|im_end|>"
+    told = (await served.ask(logprobs=True)).choices[0].logprobs.content
+    assert [one.bytes for one in told[:-1]] == [None] * 3, "parts of a character"
 
 
 async def test_an_agent_says_how_its_replies_are_drawn(serve):
@@ -375,6 +378,10 @@ async def test_an_agent_says_how_its_replies_are_drawn(serve):
     await post(served, {"input": "x"}, "responses")
     drawn = [(request.temperature, request.top_p, request.top_k) for request in served.engine.requests]
     assert drawn == [(0.5, 0.9, 5), (0.25, 1.0, 0), (1.0, 1.0, 0)]
+    for ignore, top_k in (["strict"], 0), (["top_k"], 7):
+        served = await serve("a", agent={"ignore": ignore}, sections={"sampling": {"top_k": 7}})
+        await served.ask(extra_body={"top_k": -1})
+        assert served.engine.requests[0].top_k == top_k
 
 
 async def test_a_real_model_tells_the_log_probabilities_of_what_each_call_drew_from(serve, tmp_path):

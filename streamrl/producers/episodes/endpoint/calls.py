@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
@@ -74,7 +75,7 @@ class CallBody(msgspec.Struct, kw_only=True):
     def options(self, ignored: Collection[str], **more: Any) -> dict[str, Any]:
         """Those of the session, without the ones that the run ignores or the agent leaves to it."""
         drawn = {name: getattr(self, name) for name in CALL_DRAWS if name not in ignored}
-        if self.top_k == -1:  # as servers spell it: all tokens
+        if drawn.get("top_k") == -1:  # as servers spell it: all tokens
             drawn["top_k"] = 0
         return {name: value for name, value in (drawn | more).items() if value is not None}
 
@@ -156,7 +157,7 @@ def json_schema(form: Mapping[str, Any] | None, ignored: Collection[str]) -> str
     schema = schema.get("schema") if isinstance(schema, dict) else None
     if not isinstance(schema, dict):
         raise CallRefused(400, "`response_format` has no schema")
-    return orjson.dumps(schema).decode()
+    return json.dumps(schema)
 
 
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:

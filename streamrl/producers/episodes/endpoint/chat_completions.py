@@ -152,12 +152,14 @@ def _choice(index: int, turn: SampledTurn) -> dict[str, Any]:
     choice["streamrl"] = {"turn": turn.number}
     if turn.pieces:
         tokens = zip(turn.pieces, turn.logprobs.tolist(), strict=True)
-        content = [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in tokens
-        ]
-        choice["logprobs"] = {"content": content, "refusal": None}
+        content = [{"token": piece, "logprob": logprob, "bytes": _bytes(piece)} for piece, logprob in tokens]
+        choice["logprobs"] = {"content": [{**one, "top_logprobs": []} for one in content], "refusal": None}
     return choice
+
+
+def _bytes(piece: str) -> list[int] | None:
+    """Of a token; None if it is a part of a character."""
+    return None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
 
 
 def _message(given: _Message) -> Message:
