@@ -58,6 +58,8 @@ class Request:
             combine two of them.
         stop: texts that end the response. Its tokens end with the one that completes such a text, as far as the
             engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
+        json_schema: the response is JSON that fits this schema, and its log-probabilities are those of the
+            distribution without the tokens that do not fit; only for engines in `streamrl.config.base.SERVER_KINDS`.
         min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
         seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
@@ -78,6 +80,7 @@ class Request:
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     seed: int | None = None
+    json_schema: str = ""
 
     @property
     def cuts(self) -> bool:

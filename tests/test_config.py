@@ -97,6 +97,7 @@ OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
         (["sampling.min_tokens=9", "evaluation.max_new_tokens=8"], "evaluation.min_tokens is more"),
         (["evaluation.max_new_tokens=4096"], "evaluation.max_new_tokens leaves no room"),
         ([*OPENAI, "sampling.top_p=0.9"], "sampling.top_p: the log-probabilities of an openai server"),
+        ([*OPENAI, "sampling.temperature=0.7"], "sampling.temperature: the log-probabilities of an openai server"),
         ([*OPENAI, "sampling.min_tokens=2"], "set evaluation.min_tokens instead"),
         (["engine.kind=sglang", "sampling.min_p=0.1"], "sampling.min_p: sglang tells .* with sampling.top_k 1 to 4096"),
         (["engine.kind=sglang", "sampling.top_k=5000"], "sampling.top_k: sglang tells"),
@@ -111,7 +112,7 @@ def test_values_that_do_not_fit_together(overrides, message):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*OPENAI, "sampling.top_p=0.9", "engine.flags={processed-logprobs: true}"],
+        [*OPENAI, "sampling.top_p=0.9", "sampling.temperature=0.7", "engine.flags={processed-logprobs: true}"],
         [*OPENAI, "sampling.stop=[END]", "sampling.seed=1", "evaluation.top_p=0.9", "evaluation.min_tokens=3"],
         ["engine.kind=sglang", "sampling.top_k=4096", "sampling.top_p=0.9", "evaluation.min_p=0.1"],
         ["engine.kind=vllm", "sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.min_tokens=3", "sampling.seed=0"],

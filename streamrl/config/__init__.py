@@ -408,27 +408,35 @@ class RunConfig(Section):
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
         return self
 
+    def untold(self, draw: DrawConfig) -> tuple[str, str]:
+        """The option of a draw whose log-probabilities the engines do not tell, why and what helps; empty: none."""
+        kind = self.engine.kind
+        changed = draw.cuts or ("min_tokens" if draw.min_tokens else "temperature" if draw.temperature != 1 else "")
+        if kind == "openai" and changed and not self.engine.flags.get("processed-logprobs"):
+            return changed, (
+                "the log-probabilities of an openai server may not be those of what it sampled from; leave it out, set"
+                " engine.flags processed-logprobs if they are"
+            )
+        if kind == "sglang" and draw.cuts and not (self.sampling.cuts and 0 < draw.top_k <= SGLANG_MASK):
+            return draw.cuts, (
+                "sglang tells the log-probabilities of what it sampled from only with sampling.top_k 1 to"
+                f" {SGLANG_MASK}; set it too"
+            )
+        return "", ""
+
     @model_validator(mode="after")
     def _check_sampling(self) -> RunConfig:
         """Refuse what cannot be trained: the log-probabilities must be those of the distribution that was sampled."""
-        kind, flags, sampling = self.engine.kind, self.engine.flags, self.sampling
+        kind, sampling = self.engine.kind, self.sampling
         draws = {"sampling": sampling, "evaluation": self.drawing(evaluation=True)}
         for name, draw in draws.items():
             if draw.max_new_tokens >= self.model.context:
                 raise ValueError(f"{name}.max_new_tokens leaves no room for a prompt in model.context")
             if draw.min_tokens > draw.max_new_tokens:
                 raise ValueError(f"{name}.min_tokens is more than {name}.max_new_tokens")
-        changed = sampling.cuts or ("min_tokens" if sampling.min_tokens else "")
-        if kind == "openai" and changed and not flags.get("processed-logprobs"):
-            raise ValueError(
-                f"sampling.{changed}: the log-probabilities of an openai server may not be those of what it sampled"
-                f" from; leave it out, set evaluation.{changed} instead, or engine.flags processed-logprobs if they are"
-            )
-        if kind == "sglang" and sampling.cuts and not 0 < sampling.top_k <= SGLANG_MASK:
-            raise ValueError(
-                f"sampling.{sampling.cuts}: sglang tells the log-probabilities of what it sampled from only with"
-                f" sampling.top_k 1 to {SGLANG_MASK}; set it too, or set evaluation.{sampling.cuts} instead"
-            )
+        option, why = self.untold(sampling)
+        if option:
+            raise ValueError(f"sampling.{option}: {why}, or set evaluation.{option} instead")
         if kind == "sglang" and (seeded := next((name for name, draw in draws.items() if draw.seed is not None), "")):
             raise ValueError(f"{seeded}.seed: sglang draws for all responses by one seed; use engine.kind hf or vllm")
         return self

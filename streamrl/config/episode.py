@@ -33,6 +33,8 @@ def _tool(value: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 ToolName = Annotated[str, AfterValidator(_tool)]
+CALL_DRAWS: Final = ("temperature", "top_p", "top_k", "min_p")
+"""How a reply is drawn, as a call of an agent may say."""
 _GONE: Final = ("remote", "port", "token_file")
 
 
@@ -65,6 +67,11 @@ class AgentConfig(Section):
     )
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent that are answered at the same time; others wait")
+
+    @property
+    def draws(self) -> bool:
+        """Whether calls may say how their replies are drawn."""
+        return not set(CALL_DRAWS) <= set(self.ignore)
 
     @model_validator(mode="before")
     @classmethod

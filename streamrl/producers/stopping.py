@@ -56,6 +56,11 @@ class StopTexts:
         last = len(self._decode(tokens)) - self._length(tokens[:-1])
         return text[: self._found(text, len(text) - last)]
 
+    def split(self, text: str, tokens: Sequence[int]) -> tuple[str, str]:
+        """As `before`, and the text that ended it; empty: none."""
+        before = self.before(text, tokens)
+        return before, next((stop for stop in self._texts if text.startswith(stop, len(before))), "")
+
     def _length(self, tokens: Sequence[int]) -> int:
         return len(self._decode(tokens).rstrip(_PART)) if tokens else 0
 

@@ -50,7 +50,7 @@ _FIGURES: Final[Mapping[str, str]] = {
 class OpenaiDialect(Dialect):
     """Speaks to a server with completions of OpenAI's form.
 
-    `ConfigError`: an unknown flag, or a temperature at which the server's log-probabilities would be others.
+    `ConfigError`: an unknown flag.
     """
 
     kind: ClassVar[str] = "openai"
@@ -63,12 +63,6 @@ class OpenaiDialect(Dialect):
             raise ConfigError(
                 f"engine.flags of an openai server: {', '.join(unknown)} is not known",
                 f"known: {', '.join(sorted(_FLAGS))}",
-            )
-        wanted = config.sampling.temperature
-        if wanted != 1 and not flags.get("processed-logprobs"):
-            raise ConfigError(
-                f"an openai server's log-probabilities may not be those of sampling.temperature {wanted}",
-                "use temperature 1, or set `processed-logprobs: true` in engine.flags when you know that they are",
             )
         self._model: str | None = flags.get("model")
 

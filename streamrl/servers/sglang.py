@@ -155,7 +155,7 @@ class SglangDialect(Dialect):
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
-        sampling = {
+        sampling: dict[str, Any] = {
             "max_new_tokens": request.max_new_tokens,
             "min_new_tokens": min(request.min_tokens, request.max_new_tokens),
             "temperature": request.temperature,
@@ -169,6 +169,8 @@ class SglangDialect(Dialect):
             "repetition_penalty": 1.0,
             "skip_special_tokens": False,
         }
+        if request.json_schema:
+            sampling["json_schema"] = request.json_schema
         body: dict[str, Any] = {
             "rid": _rid(request.id),
             "input_ids": request.tokens.tolist(),

@@ -157,16 +157,18 @@ class VllmDialect(Dialect):
         return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
-        draw = self._config.sampling
-        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens
+        draw, agent = self._config.sampling, self._config.episode.agent
+        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or (agent is not None and agent.draws)
         if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
             raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` draws from",
+                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` or an agent"
+                " draws from",
                 "start it with --logprobs-mode processed_logprobs",
             )
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        guided = {"structured_outputs": {"json": request.json_schema}} if request.json_schema else {}
         body: dict[str, Any] = {
             "request_id": request.id,
             "token_ids": request.tokens.tolist(),
@@ -181,6 +183,7 @@ class VllmDialect(Dialect):
                 "stop": list(request.stop),
                 "logprobs": 0,
                 "detokenize": bool(request.stop),
+                **guided,
             },
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},

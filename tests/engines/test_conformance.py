@@ -98,6 +98,27 @@ async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):
         bench.judge(tokens, one)
 
 
+@SERVERS
+async def test_a_schema_leaves_few_tokens_and_log_probabilities_are_those_of_them(bench: Bench):
+    tokenizer = Tokenizer.load(bench.config.model)
+    tokens, allowed = tokenizer.plain_ids("True? "), ("true", "false")
+    texts = [tokenizer.decode([at]) for at in range(tiny.VOCABULARY)]
+    for done in await asyncio.gather(
+        *(bench.generate(tokens, 32, json_schema='{"type": "boolean"}') for _ in range(4))
+    ):
+        own = done.tokens.tolist()
+        assert (tokenizer.decode(own) in allowed, own[-1], done.finish) == (True, tiny.EOS, "stop")
+        with torch.no_grad():
+            logits = bench.models[bench.number](input_ids=torch.tensor([[*tokens, *own]])).logits
+        said = ""
+        for at, token in enumerate(own[:-1]):
+            fit = [i for i, text in enumerate(texts) if text and any(word.startswith(said + text) for word in allowed)]
+            left = torch.log_softmax(logits[0, len(tokens) - 1 + at, fit].float(), -1)
+            assert abs(float(left[fit.index(token)]) - float(done.logprobs[at])) < BF16
+            said += texts[token]
+        assert done.logprobs[-1] == pytest.approx(0, abs=1e-4)
+
+
 async def test_no_end_before_the_least_length(bench: Bench):
     done = await bench.generate([*prompt(2), tiny.STOP], 64, min_tokens=7)
     assert len(done.tokens) == 64 or (len(done.tokens) > 7 and done.finish == "stop")

@@ -102,10 +102,6 @@ def test_flags():
     for unknown in ("max-num-seqs", "reload"):
         with pytest.raises(ConfigError, match=f"{unknown} is not known"):
             dialect(**{unknown: 3})
-    hot = config(engine=FLAGS, sampling={"temperature": 0.7, "max_new_tokens": 8})
-    with pytest.raises(ConfigError, match=r"sampling\.temperature 0\.7"):
-        OpenaiDialect(hot)
-    OpenaiDialect(config(engine=FLAGS | {"flags": {"processed-logprobs": True}}, sampling={"temperature": 0.7}))
 
 
 def test_what_it_cannot():

@@ -91,6 +91,9 @@ def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it():
     assert told.items() <= body["sampling_params"].items()
     assert body["return_sampling_mask"] is True
     body = dialect().generation(Request("r", np.array([5], np.int32), 8, stop=("END",)), version=1).body
+    guided = Request("r", np.array([5], np.int32), 8, json_schema='{"type": "object"}')
+    assert dialect().generation(guided, version=1).body["sampling_params"]["json_schema"] == '{"type": "object"}'
+    assert "json_schema" not in body["sampling_params"]
     assert body["sampling_params"]["stop"] == ["END"]  # it would end a response before the least length
     for plain in (
         {},

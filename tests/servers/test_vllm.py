@@ -113,6 +113,9 @@ def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it() -> None:
     options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 5}
     body = dialect().generation(asked(stop=("END",), min_tokens=40, **options), version=1).body
     assert body is not None
+    guided = dialect().generation(asked(json_schema='{"type": "object"}'), version=1).body
+    assert guided is not None
+    assert guided["sampling_params"]["structured_outputs"] == {"json": '{"type": "object"}'}
     told = {**options, "stop": ["END"], "detokenize": True, "min_tokens": 32}  # no more than it may have
     assert told.items() <= body["sampling_params"].items()
 
@@ -361,6 +364,10 @@ def test_a_server_that_cannot_serve_the_run_is_refused() -> None:
     assert dialect().read_about(answers(settings=raw)).can_update
     with pytest.raises(Refused, match="--logprobs-mode processed_logprobs"):
         dialect(sampling={"max_new_tokens": 64, "temperature": 0.5}).read_about(answers(settings=raw))
+    for ignore, refused in ((["strict"], True), (["temperature", "top_p", "top_k", "min_p"], False)):
+        agent = dialect(episode={"agent": {"command": "agent", "ignore": ignore}})  # its calls say how they are drawn
+        with pytest.raises(Refused, match="an agent") if refused else contextlib.nullcontext():
+            agent.read_about(answers(settings=raw))
     logits = {"vllm_config": {**SETTINGS, "model_config": {"logprobs_mode": "processed_logits"}}}
     with pytest.raises(Refused, match="returns processed_logits"):
         dialect().read_about(answers(settings=logits))

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgpack
 import msgspec
+import orjson
 
 from streamrl.engine import Completion, Finish
 from streamrl.errors import RetryLater, StreamrlError
@@ -89,9 +90,10 @@ class BeginAgain(StreamrlError):
     """The episode cannot go on from its record, which is forgotten: the sample begins again, in this process."""
 
 
-def reply_key(ids: Int32Array, stop: Sequence[str] = ()) -> bytes:
-    """Key of the reply that is sampled after these tokens, and ended by these texts."""
-    return blake2b(pack_int32(ids) + "\0".join(stop).encode(), digest_size=16).digest()
+def reply_key(ids: Int32Array, options: Mapping[str, Any]) -> bytes:
+    """Key of the reply that is sampled after these tokens with these options of its own."""
+    own = orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b""
+    return blake2b(pack_int32(ids) + own, digest_size=16).digest()
 
 
 class EpisodeJournal:

@@ -8,7 +8,7 @@ messages -> History.place -> ids -> Engine.generate -> History.record -> Reply  
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 from streamrl.config import EpisodeConfig, RunConfig
+from streamrl.config.base import SERVER_KINDS
+from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
 from streamrl.errors import DataError, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
@@ -71,6 +73,8 @@ class SampledTurn:
         logprobs: of `tokens`.
         cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
             `context_overflow`.
+        stopped: the text that ended it, which is not in `reply`; empty: none.
+        pieces: `tokens` as text, if somebody asked for it.
     """
 
     reply: Reply
@@ -80,6 +84,8 @@ class SampledTurn:
     tokens: Int32Array
     logprobs: Float32Array
     cut: StopReason | None
+    stopped: str = ""
+    pieces: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +161,7 @@ class EpisodeSession:
         max_tokens: int | None = None,
         *,
         most_calls: int | None = None,
-        stop: Sequence[str] | None = None,
+        **options: Any,
     ) -> SampledTurn:
         """Sample the message that follows `messages`, and record it.
 
@@ -166,7 +172,7 @@ class EpisodeSession:
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
-            stop: texts that end this reply; None: those of the run.
+            options: what this reply has instead of what the run says, of `refused`.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
@@ -182,7 +188,8 @@ class EpisodeSession:
             flight = await self._take_off(messages, tools, max_tokens)
             place = flight.place
             try:
-                completion, ends = await self._completion(place, flight.longest, stop)
+                asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
+                completion, ends = await self._completion(place, flight.longest, options, reply_key(place.ids, asked))
             except BaseException:
                 self._turns -= 1
                 raise
@@ -193,14 +200,15 @@ class EpisodeSession:
         tokens = completion.tokens.tolist()
         reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
-        text = self._tokenizer.decode(tokens)
+        text, stopped = self._tokenizer.decode(tokens), ""
         if ends is not None and completion.finish == "stop":
-            text, content = ends.before(text, tokens), ends.before(reply.content, tokens)
+            text, stopped = ends.split(text, tokens)
             reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
-            reply = replace(reply, content=content, reasoning=reasoning)
+            reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
-        number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
+        uses, away = self._uses(place), self._away(place, begun)
+        number = self._history.record(place, completion, reply, uses=uses, away=away, stopped=stopped)
         turn = self._history.turns[number]
         turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
         return SampledTurn(
@@ -211,7 +219,27 @@ class EpisodeSession:
             completion.tokens,
             completion.logprobs,
             flight.limit if completion.finish == "length" else None,
+            stopped,
         )
+
+    def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
+        """The option of a reply (`stop`, `json_schema`, `temperature`, ... of `Request`) that it cannot have, and why.
+
+        Empty: it can have all. The log-probabilities of what is trained must be those that it was sampled with.
+        """
+        kind = self._config.engine.kind
+        if "json_schema" in options and kind not in SERVER_KINDS:
+            return "response_format", f"engine.kind {kind} keeps no reply to a schema; vllm and sglang do"
+        if self._order.prompt.evaluation or self._order.greedy:
+            return "", ""
+        draw = self._config.sampling.model_copy(update={name: options[name] for name in OPTIONS & options.keys()})
+        if draw.temperature == 0:
+            return "temperature", "at 0 all samples of a group are alike, which trains nothing"
+        return self._config.untold(draw)
+
+    def pieces(self, turn: SampledTurn) -> list[str]:
+        """The tokens of a reply as text, each by itself."""
+        return [self._all_text([token]) for token in turn.tokens.tolist()]
 
     def text(self, turn: SampledTurn) -> str:
         """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
@@ -418,13 +446,14 @@ class EpisodeSession:
         raise EpisodeOver(stop, f"the episode ended: {why}")
 
     async def _completion(
-        self, place: NextTurn, longest: int, stop: Sequence[str] | None
+        self, place: NextTurn, longest: int, own: Mapping[str, Any], key: bytes
     ) -> tuple[Completion, StopTexts | None]:
         """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
         number = next(self._numbers)
-        options = self._order.drawn(self._config, number)
-        if stop is not None:
-            options["stop"] = tuple(stop)
+        options = self._order.drawn(self._config, number) | dict(own)
+        options["stop"] = tuple(options["stop"])
+        if self._order.greedy:
+            options["temperature"] = 0.0
         ends = StopTexts(options["stop"], self._all_text, options["min_tokens"]) if options["stop"] else None
 
         async def sampled() -> Completion:
@@ -432,7 +461,7 @@ class EpisodeSession:
             return completion if ends is None else ends.cut(completion)
 
         async with self._faults():
-            completion = await self.journal.reply(reply_key(place.ids, options["stop"]), sampled)
+            completion = await self.journal.reply(key, sampled)
         self._tokens += len(completion.tokens)
         return completion, ends
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
+import msgspec
 from openai import AsyncOpenAI
 
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -44,11 +46,13 @@ class Gated(Script):
 class Served:
     """One sample: `engine`, `session`, `door`, the `url` and `key` of its endpoint, and a `client` without retries."""
 
-    def __init__(self, texts, tokenizer=TOKENIZER, **episode):
+    def __init__(self, texts, tokenizer=TOKENIZER, *, sections=(), evaluation=False, engine=None, **episode):
         agent = {"command": "agent", **episode.pop("agent", {})}
-        config = config_of({"agent": agent, **episode})
-        self.engine = Gated(tokenizer, texts)
-        self.session = EpisodeSession(config, self.engine, renderer_of(tokenizer), tokenizer, order_of(tokenizer))
+        config = config_of({"agent": agent, **episode}, **dict(sections))
+        order = order_of(tokenizer)
+        order = replace(order, prompt=msgspec.structs.replace(order.prompt, evaluation=evaluation))
+        self.engine = engine or Gated(tokenizer, texts)
+        self.session = EpisodeSession(config, self.engine, renderer_of(tokenizer), tokenizer, order)
         self.door = AgentDoor(self.session, config.episode.agent.max_calls, config.model.context)
 
     @contextlib.asynccontextmanager

@@ -140,6 +140,26 @@ async def test_recorded_turns_and_answers_are_taken_from_the_journal(ledger):
     assert await faults(ledger) == []
 
 
+class Drawn(Episode):
+    """Two turns, the first with options of its own."""
+
+    def __init__(self):
+        self.options = {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
+
+    async def run(self, task, chat):
+        turn = await chat.session.sampled(task.messages, **self.options)
+        await chat.session.sampled([*task.messages, turn.reply.message, {"role": "user", "content": "and?"}])
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0.6}, {"stop": ["y"]}, {"max_tokens": 8}, {"json_schema": "{}"}])
+async def test_a_reply_with_other_options_is_no_recorded_one(ledger, other):
+    lives = Lives(ledger, Drawn())
+    await lives.die("a")
+    lives.episode.options |= other
+    engine, sample = await lives.live(*"bc")
+    assert (sample.replayed, len(engine.requests)) == ((0, 2) if other else (1, 1))
+
+
 async def test_without_determinism_an_episode_begins_again_each_time(ledger):
     lives = Lives(ledger, ToolEpisode([shift]), deterministic=False)
     await lives.die(call(SHIFT))
