@@ -353,7 +353,13 @@ def test_another_kind_of_server_is_noticed():
 
 
 def test_figures():
-    load = {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_used_tokens": 25, "max_total_num_tokens": 100, "gen_throughput": 240.5}
+    load = {
+        "num_running_reqs": 3,
+        "num_waiting_reqs": 2,
+        "num_used_tokens": 25,
+        "max_total_num_tokens": 100,
+        "gen_throughput": 240.5,
+    }
     figures = dialect().read_metrics({"version": "0.5.23", "loads": [load, {**load, "num_used_tokens": 50}]})
     assert (figures.running, figures.waiting, figures.cache_use) == (6, 4, 0.5)
     for spoiled in ({"loads": []}, {"loads": [{}]}, "text", None):
