@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
+from streamrl.engine import MemoryTag
 from streamrl.errors import (
     CannotCreate,
     ConfigError,
@@ -40,6 +41,8 @@ from streamrl.weight_sync.tensors import Version
 logger = logging.getLogger(__name__)
 _LAST_SECONDS: Final = 5.0
 """For the resume of a server when its role ends."""
+_KEPT: Final = 4
+"""Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
 _MERGED: Final = "learner.lora.publish: merged works with every engine and every adapter"
 
 
@@ -127,16 +130,17 @@ class ServerControl:
         try:
             await self._weights_awake.wait()
             async with self._lock:
-                if version.adapter is not None:
-                    await self._load_adapter(version)
-                else:
+                name = "" if version.adapter is None else await self._load_adapter(version)
+                if not name:
                     await self._replace(version)
-                self.pair, self.step = version.pair, version.step
+                # together: a heartbeat between them would name another version than the one that samples
+                self.pair, self.step, self.adapter = version.pair, version.step, name
         finally:
             self._applying -= 1
             if not self._applying:
                 self._applied.set()
         await self._announce()
+        await self._forget_adapters()
 
     async def keep(self, version: Version) -> None:
         """Record a version for a server whose weights stay as they are: all that it samples is of the first one."""
@@ -145,7 +149,6 @@ class ServerControl:
             await self._announce()
 
     async def _replace(self, version: Version) -> None:
-        end = asyncio.get_running_loop().time() + self._seconds
         try:
             await self._send(self._dialect.prefetch(version), self._seconds)
         except (ConfigError, BadAnswer) as error:  # vLLM's plug-in refuses with 500
@@ -154,16 +157,15 @@ class ServerControl:
         first, *rest = self._dialect.update(version, label)
         await self._is_ours()
         async with self._paused():
-            left = end - asyncio.get_running_loop().time()
             self._inconsistent = True
             try:
-                await self._send([first], left)
+                await self._send([first], self._seconds)
             except DataError as error:  # nothing was changed
                 self._inconsistent = False
                 raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
-            await self._must(rest, left)
+            await self._must(rest, self._seconds)
             self._inconsistent = False
-            self._label, self.adapter = label, ""
+            self._label = label
 
     async def _is_ours(self) -> None:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
@@ -199,8 +201,11 @@ class ServerControl:
                 if self._watchdog is not None:
                     self._watchdog.disarm()
 
-    async def _load_adapter(self, version: Version) -> None:
-        """Load a version that is an adapter: new requests sample with it, those in flight with the one they have."""
+    async def _load_adapter(self, version: Version) -> str:
+        """Load a version that is an adapter: new requests sample with it, those in flight with the one they have.
+
+        Returns its name at the server.
+        """
         assert version.adapter is not None
         if self.pair[1] and not self.adapter:
             raise WeightsError(
@@ -217,8 +222,11 @@ class ServerControl:
         except (CannotCreate, Refused) as error:
             raise WeightsError(error.message, error.hint) from error
         self._adapters.append(name)
-        self.adapter = name
-        while len(self._adapters) > self._most_adapters:
+        return name
+
+    async def _forget_adapters(self) -> None:
+        """Unload the oldest, long after the last requests that may name them have begun."""
+        while len(self._adapters) > _KEPT * self._most_adapters:
             oldest = self._adapters.pop(0)
             with suppress(StreamrlError):  # some servers answer only when its last request has ended
                 await self._send([self._dialect.unload_adapter(oldest)], _LAST_SECONDS)
@@ -236,13 +244,15 @@ class ServerControl:
 
     async def wake(self) -> None:
         """Come back to the devices, with the newest version that waits to be applied."""
+        tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")
         if self._applying:
             if self._sleep_level:  # at 0 the weights are there, and vLLM would decode while they are replaced
                 await self._must(self._dialect.wake(("weights",)), self._seconds)
+                tags = ("kv_cache",)  # SGLang dies of waking the same twice
             self._weights_awake.set()
             await self._applied.wait()
         async with self._lock:
-            await self._must(self._dialect.wake(("weights", "kv_cache")), self._seconds)
+            await self._must(self._dialect.wake(tags), self._seconds)
             await self._must(self._dialect.resume(), self._seconds)
             self.blocked = False
         self._weights_awake.set()

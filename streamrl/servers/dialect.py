@@ -250,7 +250,7 @@ def stream_error(error: Any) -> BadAnswer | DataError:
     said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
     if isinstance(code, int) and 400 <= code < 500:
         return DataError(f"the server refuses the request: {said}")
-    return BadAnswer(f"the server failed while it answered: {said}")
+    return BadAnswer(f"the server failed while it answered: {said}", status=code if isinstance(code, int) else 500)
 
 
 def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:

@@ -16,7 +16,7 @@ import math
 import socket
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
@@ -100,6 +100,9 @@ class Affinities:
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._names
+
     def get(self, key: str) -> str | None:
         return self._names.get(key) or self._names.get(key.partition("/")[0])
 
@@ -125,6 +128,7 @@ class AnnouncedEngine:
         self._dialect = make_dialect(config)
         self._client = HttpClient(self.url, key, f"see logs/{name}.log")
         self._gone = asyncio.Event()
+        self._aborts: set[asyncio.Task[object]] = set()
         self._told = False
 
     @property
@@ -153,7 +157,7 @@ class AnnouncedEngine:
             await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
         except BadAnswer as error:
             self.answers = error.status == 503  # while its weights change
-        except (Unreachable, StreamrlError) as error:
+        except StreamrlError as error:
             if not self._told:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
                 logger.warning("an engine does not answer", extra=extra)
@@ -185,6 +189,10 @@ class AnnouncedEngine:
             return reading.result()
         except Lost as error:
             raise LostResponse(error.message, begun=error.sent and not response.tokens) from error
+        except BadAnswer as error:  # within its stream: the server dies, maybe of another request
+            if not response.tokens:
+                raise
+            raise LostResponse(error.message, begun=False) from error
         finally:
             self.tokens -= cost
             if not reading.done():
@@ -196,11 +204,14 @@ class AnnouncedEngine:
         """Tell an engine that does not notice a closed connection; nobody waits for it."""
         for call in self._dialect.abort(wire_id):
             task = asyncio.create_task(self._client.call(call, _CONNECT_SECONDS, retry=False))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._aborts.add(task)
+            task.add_done_callback(lambda done: self._aborts.discard(done) or done.cancelled() or done.exception())
 
     async def leave(self) -> None:
         """End the calls in flight: this life of the engine is over."""
         self._gone.set()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_CONNECT_SECONDS)
         await self._client.close()
 
 
@@ -220,6 +231,7 @@ class ServerPool(Generator):
         self._ledgers = ledgers
         self._key = key
         self._known: dict[str, AnnouncedEngine] = {}
+        self._out_of_reach: set[str] = set()
         self._affinities = Affinities()
         self._looked = asyncio.Condition()
         self._newest_step = self._step = 0
@@ -269,31 +281,29 @@ class ServerPool(Generator):
         # `RetryLater`: no engine for a while. `DataError`: several died of this request.
         loop = asyncio.get_running_loop()
         deaths, end = 0, loop.time() + self._patience
-        self._enter()
-        try:
-            while True:
-                engine = await self._found(partial(self._choose, request), end)
-                self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
-                try:
+        while True:
+            engine = await self._found(partial(self._choose, request), end)
+            self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
+            try:
+                with self._busy_with_one():
                     completion = await engine.generate(request)
-                except Unreachable as error:
-                    engine.answers = False  # until it answers again
-                    failed = isinstance(error, BadAnswer) and error.status == 500
-                    deaths += failed or (isinstance(error, LostResponse) and error.begun)
-                    self._lost += 1
+            except Unreachable as error:
+                engine.answers = False  # until it answers again
+                failed = isinstance(error, BadAnswer) and error.status == 500
+                deaths += failed or (isinstance(error, LostResponse) and error.begun)
+                self._lost += 1
+                if not isinstance(error, BadAnswer):  # one that answers so may do it for ever
                     end = loop.time() + self._patience
-                    extra = {"request": request.id, "engine": engine.name, "why": error.message}
-                    logger.info("a response is sampled again", extra=extra)
-                    if deaths == _DEADLY:
-                        raise DataError(
-                            f"{deaths} engines were lost under request {request.id!r} before it gave a token:"
-                            f" {error.message}"
-                        ) from error
-                else:
-                    self._tokens += len(completion.tokens)
-                    return completion
-        finally:
-            self._leave()
+                extra = {"request": request.id, "engine": engine.name, "why": error.message}
+                logger.info("a response is sampled again", extra=extra)
+                if deaths == _DEADLY:
+                    raise DataError(
+                        f"{deaths} engines were lost under request {request.id!r} before it gave a token:"
+                        f" {error.message}"
+                    ) from error
+            else:
+                self._tokens += len(completion.tokens)
+                return completion
 
     @override
     def load(self) -> EngineLoad:
@@ -314,15 +324,19 @@ class ServerPool(Generator):
     async def health(self) -> None:
         await self._found(self._usable, asyncio.get_running_loop().time() + self._patience)
 
-    def _enter(self) -> None:
+    @contextlib.contextmanager
+    def _busy_with_one(self) -> Iterator[None]:
+        """Count a call that an engine has; busy is the time with any."""
+        loop = asyncio.get_running_loop()
         if not self._calls:
-            self._busy_since = asyncio.get_running_loop().time()
+            self._busy_since = loop.time()
         self._calls += 1
-
-    def _leave(self) -> None:
-        self._calls -= 1
-        if not self._calls:
-            self._busy += asyncio.get_running_loop().time() - self._busy_since
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._busy += loop.time() - self._busy_since
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
@@ -348,9 +362,10 @@ class ServerPool(Generator):
         """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""
         usable = self._usable()
         before = self._affinities.get(request.affinity)
-        fresh = self._fresh(usable)
-        found = usable if before and not fresh else fresh
-        found += [engine for engine in usable if engine.name == before and engine not in found]
+        found = self._fresh(usable)
+        if request.affinity in self._affinities and "/" in request.affinity:
+            found = found or usable
+            found += [engine for engine in usable if engine.name == before and engine not in found]
         if not found:
             return None
         at = choose(
@@ -387,6 +402,10 @@ class ServerPool(Generator):
         for name, fields in board.items():
             if "url" in fields and _reachable(fields["url"], fields["host"]):
                 await self._meet(name, fields)
+            elif "url" in fields and name not in self._out_of_reach:
+                self._out_of_reach.add(name)
+                hint = "set engine.host to an address that other hosts reach"
+                logger.warning("an engine listens on its own host alone", extra={"engine": name, "hint": hint})
         for engine in [each for each in self._known.values() if "url" not in board.get(each.name, {})]:
             # counted from here, because a Redis that was away says nothing about its engines
             engine.missing_since = engine.missing_since or now
@@ -403,6 +422,8 @@ class ServerPool(Generator):
     async def _meet(self, name: str, fields: Mapping[str, str]) -> None:
         known = self._known.get(name)
         if known is not None and known.life != fields["salt"]:
+            if float(fields["started"]) < float(known.fields["started"]):
+                return  # an older process of this name, which still says that it is there
             await self._part_with(known)
             known = None
         if known is None:

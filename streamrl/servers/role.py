@@ -23,7 +23,7 @@ from streamrl.http import BadAnswer, Lost
 from streamrl.queues.device_lock import EngineDevices
 from streamrl.queues.role import Role
 from streamrl.servers.dialect import ServerMetrics
-from streamrl.servers.server import Server, key_of_servers
+from streamrl.servers.server import METRICS_SECONDS, Server, key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
 
@@ -32,7 +32,7 @@ _POLL_SECONDS: Final = 0.5
 _LAST_SECONDS: Final = 10.0
 _DRAIN_SHARE: Final = 0.22
 """Share of the run's drain time for the requests that it has; workers have the same."""
-_LONGEST_GAP: Final = 2.0
+_LONGEST_GAP: Final = 2 * (METRICS_SECONDS + _POLL_SECONDS)
 """Upper bound of the time counted between two looks: a process that was stopped (SIGSTOP) did not really wait."""
 
 
@@ -50,7 +50,7 @@ class Liveness:
 
     def look(self, now: float, figures: ServerMetrics | None, *, held: bool) -> str:
         """Return why it counts as dead now, or an empty string. `figures`: None when it did not answer."""
-        passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP), now
+        passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP, self._patience / 3), now
         if held or figures is not None:
             self._silent = 0.0
         else:
@@ -99,7 +99,7 @@ class EngineRole:
             await asyncio.Event().wait()
 
     async def run(self) -> None:
-        async with self._on_devices() as server, asyncio.TaskGroup() as tasks:
+        async with self._on_devices() as server, self._leaving(), asyncio.TaskGroup() as tasks:
             self._started = True
             if server.facts.fixed and self._config.recording.mode != "write":
                 raise ConfigError(
@@ -120,6 +120,16 @@ class EngineRole:
                     await server.control.idle()
             for task in working:
                 task.cancel()
+
+    @asynccontextmanager
+    async def _leaving(self) -> AsyncIterator[None]:
+        """However the block ends, workers call this engine no more, before its server is left."""
+        try:
+            yield
+        finally:
+            self._role.status.pop("url", None)
+            with suppress(StreamrlError):  # Redis may be away; the entry then ends with the heartbeat
+                await self._role.beat()
 
     @asynccontextmanager
     async def _on_devices(self) -> AsyncIterator[Server]:

@@ -121,7 +121,7 @@ async def test_a_server_asleep_gets_its_version_between_its_weights_and_its_cach
         await control.wake()
         await applying
         assert paths(toy, *SWITCH)[5:] == ["/sleep", "/wake", "/prefetch", "/update", "/finish", "/wake", "/resume"]
-        assert [body["tags"] for body in bodies(toy, "/wake")] == [["weights"], ["weights", "kv_cache"]]
+        assert [body["tags"] for body in bodies(toy, "/wake")] == [["weights"], ["kv_cache"]]
         assert controlled.announced == [(1, False), (1, True), (2, True), (2, False)]
         toy.free = True
         await toy.step()

@@ -109,6 +109,7 @@ class Field:
                 "slots": 8,
                 "context": 64,
                 "vocabulary": VOCABULARY,
+                **dict.fromkeys(("started", "beat"), 1.0),
             }
         self.beats[name] |= fields
         await self.ledgers.roles.beat(name, self.beats[name], ttl)
@@ -283,13 +284,17 @@ async def test_a_new_life_of_an_engine_gets_what_the_one_before_had(redis_run):
     async with field(redis_run, toy) as made:
         task = made.ask()
         await toy.started(1)
-        await made.beat("engine.0", salt="the second life")
+        await made.beat("engine.0", salt="the second life", started=2.0)
         await until(lambda: toy.calls["/generate"] == 2)
         toy.free = True
         await toy.step()
         assert (await answer(task)).tokens.tolist() == [1, 2, 3, 4, 5, 6]
         salts = [body["salt"] for path, body in toy.bodies if path == "/generate"]
         assert salts == ["life of engine.0-0", "the second life-0"]
+        await made.beat("engine.0", salt="a process that lives on", started=0.5)
+        await made.pool.changed()
+        await answer(made.ask("after it"))
+        assert [body["salt"] for path, body in toy.bodies if path == "/generate"][2:] == ["the second life-0"]
 
 
 async def test_engines_that_are_blocked_get_nothing_and_what_they_have_waits(redis_run, monkeypatch):
