@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+import aiohttp
 import msgspec
 from openai import AsyncOpenAI
 
@@ -86,3 +87,12 @@ class Served:
             else:
                 observed.append(TOKENIZER.decode(turn.observed_ids.tolist()))
         return sampled, observed
+
+
+async def post(served, body, path="chat/completions", **headers):
+    """Status and body of the answer to a raw client."""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {served.key}", **headers}) as client,
+        client.post(f"{served.url}/v1/{path}", json=body) as response,
+    ):
+        return response.status, await response.json()
