@@ -27,7 +27,8 @@ import transformers
 from facts import machine_facts
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines import Engine, Request, make_engine
+from streamrl.engine import Request
+from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 
 GROUP = 8
@@ -62,7 +63,7 @@ def save_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 async def measure(
-    engine: Engine, weights: dict[str, torch.Tensor], slots: int, samples: int, swap_every: float
+    engine: HfEngine, weights: dict[str, torch.Tensor], slots: int, samples: int, swap_every: float
 ) -> dict[str, float]:
     """Keep twice as many requests in flight as there are slots, whole groups at a time."""
     digits = lengths(11)
@@ -108,7 +109,6 @@ async def measure(
 async def run(
     folder: Path,
     weights: dict[str, torch.Tensor],
-    decode: str,
     attention: str,
     slots: int,
     args: argparse.Namespace,
@@ -117,10 +117,10 @@ async def run(
         {
             "model": {"path": str(folder), "context": 96},
             "sampling": {"max_new_tokens": 42},
-            "engine": {"decode": decode, "slots": slots, "attention": attention, "threads": args.threads},
+            "engine": {"slots": slots, "attention": attention, "threads": args.threads},
         }
     )
-    engine = make_engine(config, seed=0)
+    engine = HfEngine(config, seed=0)
     await engine.start()
     try:
         await measure(engine, weights, slots, max(256, args.samples // 8), 1e9)
@@ -128,7 +128,7 @@ async def run(
     finally:
         await engine.close()
     best = max(results, key=lambda one: one["completion_tokens_per_cpu_second"])
-    line = {"decode": decode, "attention": attention, "slots": slots, **best}
+    line = {"attention": attention, "slots": slots, **best}
     print(orjson.dumps(line).decode(), flush=True)
     return line
 
@@ -139,14 +139,13 @@ async def main() -> None:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=2, help="the best of so many runs counts")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", help="decode,attention,slots of a single case")
+    parser.add_argument("--only", help="attention,slots of a single case")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    cases = [("slots", "sdpa", slots) for slots in (32, 64, 128, 256)]
-    cases += [("slots", "eager", 128), ("continuous", "sdpa", 32), ("continuous", "sdpa", 64)]
+    cases = [("sdpa", slots) for slots in (32, 64, 128, 256)] + [("eager", 128)]
     if args.only:
-        decode, attention, slots = args.only.split(",")
-        cases = [(decode, attention, int(slots))]
+        attention, slots = args.only.split(",")
+        cases = [(attention, int(slots))]
     with tempfile.TemporaryDirectory() as folder:
         weights = save_model(Path(folder))
         lines = [await run(Path(folder), weights, *case, args) for case in cases]

@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--json FILE] [--kinds vllm,sglang] [--rounds 5] [--seconds 20]
 
-rollout  tokens per second of a real server when a real replica drives it (lease, generate, emit, with a real Redis),
+rollout  tokens per second of a real server when a real rollout worker drives it (lease, generate, emit, a real Redis),
          next to a bare load generator: the same prompts, concurrency, lengths and requests, answers read and thrown
          away. Both are measured while all places of the server are taken, by the server's own count of tokens.
 pause    how long a server stands still for a version, next to the update itself

@@ -1,4 +1,4 @@
-"""A real replica and a bare load generator in turn on one running server."""
+"""A real rollout worker and a bare load generator in turn on one running server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from typing import Any
 
 import aiohttp
 import orjson
+import torch
+from random_model import write_model
 from spread import ratios, spread
 
 from streamrl.config import RunConfig
+from streamrl.demo.prepare import make_tokenizer
+from streamrl.engine import Request
 from streamrl.http import HttpClient
-from streamrl.producers import tiny
 from streamrl.producers.dataset import PromptLimits, load_prompts
-from streamrl.producers.engines import Request
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Ledgers, embedded, open_ledgers
 from streamrl.runfile import LoadedConfig, save
@@ -35,6 +37,8 @@ from streamrl.wire import Prompt, decode
 GROUP = 8
 PROMPTS = 256
 PROMPT_TOKENS = 32
+PARAMETERS = 300_000
+CONTEXT = 16384
 VERSION = 1
 START_SECONDS = 300.0
 
@@ -43,7 +47,7 @@ START_SECONDS = 300.0
 class Load:
     """Requests in flight, tokens of each response, seconds that are counted of each run, and those before them.
 
-    The replica raises its concurrency step by step, and requests that began together end together for a while.
+    The worker raises its concurrency step by step, and requests that began together end together for a while.
     """
 
     width: int
@@ -124,17 +128,18 @@ async def server(config: RunConfig, folder: Path) -> AsyncIterator[ManagedServer
 async def measure(kind: str, folder: Path, load: Load, rounds: int) -> dict[str, Any]:
     """Both in turn; the first round only warms up."""
     model = folder / "model"
-    tiny.make_model(model)
-    config = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT)
+    weights = write_model(model, PARAMETERS, torch.bfloat16, CONTEXT)
+    make_tokenizer().save_pretrained(model)
+    config = run_config(kind, model, load.width, load.tokens, CONTEXT)
     prompts = make_prompts(config, folder)
     ours, bare = [], []
     async with server(config, folder) as started:
         url = started.url
-        external = run_config(kind, model, load.width, load.tokens, tiny.CONTEXT, url)
+        external = run_config(kind, model, load.width, load.tokens, CONTEXT, url)
         dialect, client = make_dialect(external), HttpClient(url)
         counter = Counter(dialect, client, started.pid or 0)
         try:
-            async with replica(external, folder, prompts, counter) as driven:
+            async with replica(external, folder, weights, prompts, counter) as driven:
                 for number in range(rounds + 1):
                     found = await driven.run(load), await drive_bare(url, dialect, counter, prompts, load)
                     if number:
@@ -207,10 +212,10 @@ class Counter:
 
 
 class Driven:
-    """A replica in a process of its own, and prompts in its queue as long as a run lasts."""
+    """A rollout worker and its engine in processes of their own, and prompts as long as a run lasts."""
 
-    def __init__(self, ledgers: Ledgers, prompts: list[bytes], counter: Counter, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, ledgers: Ledgers, prompts: list[bytes], counter: Counter, pid: int, engine: int) -> None:
+        self._pid, self._engine = pid, engine
         self._ledger, self._prompts, self._counter = ledgers.train, prompts, counter
         self._cursors = itertools.count()
 
@@ -231,10 +236,10 @@ class Driven:
             await asyncio.sleep(0.1)
 
     async def run(self, load: Load) -> Rate:
-        """One run of the replica."""
+        """One run of the worker."""
         feeding = asyncio.create_task(self._feed(3 * max(1, load.width // GROUP)))
         try:
-            return await self._counter.rate(load, self._pid, await self._redis())
+            return await self._counter.rate(load, self._pid, self._engine, await self._redis())
         finally:
             feeding.cancel()
             while await self._waiting():  # noqa: ASYNC110  (it is another process)
@@ -243,30 +248,40 @@ class Driven:
 
 
 @contextlib.asynccontextmanager
-async def replica(config: RunConfig, folder: Path, prompts: list[bytes], counter: Counter) -> AsyncIterator[Driven]:
-    """Redis, a published version, and a rollout replica as the supervisor starts it."""
+async def replica(
+    config: RunConfig, folder: Path, weights: dict[str, torch.Tensor], prompts: list[bytes], counter: Counter
+) -> AsyncIterator[Driven]:
+    """Redis, a published version, and an engine and a rollout worker as the supervisor starts them."""
     run_dir = folder / "run"
     run_dir.mkdir()
     save(LoadedConfig(config=config, origins={}), run_dir / "run.json")
     async with embedded.running(config.redis, run_dir), open_ledgers(config, run_dir) as ledgers:
         publisher = Publisher(config.weights, config.name, run_dir)
-        weights = {name: 1.001 * tensor for name, tensor in tiny.random_weights(0).items()}
         await ledgers.train.fence("bench", 0)
-        manifest = publisher.publish(epoch=1, version=VERSION, step=1, tensors=weights.items())
+        manifest = publisher.publish(
+            epoch=1, version=VERSION, step=1, tensors=[(name, 1.001 * tensor) for name, tensor in weights.items()]
+        )
         await ledgers.train.consume("bench", 0, VERSION, manifest)
-        with (run_dir / "replica.log").open("wb") as log:
-            command = [sys.executable, "-m", "streamrl.runtime", "rollout", "0", str(run_dir)]
-            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-            try:
-                yield Driven(ledgers, prompts, counter, process.pid)
-            finally:
-                process.terminate()
-                await asyncio.wait_for(process.wait(), 60)
-                publisher.close(unlink=True)
+        async with role("engine", run_dir) as engine, role("rollout", run_dir) as worker:
+            yield Driven(ledgers, prompts, counter, worker, engine)
+        publisher.close(unlink=True)
+
+
+@contextlib.asynccontextmanager
+async def role(kind: str, run_dir: Path) -> AsyncIterator[int]:
+    """A role as the supervisor starts it; its process id."""
+    with (run_dir / f"{kind}.log").open("wb") as log:
+        command = [sys.executable, "-m", "streamrl.runtime", kind, "0", str(run_dir)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        try:
+            yield process.pid
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 60)
 
 
 async def drive_bare(url: str, dialect: Dialect, counter: Counter, prompts: list[bytes], load: Load) -> Rate:
-    """One run of a load generator that sends what the replica sends, and throws away what comes."""
+    """One run of a load generator that sends what the worker sends, and throws away what comes."""
     tokens = [decode(prompt, Prompt).token_ids for prompt in prompts]
     numbers = itertools.count()
 

@@ -34,9 +34,8 @@ from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.step import Models, StepStats
-from streamrl.producers.engines.decoder import Job, JobOutcome
 from streamrl.producers.engines.model import load_model, stop_tokens
-from streamrl.producers.engines.slots import SlotBatch
+from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch
 from streamrl.runfile import load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sort"

@@ -7,26 +7,39 @@ belongs to which version. Requests and completions are values; nothing of an eng
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from uuid import uuid4
 
 from streamrl.errors import DataError
 from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
+    from streamrl.queues.role import Role
     from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
-PauseMode: TypeAlias = Literal["keep", "recompute", "abort"]
-"""What becomes of requests in flight: they go on with their keys and values, they go on with keys and values computed
-anew by the weights then in force, or they end with what they have."""
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
 """Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
+
+
+async def life_seed(role: Role) -> int:
+    """A sampling seed below 2**63 for this life of a role.
+
+    The first life of a role has the seed that the run file gives, so that a run can be repeated. No two lives draw the
+    same numbers: a group whose samples come from both must not hold one response twice. The metrics of the role tell of
+    earlier lives too, in case Redis forgot them.
+    """
+    nonce = uuid4().hex
+    first = await role.ledgers.roles.first_life(role.name, nonce)
+    life = "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
+    digest = hashlib.blake2b(f"{role.config.seed}/{role.name}/{life}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +53,15 @@ class Request:
             leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
-        adapter: name of a loaded LoRA adapter to sample with; None: the weights alone.
+        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
+            log-probabilities are those of what is left, where the engine gives them. Engines differ in how they
+            combine two of them.
+        stop: texts that end the response. Its tokens end with the one that completes such a text, as far as the
+            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
+        json_schema: the response is JSON that fits this schema, and its log-probabilities are those of the
+            distribution without the tokens that do not fit; only for engines in `streamrl.config.base.SERVER_KINDS`.
+        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
+        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
             better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
         cache_version: its keys and values may be those that weights of this version computed for an earlier request
@@ -51,9 +72,20 @@ class Request:
     tokens: Int32Array
     max_new_tokens: int
     temperature: float = 1.0
-    adapter: str | None = None
     affinity: str = ""
     cache_version: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    seed: int | None = None
+    json_schema: str = ""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are impossible everywhere."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +119,8 @@ class RequestLimits:
             raise DataError(f"{name}: max_new_tokens is {request.max_new_tokens}")
         if not (0 <= request.temperature < math.inf):
             raise DataError(f"{name}: temperature is {request.temperature}")
+        if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
+            raise DataError(f"{name}: top_p {request.top_p}, top_k {request.top_k}, min_p {request.min_p}")
         return min(request.max_new_tokens, room)
 
 
@@ -96,10 +130,11 @@ class Completion:
 
     Attributes:
         tokens: shape (sampled tokens,), the end-of-sequence token included; empty only when aborted.
-        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature),
-            shape (sampled tokens,).
+        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature,
+            without what `Request.top_p` and others cut), shape (sampled tokens,).
         runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
-        finish: `stop` (an end-of-sequence token was sampled), `length` (limit or context reached), `abort`.
+        finish: `stop` (an end-of-sequence token was sampled, or a text of `Request.stop`), `length` (limit or context
+            reached), `abort`.
         prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
         cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.
@@ -114,6 +149,19 @@ class Completion:
     cached_tokens: int = 0
 
 
+def join_runs(before: Runs, count: int, after: Runs) -> Runs:
+    """Runs of `count` tokens followed by those of another piece; the same version on both sides is one run."""
+    joined = [*before, *((first + count, version) for first, version in after)]
+    return [run for at, run in enumerate(joined) if at == 0 or run[1] != joined[at - 1][1]]
+
+
+def first_tokens(piece: Completion, count: int) -> Completion:
+    if count >= len(piece.tokens):
+        return piece
+    runs = [run for run in piece.runs if run[0] < count]
+    return replace(piece, tokens=piece.tokens[:count], logprobs=piece.logprobs[:count], runs=runs)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """How busy an engine is.
@@ -121,7 +169,7 @@ class EngineLoad:
     Attributes:
         running: requests that are being decoded.
         waiting: requests accepted and not yet begun.
-        tokens_sampled: tokens sampled since the start; only grows. The continuous mode counts a request when it ends.
+        tokens_sampled: tokens sampled since the start; only grows.
         busy_seconds: seconds spent decoding since the start; only grows.
         version: version of the weights in force, 0 until the first `apply`.
         capacity: requests that the engine can make use of at the same time; grows and shrinks.
@@ -144,7 +192,7 @@ class EngineLoad:
 
 
 class Generator(Protocol):
-    """What the maker of a sample needs: an engine, or the replicas that have one. All belongs to one event loop."""
+    """What the maker of a sample needs of an engine. All belongs to one event loop."""
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response.
@@ -154,8 +202,8 @@ class Generator(Protocol):
         death fails every call that is waiting.
 
         Raises:
-            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, the
-                limits make no sense, or the adapter is not loaded. The engine goes on.
+            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, or the
+                limits make no sense. The engine goes on.
             ValueError: a request with this id is in flight.
         """
         ...
@@ -171,8 +219,8 @@ class Generator(Protocol):
         """
 
 
-class Engine(Generator, Protocol):
-    """A generator of responses with a copy of the policy. All methods belong to one event loop.
+class ReplicaEngine(Generator, Protocol):
+    """What a rollout replica needs: a generator of responses with a copy of the policy. All belongs to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
     died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own
@@ -192,25 +240,6 @@ class Engine(Generator, Protocol):
 
         A repeat does nothing. Works on an engine that died or never started.
         """
-
-    async def abort(self, request_id: str | None = None) -> int:
-        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
-
-        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
-        by itself meanwhile keeps its finish and is not counted.
-        """
-        ...
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
-
-        With `abort`, requests in flight end with what they have; otherwise they stay. A repeat does nothing, but a
-        repeat with another mode does what that mode adds. The caller resumes in a `finally`; an engine in a process of
-        its own is resumed by a watchdog when the process that paused it dies.
-        """
-
-    async def resume(self) -> None:
-        """Go on after `pause`. A repeat does nothing."""
 
     async def apply(self, version: Version) -> None:
         """Replace all weights between two decode steps, while requests are in flight.
@@ -232,15 +261,39 @@ class Engine(Generator, Protocol):
             WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
 
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Give accelerator memory back. A repeat does nothing.
 
-        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host; 2 also forgets the
-        weights, so that `wake` wants a version before it serves. On a CPU only the keys and values are freed. Requests
-        are accepted and wait for `wake`.
+class Engine(ReplicaEngine, Protocol):
+    """An engine with the controls that whoever shares its devices or its server needs."""
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
+
+        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
+        by itself meanwhile keeps its finish and is not counted.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
+
+        Requests in flight stay, with their keys and values. A repeat does nothing. The caller resumes in a `finally`;
+        an engine in a process of its own is resumed by a watchdog when the process that paused it dies.
 
         Raises:
-            Refused: requests are being decoded (abort them or wait for their end first), or there is no such level.
+            Refused: the engine cannot pause and keep its requests.
+        """
+
+    async def resume(self) -> None:
+        """Go on after `pause`. A repeat does nothing."""
+
+    async def sleep(self, level: Literal[0, 1] = 1) -> None:
+        """Give accelerator memory back. A repeat does nothing.
+
+        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host. On a CPU only the
+        keys and values are freed. Requests are accepted and wait for `wake`.
+
+        Raises:
+            Refused: requests are being decoded (abort them or wait for their end first), or the engine cannot sleep.
         """
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
@@ -248,17 +301,6 @@ class Engine(Generator, Protocol):
 
         An engine that was paused before stays paused.
         """
-
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter (a PEFT directory that the engine can read) under a new name: one name per version.
-
-        Raises:
-            Refused: the engine cannot serve adapters, or one of this name is loaded.
-            WeightsError: the adapter does not fit the model.
-        """
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; an unknown name does nothing. Requests in flight with it end as they began."""
 
 
 class StreamingEngine(Engine, Protocol):

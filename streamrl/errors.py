@@ -14,6 +14,7 @@ StreamrlError            70  a bug in streamrl, unless a subclass says otherwise
 │   └── RewardUnavailable 69 no server can score now (all are away, or the circuit is open)
 │       └── RewardBusy   69 the servers are there but busy: the circuit stays closed
 ├── DeadlineExceeded     75  something took longer than its deadline; another try may help
+├── RetryLater           75  what a piece of work needs is not available: its lease is returned
 ├── WireError            70  bytes that are not a valid message (they go to the dead letters)
 ├── WeightsError         70  a version of the weights that must not be applied
 ├── Fenced                0  a newer process of the same role took over: this one ends
@@ -161,6 +162,15 @@ class RewardBusy(RewardUnavailable):
 
 class DeadlineExceeded(StreamrlError, TimeoutError):
     """Something took longer than its deadline."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
+class RetryLater(StreamrlError):
+    """No engine, program or server that a piece of work needs is available.
+
+    Its lease is returned: another process takes it, and it does not count as a death.
+    """
 
     exit_code = ExitCode.TEMPORARY
 

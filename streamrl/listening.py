@@ -5,38 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
-import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Final
 
 from aiohttp import web
-from typing_extensions import override
 
-from streamrl.errors import CannotCreate, ConfigError
+from streamrl.errors import CannotCreate
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
-MOST_CONNECTIONS: Final = 4096
-"""Open ones of one server, if half of the files that the process may open allows as many."""
-_FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def listen(
-    app: web.Application, host: str, port: int, *, what: str, hint: str, cancels: bool = False
-) -> AsyncIterator[str]:
+async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
     """Serve an application for this block; yields its URL. Requests in flight end with the block.
 
     Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
-    the message of CannotCreate. `cancels`: handlers are cancelled when their client leaves. Connections above
-    `MOST_CONNECTIONS` are answered 503 and closed.
+    the message of CannotCreate.
     """
     runner = web.AppRunner(
         app,
         access_log=None,
         handle_signals=False,
-        handler_cancellation=cancels,
         shutdown_timeout=1.0,
         keepalive_timeout=30,
     )
@@ -45,55 +35,11 @@ async def listen(
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None
         try:
-            server = await asyncio.get_running_loop().create_server(_bounded(runner.server), host, port, backlog=512)
+            server = await asyncio.get_running_loop().create_server(runner.server, host, port, backlog=512)
         except (OSError, OverflowError) as error:
             raise CannotCreate(f"cannot serve {what} on {host} port {port}: {error}", hint) from error
         stack.callback(server.close)
-        yield f"http://{_literal(reachable(host))}:{server.sockets[0].getsockname()[1]}"
-
-
-class _Refusal(asyncio.Protocol):
-    """Of a connection for which there is no room."""
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(_FULL)
-        transport.close()
-
-
-def _bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-    """Keeps a flood of connections from taking the files that the process needs for its own work."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
-    return lambda: server() if len(server.connections) < most else _Refusal()
-
-
-@contextlib.contextmanager
-def take_address(host: str, port: int, key: str | None) -> Iterator[socket.socket]:
-    """Take an address, without listening yet. ConfigError: it is taken, or it is not loopback and there is no key."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(
-            f"{host!r} is not an address: {error}", "--host 127.0.0.1, or an address of this host"
-        ) from error
-    family, kind, protocol, _, address = found[0]
-    if key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError(f"{host} can be reached from other hosts", "give the server a key with --api-key-file")
-    with socket.socket(family, kind, protocol) as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(address)
-        except OSError as error:
-            said = "address already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-            raise ConfigError(f"cannot listen on {host} port {port}: {said}", "choose another --port") from error
-        yield taken
-
-
-def url_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{_literal(host)}:{port}"
+        yield url_of(host, server.sockets[0].getsockname()[1])
 
 
 def own_address(host: str) -> str:
@@ -127,6 +73,11 @@ def _outgoing() -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def url_of(host: str, port: int) -> str:
+    """Where others reach what listens on `host`; for a wildcard it names this host."""
+    return f"http://{_literal(reachable(host))}:{port}"
 
 
 def _literal(host: str) -> str:

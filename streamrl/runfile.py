@@ -93,24 +93,39 @@ def parse_saved(content: bytes, place: str) -> LoadedConfig:
         raise ConfigError(f"{place} does not fit this version of streamrl: {_first(error)}") from error
 
 
+_GONE: Final[Mapping[str, tuple[str, ...]]] = {
+    "engine": ("decode",),
+    "episode": ("processes",),
+    "rollout": ("host",),
+    "reward_worker": ("gateway_port", "gateway_host", "gateway_token_file"),
+}
+
+
 def _as_of_now(saved: Any) -> Any:
     """What an earlier version saved, without what is gone; a run that was started with it can be looked at."""
     config = saved.get("config") if isinstance(saved, dict) else None
-    learner = config.get("learner") if isinstance(config, dict) else None
-    if isinstance(config, dict) and isinstance(learner, dict):
-        learner.setdefault("report_to", learner.pop("sinks", ()))
-        if learner.get("matmul_precision") == "auto":
-            learner["matmul_precision"] = "highest"
-        if isinstance(critic := learner.get("critic"), dict):
-            critic.pop("coefficient", None)
-            if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
-                critic["kind"] = "model"
-        if isinstance(worker := config.get("reward_worker"), dict):
-            for key in ("gateway_port", "gateway_host", "gateway_token_file"):
-                worker.pop(key, None)
-        if isinstance(archive := config.get("archive"), dict) and "files" in archive:
-            archive["max_bytes"] = None  # it kept so many files, whatever their size
-            archive.pop("files")
+    if not isinstance(config, dict):
+        return saved
+    sections = {name: values for name, values in config.items() if isinstance(values, dict)}
+    for name, keys in _GONE.items():
+        for key in keys:
+            sections.get(name, {}).pop(key, None)
+    learner = sections.get("learner", {})
+    if "sinks" in learner:
+        learner["report_to"] = learner.pop("sinks")
+    if learner.get("matmul_precision") == "auto":
+        learner["matmul_precision"] = "highest"
+    if isinstance(critic := learner.get("critic"), dict):
+        critic.pop("coefficient", None)
+        if critic.get("kind") == "head":  # its checkpoints are refused by the learner: their parts do not fit
+            critic["kind"] = "model"
+    if (engine := sections.get("engine", {})).get("kind") == "hf":
+        engine |= {"url": (), "api_key_file": None}
+    if isinstance(shares := sections.get("episode", {}).pop("shares", None), dict):
+        sections["episode"].setdefault("scoring_share", shares.get("scoring", 0.1))
+    if "files" in (archive := sections.get("archive", {})):
+        archive["max_bytes"] = None  # it kept so many files, whatever their size
+        archive.pop("files")
     return saved
 
 

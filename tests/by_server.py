@@ -7,7 +7,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-KINDS = {"hf", "served", "vllm", "sglang"}
+KINDS = {"hf", "vllm", "sglang"}
 TOGETHER = ("tests/engines/", "tests/test_hosts.py", "tests/runtime/test_ray.py")
 WHOLE_RUNS = ("tests/test_", "tests/cli/test_up", "tests/cli/test_engines_check")
 

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 
 from streamrl.config import RedisConfig
 from streamrl.queues import embedded
-from streamrl.servers.process import free_port
+from streamrl.servers.process import take_port
 
 _DEPLOYED: Final = Path(__file__).parents[1] / "deploy" / "redis"
 
@@ -143,6 +143,11 @@ def tear_script(probe: Probe, folder: Path, kill: Callable[[], None]) -> None:
         time.sleep(0.01)
     kill()
     os.truncate(files[0], files[0].read_bytes().rindex(second) + 4)
+
+
+def free_port() -> int:
+    with take_port() as taken:
+        return int(taken.getsockname()[1])
 
 
 class ForeignRedis:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from streamrl.config import RunConfig
+from streamrl.config import EngineConfig, RunConfig
 from streamrl.config.base import MODEL, Section
 from streamrl.errors import ConfigError
 from streamrl.runfile import load, read_saved, save
@@ -59,6 +59,9 @@ def test_wrong_keys_and_values_name_themselves(override, message):
     assert caught.value.exit_code == 78
 
 
+OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -78,21 +81,56 @@ def test_wrong_keys_and_values_name_themselves(override, message):
         (["engine.flags=[--x]"], "engine.flags: must be a mapping: {key: value}"),
         (["engine.url=http://a"], "engine.url: must be a list"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.servers=2"], "engine.servers"),
-        (["engine.url=[http://a:1, http://a:1/]"], "twice"),
+        (["engine.kind=vllm", "engine.url=[http://a:1, http://a:1/]"], "twice"),
+        (["engine.url=[http://a:1]"], "start `streamrl run rollout"),
         (["engine.url=[ftp://a]"], "not the URL of a server"),
         (["engine.url=[http://me:secret@a:1]"], "api_key_file"),
         (["engine.environment=/tmp"], "engine.environment"),
         (["engine.kind=vllm", "engine.url=[http://a:1]", "engine.flags={seed: 1}"], "engine.flags"),
         (["engine.servers=2"], "engine.servers"),
         (["engine.api_key_file=/tmp/key"], "api_key_file"),
-        (["engine.kind=sglang", "engine.url=[http://a:1]", "rollout.replicas=2"], "each replica"),
         (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
+        (["sampling.top_p=0"], "sampling.top_p"),
+        (["sampling.stop=['']"], "sampling.stop"),
+        (["sampling.min_tokens=257"], "sampling.min_tokens is more than sampling.max_new_tokens"),
+        (["sampling.min_tokens=9", "evaluation.max_new_tokens=8"], "evaluation.min_tokens is more"),
+        (["evaluation.max_new_tokens=4096"], "evaluation.max_new_tokens leaves no room"),
+        ([*OPENAI, "sampling.top_p=0.9"], "sampling.top_p: the log-probabilities of an openai server"),
+        ([*OPENAI, "sampling.temperature=0.7"], "sampling.temperature: the log-probabilities of an openai server"),
+        ([*OPENAI, "sampling.min_tokens=2"], "set evaluation.min_tokens instead"),
+        (["engine.kind=sglang", "sampling.min_p=0.1"], "sampling.min_p: sglang tells .* with sampling.top_k 1 to 4096"),
+        (["engine.kind=sglang", "sampling.top_k=5000"], "sampling.top_k: sglang tells"),
+        (["engine.kind=sglang", "evaluation.seed=1"], "evaluation.seed: sglang draws for all"),
     ],
 )
 def test_values_that_do_not_fit_together(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(None, overrides, {})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*OPENAI, "sampling.top_p=0.9", "sampling.temperature=0.7", "engine.flags={processed-logprobs: true}"],
+        [*OPENAI, "sampling.stop=[END]", "sampling.seed=1", "evaluation.top_p=0.9", "evaluation.min_tokens=3"],
+        ["engine.kind=sglang", "sampling.top_k=4096", "sampling.top_p=0.9", "evaluation.min_p=0.1"],
+        ["engine.kind=vllm", "sampling.top_p=0.9", "sampling.min_p=0.1", "sampling.min_tokens=3", "sampling.seed=0"],
+    ],
+)
+def test_options_of_sampling_that_engines_know(overrides):
+    load(None, overrides, {})
+
+
+def test_evaluation_is_drawn_as_training_but_for_its_own_options():
+    config = load(None, ["sampling.top_p=0.9", "sampling.stop=[END]", "evaluation.temperature=0"], {}).config
+    assert config.drawing(evaluation=False) is config.sampling
+    held_out = config.drawing(evaluation=True)
+    assert (held_out.temperature, held_out.top_p, held_out.stop) == (0, 0.9, ("END",))
+    assert (config.sampling.cuts, held_out.cuts) == ("top_p", "")  # greedy: nothing is drawn
+    assert config.reads_text
+    assert not load(None, ["sampling.top_k=5", "sampling.seed=1"], {}).config.reads_text
+    assert load(None, ["episode.agent={command: agent}"], {}).config.reads_text
 
 
 def test_units():
@@ -102,17 +140,31 @@ def test_units():
 
 def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_one(tmp_path):
     path = tmp_path / "run.json"
-    save(load(None, ["learner.critic.kind=model", "learner.advantage.use=gae"], {}), path)
+    items = ["learner.critic.kind=model", "learner.advantage.use=gae", "episode.tools=[m:f]"]
+    save(load(None, items, {}), path)
     saved = orjson.loads(path.read_bytes())
     saved["config"]["learner"]["critic"] |= {"coefficient": 0.5, "kind": "head"}
     saved["config"]["learner"]["matmul_precision"] = "auto"
+    saved["config"]["episode"]["processes"], saved["config"]["rollout"]["host"] = 2, "0.0.0.0"
+    saved["config"]["engine"] |= {"kind": "hf", "url": ["http://a:1"], "api_key_file": "/key"}
+    saved["config"]["engine"]["decode"] = "slots"
+    del saved["config"]["episode"]["scoring_share"]
+    saved["config"]["episode"]["shares"] = {"start": 0.25, "model": 1.0, "tools": 1.0, "scoring": 0.2}
     path.write_bytes(orjson.dumps(saved))
-    learner = read_saved(path).config.learner
+    config = read_saved(path).config
+    assert config.engine == EngineConfig()
+    learner = config.learner
     assert (learner.critic.kind, learner.matmul_precision) == ("model", "highest")
+    assert config.episode.scoring_share == 0.2
     for item, said in (
         ("learner.matmul_precision=auto", "set medium with"),
         ("learner.critic.kind=head", "set kind to model"),
         ("learner.critic.coefficient=0.5", "leave it out"),
+        ("episode.processes=2", "episode: processes .* set rollout.replicas"),
+        ("episode.processes=0", "leave it out"),
+        ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
+        ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
+        ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(None, [item], {})
@@ -137,11 +189,12 @@ def test_bounds_follow_promise_two(staleness, groups, every, budget, hard_cap, i
 
 
 def test_servers_have_one_name_and_count_as_slots():
-    config = load(None, ["engine.url=[http://a:1/, https://b]", "rollout.replicas=2", "engine.slots=8"], {}).config
+    shared = ["engine.kind=vllm", "engine.slots=8", "rollout.replicas=2"]
+    config = load(None, [*shared, "engine.url=[http://a:1/, https://b]"], {}).config
     assert config.engine.url == ("http://a:1", "https://b")
     assert config.slots == 16
-    config = load(None, ["engine.kind=vllm", "engine.servers=3", "rollout.replicas=2", "engine.slots=8"], {}).config
-    assert (config.engine.managed, config.slots) == (True, 48)
+    config = load(None, [*shared, "engine.servers=3"], {}).config
+    assert (config.engine.managed, config.slots) == (True, 24)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00", "name: 2024-13-45", "seed: 1" + 5000 * "0"])
@@ -166,7 +219,7 @@ def test_paths_are_relative_to_the_file_and_hub_names_stay(tmp_path: Path):
 
 WITH = {
     "engine.environment": ["engine.kind=vllm"],
-    "engine.api_key_file": ["engine.url=[http://a:1]"],
+    "engine.api_key_file": ["engine.kind=vllm", "engine.url=[http://a:1]"],
     "recording.path": ["recording.mode=read"],
     "episode.agent.directory": ["episode.agent.command=[agent]"],
 }

@@ -15,6 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import Refused, Unreachable
 from streamrl.learner.checkpoint_store import CheckpointStore
 from streamrl.monitor.lines import duration, number, percent, size
+from streamrl.pass_at_k import in_words
 from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
 from streamrl.runtime.roles import stop_signals
@@ -160,8 +161,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     groups = " / ".join(str(summary[f"groups_{name}"]) for name in ("admitted", "trained", "dropped", "dead"))
     sampled = percent(summary["share_of_tokens_sampled_during_learner_steps"])
     return [
-        ("held-out accuracy before", _accuracy(summary["accuracy_before"])),
-        ("held-out accuracy after", _accuracy(summary["accuracy_after"])),
+        ("held-out accuracy before", _accuracy(summary, "before")),
+        ("held-out accuracy after", _accuracy(summary, "after")),
         ("training", f"{duration(summary['train_seconds'])}, {summary['steps']} steps"),
         ("completion tokens per second", number(summary["completion_tokens_per_second"])),
         ("samples per second", number(summary["samples_per_second"])),
@@ -176,5 +177,9 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _accuracy(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+def _accuracy(summary: dict[str, Any], when: str) -> str:
+    value, end = summary[f"accuracy_{when}"], f"_{when}"
+    if value is None:
+        return "not measured"
+    several = {name.removesuffix(end): at for name, at in summary.items() if "_at_" in name and name.endswith(end)}
+    return f"{value:.3f}  {in_words(several)}".rstrip()

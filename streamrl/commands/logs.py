@@ -105,7 +105,7 @@ def _is_of(name: str, roles: Sequence[str]) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Name of the writer of a file, rotated or not: `rollout.0`, `rollout.0.server0`."""
+    """Name of the writer of a file, rotated or not: `rollout.0`, `engine.0.server`."""
     return path.name.removesuffix(".1").removesuffix(".jsonl").removesuffix(".log")
 
 

@@ -11,7 +11,7 @@ from streamrl.commands.options import AnywhereOption
 from streamrl.commands.rundir import RunDirectory, join_run
 from streamrl.errors import UsageError
 
-Kind = Literal["redis", "feeder", "rollout", "agent", "reward", "reward_model", "learner", "recorder", "player"]
+Kind = Literal["redis", "feeder", "engine", "rollout", "reward", "reward_model", "learner", "recorder", "player"]
 
 _NUMBERED: Final = frozenset({"redis", "learner", "recorder", "player", "feeder"})
 

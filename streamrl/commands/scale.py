@@ -17,7 +17,9 @@ from streamrl.runtime.plan import ROLE_KINDS, processes
 
 
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="rollout, agent, reward or reward_model.NAME.")],
+    counts: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N", help="rollout, engine, reward or reward_model.NAME.")
+    ],
     run: AnywhereOption = None,
 ) -> int:
     """Change how many members a role has, until the run ends. New ones take work at once; old ones finish theirs.
@@ -36,10 +38,8 @@ def _count(run: KnownRun, item: str) -> tuple[str, int]:
         raise UsageError(f"{item!r} is not ROLE=N with N of 1 or more", "streamrl scale rollout=2")
     if role not in scalable:
         raise UsageError(f"role {role} cannot be scaled", f"these can: {', '.join(scalable) or 'none of this run'}")
-    if role == "rollout" and run.config.engine.url:
-        raise Refused(
-            "engine.url divides its servers among rollout.replicas", "change both in the run file, then `up --resume`"
-        )
+    if role == "engine" and run.config.engine.url:
+        raise Refused("each engine has its server in engine.url", "change that in the run file, then `up --resume`")
     return role, int(number)
 
 

@@ -28,7 +28,9 @@ from streamrl.runtime.plan import role_names
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_NOT_PROGRESS = frozenset({"pid", "host", "version", "state", "started", "beat", "trouble", "stepped"})
+_NOT_PROGRESS = frozenset(
+    {"pid", "host", "version", "state", "started", "beat", "trouble", "stepped", "salt", "vocabulary"}
+)
 _READY = KnownRole("ready", 0.0)
 
 

@@ -185,7 +185,8 @@ def plain_line(board: Board) -> str:
         parts.append(f"reward {number(step.reward)} loss {number(step.loss)}")
     points = board.accuracy()
     if points:
-        parts.append(f"accuracy {points[-1][1]:.3f} (v{points[-1][0]})")
+        version, accuracy = points[-1]
+        parts.append(f"accuracy {accuracy:.3f} {progress.accuracy.several(version)}".rstrip() + f" (v{version})")
     if tokens := sum((stale := board.recent_staleness()).values()):
         parts.append(f"stale {sum(age * count for age, count in stale.items()) / tokens:.1f}")
     if board.snapshot is not None:

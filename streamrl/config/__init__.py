@@ -31,6 +31,9 @@ from streamrl.config.rewards import RewardModelName, check_retrying, check_scori
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
+from streamrl.config.sampling import OPTIONS, SGLANG_MASK, DrawConfig
+from streamrl.config.sampling import EvaluationConfig as EvaluationConfig
+from streamrl.config.sampling import SamplingConfig as SamplingConfig
 
 
 class RedisConfig(Section):
@@ -57,6 +60,16 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while training")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the learner")
     context: Positive = Field(2048, description="longest prompt plus response in tokens")
+    chat_template: Path | None = Field(None, description="file of the chat template; empty: the tokenizer's own")
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the chat template, `enable_thinking: false` for example"
+    )
+    system_prompt: str | None = Field(None, description="put before each chat that begins with no system message")
+
+    @property
+    def renders(self) -> bool:
+        """Whether chats are written in another way than the tokenizer's own template does by itself."""
+        return self.chat_template is not None or bool(self.template_args)
 
 
 class DataConfig(Section):
@@ -72,43 +85,20 @@ class DataConfig(Section):
     )
 
 
-class SamplingConfig(Section):
-    """How responses are drawn. Only temperature: a cut of the distribution would falsify the importance ratios."""
-
-    group_size: Positive = Field(8, description="responses per prompt")
-    min_group: Positive = Field(2, description="a group with fewer scored responses is dead, not trained")
-    temperature: Annotated[float, Field(gt=0, le=10)] = Field(
-        1.0, description="softmax temperature, learner and engine"
-    )
-    max_new_tokens: Positive = Field(256, description="longest response in tokens")
-    greedy_baseline: bool = Field(
-        False,
-        description="one more response per prompt, of the most probable tokens: it is scored, never trained, and its"
-        " reward is the baseline of learner.advantage.use remax",
-    )
-
-    @property
-    def responses(self) -> int:
-        """Responses to a training prompt, the greedy one included."""
-        return self.group_size + self.greedy_baseline
-
-    @property
-    def min_responses(self) -> int:
-        """Scored responses, the greedy one included, below which a group is dead."""
-        return self.min_group + self.greedy_baseline
-
-
 class EngineConfig(Section):
     """The engine that generates for a rollout replica."""
 
     kind: Literal["hf", ServerKind, "openai"] = Field(
         "hf",
-        description="hf: transformers in the replica's process, or `streamrl engines serve` at `url`;"
+        description="hf: transformers in the replica's process;"
         " vllm, sglang: servers that streamrl starts, or those at `url`;"
         " openai: any completions API at `url`, with weights of its own",
     )
-    url: tuple[ServerUrl, ...] = Field((), description="servers that run already; empty: the replica starts its own")
-    servers: Positive = Field(1, description="servers that each replica starts (vllm, sglang)")
+    url: tuple[ServerUrl, ...] = Field((), description="servers that run already, one for each role engine.N")
+    servers: Positive = Field(1, description="roles engine.N, each of which starts a server (vllm, sglang)")
+    host: str = Field(
+        "127.0.0.1", description="address on which servers that streamrl starts listen; other hosts need another one"
+    )
     environment: Path | None = Field(
         None,
         description="virtual environment of the server; empty: .engines/KIND, from `streamrl engines install`",
@@ -116,7 +106,7 @@ class EngineConfig(Section):
     flags: dict[str, Any] = Field(
         default_factory=dict,
         description="flags of the server without dashes, passed through: `max-num-seqs: 64`; true: bare; openai:"
-        " `model`, `reload`, `reload-body`, `processed-logprobs`, what a server can do",
+        " `model`, `processed-logprobs`, what a server can do",
     )
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
     devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
@@ -126,11 +116,7 @@ class EngineConfig(Section):
     stream_interval: Positive = Field(
         32, description="tokens between two messages of a server; what it sent survives its death"
     )
-    decode: Literal["auto", "slots", "continuous"] = Field(
-        "auto",
-        description="slots: our static-slot loop (small models); continuous: transformers' paged batching",
-    )
-    slots: Positive = Field(64, description="responses decoded at the same time; servers: at most")
+    slots: Positive = Field(64, description="responses decoded at the same time, at most")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
     device: str = Field(
@@ -139,7 +125,19 @@ class EngineConfig(Section):
     threads: Positive | None = Field(
         None, description="CPU threads of each engine; empty: its share of the cores, as `up --dry-run` shows"
     )
-    kv_cache: Size = Field(1 << 30, description="memory of the keys and values; auto and continuous keep to it")
+    kv_cache: Size = Field(
+        1 << 30,
+        description="memory of the keys and values; where it is short, fewer than `slots` responses are decoded",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_decode(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "decode" in keys:
+            raise ValueError(
+                "engine.decode is gone, there is one decode loop: leave it out, or use kind vllm or sglang"
+            )
+        return keys
 
     @property
     def managed(self) -> bool:
@@ -148,6 +146,11 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> EngineConfig:
+        if self.kind == "hf" and self.url:
+            raise ValueError(
+                "engine.url with kind hf named servers of `engines serve`, which is gone: leave it out, and start"
+                " `streamrl run rollout --run REDIS_URL#RUN` on each host that is to generate"
+            )
         if self.kind == "openai" and not self.url:
             raise ValueError("engine.kind openai needs engine.url: streamrl starts no such server")
         if self.url and self.servers > 1:
@@ -161,7 +164,7 @@ class EngineConfig(Section):
             raise ValueError(f"engine.{unused[0]} is of servers that streamrl starts (kind vllm or sglang, no url)")
         if self.kind == "hf" and (self.servers > 1 or self.tensor_parallel > 1):
             raise ValueError("engine.servers and engine.tensor_parallel are of servers; hf generates in the replica")
-        if not self.url and not self.managed and self.api_key_file is not None:
+        if self.kind == "hf" and self.api_key_file is not None:
             raise ValueError("engine.api_key_file is of servers; hf generates in the replica")
         return self
 
@@ -174,7 +177,13 @@ class RolloutConfig(Section):
         "standalone",
         description="standalone: engines have their own devices; colocated: they share them with the learner, in turn",
     )
-    host: str = Field("127.0.0.1", description="address on which a replica serves agents (episode.processes)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_host(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "host" in values:
+            raise ValueError("host was for role agent, which is gone: leave it out, replicas run the episodes")
+        return values
 
 
 class LeaseConfig(Section):
@@ -215,16 +224,6 @@ class WeightsConfig(Section):
     def pulled(self) -> bool:
         """Replicas fetch versions over the network, instead of reading the files of the learner's host."""
         return self.transport not in ("shm", "directory")
-
-
-class EvaluationConfig(Section):
-    """Held-out accuracy while training goes on."""
-
-    every: Natural = Field(0, description="versions between rounds; 0: never")
-    prompts: Positive = Field(128, description="held-out prompts of one round")
-    samples: Positive = Field(1, description="responses per held-out prompt")
-    final_prompts: Natural = Field(0, description="held-out prompts for the first and last version at the end; 0: none")
-    threshold: float = Field(0.5, description="a held-out response with a score above this counts as right")
 
 
 class RecordingConfig(Section):
@@ -325,6 +324,19 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
 
+    def drawing(self, *, evaluation: bool) -> DrawConfig:
+        """How responses are drawn: those that are trained, or held-out ones."""
+        if not evaluation:
+            return self.sampling
+        own = self.evaluation.model_dump(include=OPTIONS, exclude_none=True)
+        return DrawConfig.model_construct(**{**self.sampling.model_dump(include=OPTIONS), **own})
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether engines have to know texts, and not only token ids."""
+        draws = self.sampling, self.drawing(evaluation=True)
+        return self.episode.agent is not None or any(draw.stop or draw.min_tokens for draw in draws)
+
     @property
     def budget(self) -> int:
         """Groups admitted and not yet trained, at most (promise 2)."""
@@ -359,9 +371,16 @@ class RunConfig(Section):
         gpus = 0
         if kind == "learner" and self.learner.device == "cuda":
             gpus = 1
-        elif kind == "rollout" and engine.device == "cuda" and not engine.url:
-            gpus = engine.servers * engine.tensor_parallel
+        elif kind == ("engine" if self.engines else "rollout") and engine.device == "cuda" and not engine.url:
+            gpus = engine.tensor_parallel
         return Resources(gpus=gpus)
+
+    @property
+    def engines(self) -> int:
+        """How many roles `engine.N` the run begins with; 0: the rollout workers generate by themselves, or nobody."""
+        if self.engine.kind == "hf" or self.recording.mode == "read":
+            return 0
+        return len(self.engine.url) or self.engine.servers
 
     @property
     def reward_servers(self) -> dict[str, int]:
@@ -369,11 +388,6 @@ class RunConfig(Section):
         if self.recording.mode == "read":
             return {}
         return {name: model.servers for name, model in self.reward_models.items() if model.managed}
-
-    @property
-    def has_token(self) -> bool:
-        """Whether processes of the run ask each other for weights or tokens over HTTP."""
-        return self.weights.pulled or self.episode.processes > 0
 
     @property
     def turn_deadline(self) -> float:
@@ -386,19 +400,45 @@ class RunConfig(Section):
     @property
     def slots(self) -> int:
         """Responses that all engines of the run decode at the same time, at most."""
-        engine = self.engine
-        servers = len(engine.url) or self.rollout.replicas * engine.servers
-        return engine.slots * servers
+        return self.engine.slots * (self.engines or self.rollout.replicas)
 
     @model_validator(mode="after")
     def _check_engines(self) -> RunConfig:
-        engine, replicas = self.engine, self.rollout.replicas
-        if engine.url and len(engine.url) < replicas:
-            raise ValueError(
-                f"engine.url names {len(engine.url)} servers for rollout.replicas {replicas}: each replica needs one"
-            )
-        if self.rollout.placement == "colocated" and engine.kind == "openai":
+        if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
+        return self
+
+    def untold(self, draw: DrawConfig) -> tuple[str, str]:
+        """The option of a draw whose log-probabilities the engines do not tell, why and what helps; empty: none."""
+        kind = self.engine.kind
+        changed = draw.cuts or ("min_tokens" if draw.min_tokens else "temperature" if draw.temperature != 1 else "")
+        if kind == "openai" and changed and not self.engine.flags.get("processed-logprobs"):
+            return changed, (
+                "the log-probabilities of an openai server may not be those of what it sampled from; leave it out, set"
+                " engine.flags processed-logprobs if they are"
+            )
+        if kind == "sglang" and draw.cuts and not (self.sampling.cuts and 0 < draw.top_k <= SGLANG_MASK):
+            return draw.cuts, (
+                "sglang tells the log-probabilities of what it sampled from only with sampling.top_k 1 to"
+                f" {SGLANG_MASK}; set it too"
+            )
+        return "", ""
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> RunConfig:
+        """Refuse what cannot be trained: the log-probabilities must be those of the distribution that was sampled."""
+        kind, sampling = self.engine.kind, self.sampling
+        draws = {"sampling": sampling, "evaluation": self.drawing(evaluation=True)}
+        for name, draw in draws.items():
+            if draw.max_new_tokens >= self.model.context:
+                raise ValueError(f"{name}.max_new_tokens leaves no room for a prompt in model.context")
+            if draw.min_tokens > draw.max_new_tokens:
+                raise ValueError(f"{name}.min_tokens is more than {name}.max_new_tokens")
+        option, why = self.untold(sampling)
+        if option:
+            raise ValueError(f"sampling.{option}: {why}, or set evaluation.{option} instead")
+        if kind == "sglang" and (seeded := next((name for name, draw in draws.items() if draw.seed is not None), "")):
+            raise ValueError(f"{seeded}.seed: sglang draws for all responses by one seed; use engine.kind hf or vllm")
         return self
 
     @model_validator(mode="after")
@@ -443,11 +483,6 @@ class RunConfig(Section):
                 f" which an episode may also wait for another to end: set lease.max_hold to {2 * episode.deadline:g}s"
                 " or more"
             )
-        if episode.processes and self.rollout.placement == "colocated":
-            raise ValueError(
-                "rollout.placement colocated: replicas leave their devices in the middle of calls; set"
-                " episode.processes to 0"
-            )
         return self
 
     @model_validator(mode="after")
@@ -470,8 +505,6 @@ class RunConfig(Section):
             raise ValueError("learner.groups_per_step is below learner.ranks: a rank would have nothing to train")
         if self.learner.ranks > 1 and self.learner.collective_deadline <= self.redis.patience:
             raise ValueError("learner.collective_deadline is not above redis.patience, which one rank may wait alone")
-        if sampling.max_new_tokens >= self.model.context:
-            raise ValueError("sampling.max_new_tokens leaves no room for a prompt in model.context")
         if self.learner.reference.kind == "remote" and sampling.temperature != 1:
             raise ValueError(
                 "learner.reference.kind remote: servers score a prompt at temperature 1, sampling.temperature is"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, FiniteFloat, field_validator, model_validator
 
-from streamrl.config.base import Duration, Fraction, Natural, Positive, Section
+from streamrl.config.base import Duration, Positive, Section
 
 RUN_PYTHON: Final = "run_python"
 """The built-in tool, as `episode.tools` names it."""
@@ -33,7 +33,8 @@ def _tool(value: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 ToolName = Annotated[str, AfterValidator(_tool)]
-Share = Annotated[Fraction, Field(gt=0)]
+CALL_DRAWS: Final = ("temperature", "top_p", "top_k", "min_p")
+"""How a reply is drawn, as a call of an agent may say."""
 _GONE: Final = ("remote", "port", "token_file")
 
 
@@ -67,6 +68,11 @@ class AgentConfig(Section):
     host: str = Field("127.0.0.1", description="address on which the endpoint listens, for agents on other hosts")
     max_calls: Positive = Field(32, description="calls of one agent that are answered at the same time; others wait")
 
+    @property
+    def draws(self) -> bool:
+        """Whether calls may say how their replies are drawn."""
+        return not set(CALL_DRAWS) <= set(self.ignore)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_remote(cls, values: object) -> object:
@@ -87,15 +93,6 @@ class AgentConfig(Section):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(shlex.split(value)) if isinstance(value, str) else value
-
-
-class EpisodeShares(Section):
-    """Longest part of `episode.deadline` that each kind of work may take."""
-
-    start: Share = Field(0.25, description="before the first turn: reset, sandbox, process of an agent")
-    model: Share = Field(1.0, description="generating, all turns together")
-    tools: Share = Field(1.0, description="waiting for tools or for the agent, all turns together")
-    scoring: Share = Field(0.1, description="the episode's own reward; this time is kept for it")
 
 
 class EpisodeConfig(Section):
@@ -127,15 +124,12 @@ class EpisodeConfig(Section):
     )
     tool_deadline: Duration = Field(60.0, description="longest time of one call of a tool")
     deadline: Duration = Field(300.0, description="longest time of an episode, from its start to its reward")
-    shares: EpisodeShares = Field(default_factory=EpisodeShares)
+    scoring_share: float = Field(0.1, gt=0, lt=1, description="part of deadline that is kept for the score")
     timed_out: Literal["score", "drop"] = Field(
         "score", description="an episode that ran out of time is scored with what there is, or is a dead letter"
     )
     concurrent: Positive | None = Field(
         None, description="episodes that a process runs at the same time; empty: twice what its engine can decode"
-    )
-    processes: Natural = Field(
-        0, description="processes of role `agent`, which run the episodes and call the replicas; 0: the replicas do"
     )
     deterministic: bool = Field(
         False, description="the tools give the same answers again, so that another process may replay recorded turns"
@@ -147,10 +141,27 @@ class EpisodeConfig(Section):
     )
     tool_format: str = Field("auto", description="how the model writes tool calls; auto: known from its tokenizer")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_shares(cls, values: object) -> object:
+        if isinstance(values, dict) and "shares" in values:
+            raise ValueError("shares is gone: leave it out; scoring_share is what is kept of deadline for the score")
+        return values
+
     @property
     def kind(self) -> EpisodeKind | None:
         """Who runs the episodes; None: the run has single answers."""
         return next((name for name in _KINDS if getattr(self, name)), None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_processes(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "processes" in values:
+            raise ValueError(
+                "processes was the number of processes of role agent, which is gone: leave it out, and set"
+                " rollout.replicas or `streamrl scale rollout=N` for more processes that run episodes"
+            )
+        return values
 
     @model_validator(mode="after")
     def _check_kind(self) -> EpisodeConfig:

@@ -19,9 +19,9 @@ from streamrl.consumers.plugins import HOLD_SHARE
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch, MemoryWatch
-from streamrl.errors import RewardUnavailable, WireError
+from streamrl.errors import RetryLater, RewardUnavailable, WireError
 from streamrl.queues.keys import REWARD_FIGURES
-from streamrl.queues.leases import Lease, Leases, NotNow
+from streamrl.queues.leases import Lease, Leases
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.records import Cause, LeasedGroup, ScoreOutcome
 from streamrl.queues.role import Role
@@ -108,7 +108,10 @@ class RewardWorker:
         self._lines: dict[str, dict[str, Any]] = {}
 
     async def handle(self, lease: Lease) -> None:
-        """Score what is leased. Safe to repeat and cancel. `NotNow`: a reward was away for nearly `lease.max_hold`."""
+        """Score what is leased. Safe to repeat and cancel.
+
+        RetryLater: a reward was away for nearly `lease.max_hold`.
+        """
         until = time.monotonic() + HOLD_SHARE * self._role.config.lease.max_hold
         try:
             if lease.is_group:
@@ -118,7 +121,7 @@ class RewardWorker:
             else:
                 await self._handle_sample(lease, until)
         except RewardUnavailable as error:
-            raise NotNow(error.message) from error
+            raise RetryLater(error.message) from error
 
     async def _handle_sample(self, lease: Lease, until: float) -> None:
         leased = await lease.ledger.leased_sample(lease)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.atomic import whole_directory
-from streamrl.config import RunConfig
+from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, Unreachable
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import ShardReader, open_shards
@@ -237,7 +237,7 @@ def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: d
         GenerationConfig.from_pretrained(config.model.path).save_pretrained(draft)
     except (OSError, ValueError) as error:
         logger.info("model exported without generation settings", extra={"error": str(error)})
-    _write_tokenizer(draft, config.model.tokenizer or config.model.path)
+    _write_tokenizer(draft, config.model)
     if len(files) > 1:
         index: dict[str, Any] = {
             "metadata": {"total_size": sum((draft / file).stat().st_size for file in files)},
@@ -246,9 +246,12 @@ def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: d
         (draft / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
 
 
-def _write_tokenizer(folder: Path, source: str) -> None:
+def _write_tokenizer(folder: Path, model: ModelConfig) -> None:
+    source = model.tokenizer or model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
+        if model.chat_template is not None:
+            tokenizer.chat_template = model.chat_template.read_text()
     except (OSError, ValueError, KeyError) as error:
         logger.warning("model exported without tokenizer", extra={"source": source, "error": str(error)})
         return

@@ -322,7 +322,8 @@ class Leader:
         if self._publishing.age < self._config.weights.deadline:
             return False
         roles = await self._role.ledgers.roles.read()
-        held = [int(fields.get("version", 0)) for name, fields in roles.items() if name.startswith("rollout.")]
+        followers = (fields for name, fields in roles.items() if name.startswith(("engine.", "rollout.")))
+        held = [int(fields["version"]) for fields in followers if "version" in fields]  # others still start
         return bool(held) and max(held) < self._publishing.version
 
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:

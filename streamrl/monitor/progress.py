@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from streamrl.monitor.tail import Tail
+from streamrl.pass_at_k import at_k, in_words
 
 _STEPS_KEPT: Final = 2000
 
@@ -29,25 +30,28 @@ class Accuracy:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self._right: Counter[int] = Counter()
-        self._samples: Counter[int] = Counter()
+        self._prompts: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
         group_id = line.get("gid")
         if group_id is None or group_id in self._seen:
             return
         self._seen.add(group_id)
-        version = int(line["round"])
-        self._right[version] += int(line["right"])
-        self._samples[version] += len(line["scores"])
+        self._prompts.setdefault(int(line["round"]), []).append((len(line["scores"]), int(line["right"])))
 
     @property
     def groups(self) -> int:
         return len(self._seen)
 
+    def several(self, version: int) -> str:
+        """avg@k and pass@k of a version, in words; empty where each prompt has one response."""
+        prompts = self._prompts[version]
+        return in_words(at_k(prompts, max(scored for scored, _ in prompts)))
+
     def points(self, least: int = 1) -> list[tuple[int, float]]:
         """`(version, accuracy)` ascending, for versions with at least `least` samples."""
-        return [(v, self._right[v] / n) for v, n in sorted(self._samples.items()) if n >= least]
+        sums = {version: [sum(each) for each in zip(*found, strict=True)] for version, found in self._prompts.items()}
+        return [(version, right / n) for version, (n, right) in sorted(sums.items()) if n >= least]
 
 
 class Progress:

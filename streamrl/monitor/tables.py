@@ -123,10 +123,12 @@ def _weights_line(snapshot: Snapshot) -> str:
     removed = [f"{foreign:.0f} foreign entries removed from their stream"] if foreign else []
     if newest < 0:
         return "  ".join(["weights  none published yet", *removed])
+    kinds = {name.split(".")[0] for name in snapshot.role_versions}
+    holder = "engine" if "engine" in kinds else "rollout"
     readers = [
         f"{name} v{version}" + (f" ({newest - version} behind)" if version < newest else "")
         for name, version in snapshot.role_versions.items()
-        if name.split(".")[0] == "rollout"
+        if name.split(".")[0] == holder
     ]
     return "  ".join(["weights", f"v{newest} of learner epoch {snapshot.train.epoch}", *readers, *removed])
 

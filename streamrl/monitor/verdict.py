@@ -133,7 +133,12 @@ def _rollouts(snapshot: Snapshot, config: RunConfig, rollout: float | None) -> V
     if rollout is not None and rollout >= _LITTLE and not snapshot.train.stream("prompts").lag:
         advice = f"raise max_staleness (now {config.max_staleness})"
         return Verdict("staleness", "learner and rollouts wait for the last responses of a step", advice)
-    advice = f"raise rollout.replicas (now {config.rollout.replicas}) or engine.slots (now {config.engine.slots})"
+    more = (
+        f"engine.servers (now {config.engines})"
+        if config.engines
+        else f"rollout.replicas (now {config.rollout.replicas})"
+    )
+    advice = f"raise {more} or engine.slots (now {config.engine.slots})"
     return Verdict("rollouts", "the learner waits for the rollouts", _STATUS if rollout is None else advice)
 
 

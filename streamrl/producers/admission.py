@@ -25,9 +25,7 @@ _SAMPLES: Final = 32
 """Responses that failed with the same error, before the run ends."""
 _GROUPS: Final = 4
 """Groups that they were in: fewer may be broken prompts."""
-WINDOW: Final = 60.0
-FIRST_PAUSE: Final = 60.0
-LONGEST_PAUSE: Final = 600.0
+TRIAL_PAUSE: Final = 300.0
 _WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
 
@@ -93,15 +91,15 @@ class Admitter:
         return await self._ledger.admit(cursor=group_id, prompt=prompt, version=version, **asdict(self._terms))
 
 
-class VersionBell:
+class VersionWatcher:
     """Learns new versions of the weights; all tasks of a process share one blocking read of the stream."""
 
     def __init__(self, stream: WeightsStream) -> None:
         self._stream = stream
-        self._rung = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.version = 0
 
-    async def look(self) -> None:
+    async def read(self) -> None:
         newest = await self._stream.newest()
         if newest is not None:
             self.version = newest[0]
@@ -110,15 +108,15 @@ class VersionBell:
         while not stop.is_set():
             found = await self._stream.after(self.version, _LOOK_SECONDS)
             if found is not None:
-                async with self._rung:
+                async with self._changed:
                     self.version = found[0]
-                    self._rung.notify_all()
+                    self._changed.notify_all()
 
     async def wait(self, version: int, seconds: float) -> bool:
         """Return True as soon as a version above `version` is known, False after `seconds`. Cancelling is harmless."""
         try:
-            async with asyncio.timeout(seconds), self._rung:
-                await self._rung.wait_for(lambda: self.version > version)
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: self.version > version)
         except TimeoutError:
             return False
         return True
@@ -176,87 +174,37 @@ class SameFailureGuard:
         )
 
 
-def wasted(dropped_for: Mapping[str, int]) -> int:
-    """Count the groups that were dropped against the user's wish, from the counts by reason."""
-    return sum(count for why, count in dropped_for.items() if why not in _WANTED)
+class DropGuard:
+    """Stops admission while groups are dropped and none is trained, so that the data is not used up in vain. Pure.
 
-
-class Waste:
-    """Stops admission when a run drops more than it trains, so that the data is not used up in vain. Pure.
-
-    ```
-    RUNNING  -> for a minute more groups dropped than trained, by now by more than a budget -> STOPPED
-    STOPPED  -> after a pause that doubles (1 to 10 minutes), the groups of one step are admitted: a trial
-             -> at least as many groups were trained as dropped since the stop or the last trial -> RUNNING
-    ```
-    A budget is the number of groups that may be in flight. A run that drops more than that drops groups it has just
-    admitted; a burst of stale groups after a pause or a restart stays below it, however long a step takes. While the
-    cause lasts a run loses one trial per pause, and it goes on by itself when the cause is gone. Groups with equal
-    rewards do not count, because `learner.advantage.zero_variance` asks for dropping them, nor do groups that a person
-    dropped.
+    It stops when more groups in a row were dropped than may be in flight: a burst of stale groups after a pause or a
+    restart stays below that. The first group that is trained lets admission go on. Until then the groups of one step
+    are tried every five minutes. Groups with equal rewards do not count, because `learner.advantage.zero_variance`
+    asks for dropping them, nor do groups that a person dropped.
     """
 
     def __init__(self, budget: int, step: int) -> None:
         self.allowed: int | None = None  # groups that may be admitted now; None: as many as there is room for
-        # Of the present period, which begins with a stop, a trial, or when the run trains as much as it drops.
-        self.dropped = self.trained = 0
-        self.retry_at = 0.0  # when the next trial begins, by the clock of `look`, while stopped
-        self.found = (0, 0, 0.0)  # dropped, trained and seconds of the period that led to the stop
-        self._budget, self._step = budget, step  # groups in flight and untrained; groups of one step
+        self.dropped = 0  # in a row
+        self.why = ""  # most groups were dropped for this, ever
+        self.retry_at = 0.0  # when the next step is tried, by the clock of `look`
+        self._budget, self._step = budget, step
         self._counts: tuple[int, int] | None = None
-        self._since = self._running_since = 0.0
-        self._pause = FIRST_PAUSE
 
-    @property
-    def stopped(self) -> bool:
-        return self.allowed is not None
-
-    def look(self, now: float, dropped: int, trained: int) -> None:
-        """Take in how many groups were ever dropped (by `wasted`) and trained; `now` never goes back.
-
-        Only growth counts, because the counts may go back with Redis or with a learner.
-        """
-        if self._counts is None:
-            self._begin(now)
-        else:
-            self.dropped += max(0, dropped - self._counts[0])
-            self.trained += max(0, trained - self._counts[1])
+    def look(self, now: float, dropped_for: Mapping[str, int], trained: int) -> None:
+        """Take in how many groups were ever dropped, by reason, and trained. Both may go back with Redis."""
+        unwanted = {why: count for why, count in dropped_for.items() if why not in _WANTED}
+        dropped, self.why = sum(unwanted.values()), max(unwanted, key=lambda why: unwanted[why], default="")
+        dropped_before, trained_before = self._counts or (dropped, trained)
         self._counts = (dropped, trained)
-        if self.stopped:
-            self._look_stopped(now)
-        elif self.trained >= self.dropped:
-            self._begin(now)
-        elif now - self._since >= WINDOW and self.dropped - self.trained > self._budget:
-            self._stop(now)
-
-    def most(self, wanted: int) -> int:
-        return wanted if self.allowed is None else min(wanted, self.allowed)
+        if trained > trained_before:
+            self.dropped, self.allowed = 0, None
+            return
+        self.dropped += max(0, dropped - dropped_before)
+        stops = self.allowed is None and self.dropped > self._budget
+        if stops or (self.allowed is not None and now >= self.retry_at):
+            self.allowed, self.retry_at = 0 if stops else self._step, now + TRIAL_PAUSE
 
     def admitted(self, count: int) -> None:
         if self.allowed is not None:
             self.allowed = max(0, self.allowed - count)
-
-    def _look_stopped(self, now: float) -> None:
-        if self.trained and self.trained >= self.dropped:
-            self.allowed, self._running_since = None, now
-            self._begin(now)
-        elif now >= self.retry_at:
-            self.allowed = self._step
-            self._begin(now)
-            self._wait(now)
-
-    def _stop(self, now: float) -> None:
-        self.found = (self.dropped, self.trained, now - self._since)
-        self.allowed = 0
-        if now - self._running_since >= LONGEST_PAUSE:
-            self._pause = FIRST_PAUSE
-        self._begin(now)
-        self._wait(now)
-
-    def _wait(self, now: float) -> None:
-        self.retry_at = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-    def _begin(self, now: float) -> None:
-        self.dropped = self.trained = 0
-        self._since = now

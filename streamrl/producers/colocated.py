@@ -12,11 +12,12 @@ return: wake the weights -> apply the version that came meanwhile -> wake keys a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -25,16 +26,17 @@ from streamrl.engine import (
     Completion,
     Engine,
     EngineLoad,
-    MemoryTag,
-    PauseMode,
+    Finish,
+    ReplicaEngine,
     Request,
+    Runs,
+    first_tokens,
+    join_runs,
 )
-from streamrl.errors import Refused
-from streamrl.producers.group.fleet import stop_tokens_of
-from streamrl.producers.group.request import PartialResponse
+from streamrl.errors import Refused, Unreachable
+from streamrl.producers.engines.model import stop_tokens_of
 from streamrl.queues import Role
 from streamrl.queues.device_lock import EngineDevices
-from streamrl.waits import first_of
 from streamrl.weight_sync.tensors import Version
 
 _ABORTS: Final = 20
@@ -42,7 +44,7 @@ _ABORT_PAUSE: Final = 0.05
 
 
 @asynccontextmanager
-async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
     """Start an engine when the device lock admits it, and let it leave and come back within the block.
 
     An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
@@ -67,8 +69,81 @@ def _has_devices(config: RunConfig) -> bool:
     return config.engine.device != "cpu" and torch.cuda.is_available()
 
 
-class ColocatedEngine(Engine):
-    """`Engine` that can be taken off its devices and put back, with requests in flight.
+class PartialResponse:
+    """What was sampled so far for one request, in pieces; `stops` end it, and so does a full `context`."""
+
+    def __init__(self, request: Request, stops: frozenset[int], context: int) -> None:
+        self._request = request
+        self._stops = stops
+        self._limit = min(request.max_new_tokens, context - len(request.tokens))
+        self._tokens = np.zeros(0, dtype=np.int32)
+        self._logprobs = np.zeros(0, dtype=np.float32)
+        self._runs: Runs = []
+        self._cached: int | None = None  # of the first piece: later ones begin with what was sampled here
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    async def complete(self, ask: Callable[[Request], Awaitable[Completion | None]]) -> Completion:
+        """Ask for the rest after every abort until the response has ended; `ask` returns None to end it as it is."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        while (piece := await ask(self.rest())) is not None:
+            if piece.finish != "abort":
+                return self.joined(piece, loop.time() - start)
+            self.add(piece)
+            if self.finish is not None:
+                return self.ended(self.finish, loop.time() - start)
+        return self.ended("abort", loop.time() - start)
+
+    @property
+    def version(self) -> int:
+        """Version of the last token; -1 without one. Versions never go back, so an older server may not continue it."""
+        return self._runs[-1][1] if self._runs else -1
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the response is complete; None when tokens are left to sample."""
+        if len(self) and int(self._tokens[-1]) in self._stops:
+            return "stop"
+        return "length" if len(self) and len(self) >= self._limit else None
+
+    def add(self, piece: Completion) -> None:
+        tokens = piece.tokens[: max(0, self._limit - len(self))].tolist()
+        count = next((at + 1 for at, token in enumerate(tokens) if token in self._stops), len(tokens))
+        whole = self.joined(first_tokens(piece, count), 0.0)
+        self._tokens, self._logprobs, self._runs = whole.tokens, whole.logprobs, whole.runs
+        self._cached = whole.cached_tokens
+
+    def rest(self) -> Request:
+        prompt = np.concatenate([self._request.tokens, self._tokens])
+        return replace(self._request, tokens=prompt, max_new_tokens=self._request.max_new_tokens - len(self))
+
+    def joined(self, last: Completion, seconds: float) -> Completion:
+        return replace(
+            last,
+            tokens=np.concatenate([self._tokens, last.tokens]),
+            logprobs=np.concatenate([self._logprobs, last.logprobs]),
+            runs=join_runs(self._runs, len(self), last.runs),
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+            cached_tokens=last.cached_tokens if self._cached is None else self._cached,
+        )
+
+    def ended(self, finish: Finish, seconds: float) -> Completion:
+        return Completion(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            runs=list(self._runs),
+            finish=finish,
+            prompt_tokens=len(self._request.tokens),
+            seconds=seconds,
+            cached_tokens=self._cached or 0,
+        )
+
+
+class ColocatedEngine(ReplicaEngine):
+    """An engine that can be taken off its devices and put back, with requests in flight.
 
     Requests in flight or arriving meanwhile wait and continue afterwards with the tokens they have; later tokens carry
     the version then in force. `level` is that of `Engine.sleep` off the devices: 1; 0 where only a CPU is shared.
@@ -83,7 +158,8 @@ class ColocatedEngine(Engine):
         self._applied = asyncio.Event()
         self._applying = 0
         self._leaves = 0
-        self._works: dict[str, asyncio.Event] = {}
+        self._requests: set[str] = set()
+        self._closed = False
         self._serving.set()
         self._weights.set()
         self._applied.set()
@@ -114,7 +190,7 @@ class ColocatedEngine(Engine):
         self._weights.set()
         self._serving.set()
 
-    # --- Engine ------------------------------------------------------------------------------------------------------
+    # --- ReplicaEngine -----------------------------------------------------------------------------------------------
 
     @override
     async def start(self) -> None:
@@ -122,48 +198,33 @@ class ColocatedEngine(Engine):
 
     @override
     async def close(self) -> None:
-        for aborted in self._works.values():
-            aborted.set()
+        self._closed = True
+        self._serving.set()  # what waits ends with what it has
         await self._engine.close()
-        self._weights.set()  # waiting and new requests now fail because the engine is closed
-        self._serving.set()
+        self._weights.set()  # an update that waits now fails because the engine is closed
 
     @override
     async def generate(self, request: Request) -> Completion:
-        if request.id in self._works:
+        if self._closed:
+            raise Unreachable("the engine is closed")
+        if request.id in self._requests:
             raise ValueError(f"a request {request.id!r} is in flight")
-        aborted = self._works[request.id] = asyncio.Event()
+        self._requests.add(request.id)
         left = -1
 
         async def ask(rest: Request) -> Completion | None:
             nonlocal left
-            # without a `leave` since the last piece, the engine itself has aborted it
-            if left == self._leaves or not await self._turn(aborted):
+            if left == self._leaves:  # nobody has left since the last piece: the engine itself has ended it
                 return None
+            while not self._serving.is_set():  # it may leave again before this task has its turn
+                await self._serving.wait()
             left = self._leaves
-            return await self._engine.generate(rest)
+            return None if self._closed else await self._engine.generate(rest)
 
         try:
             return await PartialResponse(request, self._stops, self._context).complete(ask)
         finally:
-            del self._works[request.id]
-
-    @override
-    async def abort(self, request_id: str | None = None) -> int:
-        chosen = [name for name in self._works if request_id in {None, name} and not self._works[name].is_set()]
-        for name in chosen:
-            self._works[name].set()
-        if not self._serving.is_set():
-            return len(chosen)
-        return await self._engine.abort(request_id)
-
-    @override
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._engine.pause(mode)
-
-    @override
-    async def resume(self) -> None:
-        await self._engine.resume()
+            self._requests.remove(request.id)
 
     @override
     async def apply(self, version: Version) -> None:
@@ -179,34 +240,9 @@ class ColocatedEngine(Engine):
                 self._applied.set()
 
     @override
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        await self._engine.sleep(level)
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        # Off the devices it does nothing: the device lock decides.
-        if self._serving.is_set():
-            await self._engine.wake(tags)
-
-    @override
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        await self._weights.wait()
-        await self._engine.load_adapter(name, folder)
-
-    @override
-    async def unload_adapter(self, name: str) -> None:
-        await self._weights.wait()
-        await self._engine.unload_adapter(name)
-
-    @override
     def load(self) -> EngineLoad:
         return self._engine.load()
 
     @override
     async def health(self) -> None:
         await self._engine.health()
-
-    async def _turn(self, aborted: asyncio.Event) -> bool:
-        while not (self._serving.is_set() or aborted.is_set()):  # it may leave again before this task has its turn
-            await first_of(self._serving.wait(), aborted.wait())
-        return not aborted.is_set()

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,8 @@ from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, WireError
-from streamrl.producers.admission import AdmissionTerms, Admitter, VersionBell
+from streamrl.pass_at_k import at_k
+from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
@@ -46,18 +47,19 @@ def evaluation_budget(config: RunConfig) -> int:
 
 
 class Evaluation:
-    """Rounds of held-out prompts; one in the feeder. `bell` tells the newest version.
+    """Rounds of held-out prompts; one in the feeder. `versions` knows the newest version.
 
     Status fields of the role: `evaluated` (groups so far), `held_out_too_long` (prompts that are left out, if any), and
-    of the last complete round `accuracy` (share of its scored responses that are right) and `accuracy_version`.
+    of the last complete round `accuracy` (share of its scored responses that are right), `accuracy_version`, and with
+    several samples `avg_at_K` and `pass_at_K`.
     """
 
-    def __init__(self, role: Role, data: PromptSet, bell: VersionBell) -> None:
+    def __init__(self, role: Role, data: PromptSet, versions: VersionWatcher) -> None:
         config = role.config
         self._role = role
         self._config = config.evaluation
         self._ledger = role.ledgers.evaluation
-        self._bell = bell
+        self._versions = versions
         self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
         terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
@@ -99,10 +101,10 @@ class Evaluation:
 
     async def _run_rounds(self) -> None:
         while not self._role.stop.is_set():
-            version = self._bell.version
+            version = self._versions.version
             if not self._open and not await self._begin(version):
                 await self._collect()
-                await self._bell.wait(version, _IDLE_SECONDS)
+                await self._versions.wait(version, _IDLE_SECONDS)
                 continue
             moved = await self._admit()
             collected = await self._collect()
@@ -203,6 +205,7 @@ class Evaluation:
             logger.error("an evaluation round has no scored response", extra={"round": version})
             return
         fields = {"version": version, "accuracy": tally.right / tally.scored, "responses": tally.scored}
+        fields |= at_k(tally.prompts, self._config.samples)
         logger.info("evaluated", extra=fields)
         self._role.record({"kind": "evaluation", **fields})
 
@@ -217,7 +220,9 @@ class Evaluation:
         if complete:
             version = max(complete)
             status["accuracy_version"] = version
-            status["accuracy"] = self._log.rounds[version].right / self._log.rounds[version].scored
+            tally = self._log.rounds[version]
+            status["accuracy"] = tally.right / tally.scored
+            status.update(at_k(tally.prompts, self._config.samples))
 
     @property
     def _current(self) -> EvaluationRound:
@@ -258,6 +263,7 @@ class EvaluationRound(msgspec.Struct, frozen=True):
 class Tally:
     scored: int = 0
     right: int = 0
+    prompts: list[tuple[int, int]] = field(default_factory=list)
 
 
 class EvaluationLog:
@@ -353,3 +359,4 @@ class EvaluationLog:
         tally = self.rounds.setdefault(group.round, Tally())
         tally.scored += len(group.scores)
         tally.right += group.right
+        tally.prompts.append((len(group.scores), group.right))

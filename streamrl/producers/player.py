@@ -23,7 +23,7 @@ from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_hea
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrapped
-from streamrl.producers.admission import VersionBell
+from streamrl.producers.admission import VersionWatcher
 from streamrl.queues import Role
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
@@ -133,7 +133,7 @@ class Player:
         self._fingerprint = hashlib.sha256(f"recording {header.id}".encode()).hexdigest()[:32]
         epochs = role.config.data.epochs
         self._end = None if epochs is None else epochs * recorded.count
-        self._bell = VersionBell(role.ledgers.weights)
+        self._versions = VersionWatcher(role.ledgers.weights)
         self._cursor = 0
 
     async def run(self) -> None:
@@ -141,24 +141,24 @@ class Player:
         if state.fingerprint not in (None, self._fingerprint):
             raise Refused("this run was started with other data than this recording", "--fresh, or another name")
         self._cursor = state.cursor
-        await self._bell.look()
+        await self._versions.read()
         self._role.ready()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._bell.run(self._role.stop))
+            tasks.create_task(self._versions.run(self._role.stop))
             await self._admit_all()
 
     async def _admit_all(self) -> None:
         pause = _FIRST_PAUSE
         while not self._role.stop.is_set():
-            version = self._bell.version
+            version = self._versions.version
             if self._end is not None and self._cursor >= self._end:
                 await self._finish(self._end // self._recorded.count)
                 continue
             outcome = await self._admit()
             self._role.status.update(admitted=self._cursor, of=self._recorded.count, admission=outcome.value)
             if outcome is AdmitOutcome.FULL:
-                rung = await self._bell.wait(version, pause)
-                pause = _FIRST_PAUSE if rung else min(2 * pause, _LONGEST_PAUSE)
+                changed = await self._versions.wait(version, pause)
+                pause = _FIRST_PAUSE if changed else min(2 * pause, _LONGEST_PAUSE)
             else:
                 pause = _FIRST_PAUSE
 
@@ -186,7 +186,7 @@ class Player:
     async def _finish(self, epochs: int) -> None:
         """Store that the data ends at the cursor; after Redis went back, admit the lost groups again."""
         done = await self._ledger.finish(self._cursor, epochs)
-        await self._bell.wait(self._bell.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
+        await self._versions.wait(self._versions.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
         self._cursor = (await self._ledger.state()).cursor
 
 

@@ -1,12 +1,11 @@
-"""The rollout replica: keeps an engine at the newest weights, and answers leased prompts or the calls of agents.
+"""Role `rollout.N`: answers leased prompts with the engines of the run, or with one of its own (`engine.kind: hf`).
 
 ```
-weights stream -> Follower -> Engine.apply           (in flight: a response may span versions)
-prompts        -> Answering -> Engine.generate       (episode.processes 0)
-agents         -> Service -> Engine.generate         (episode.processes above 0: agents lease the prompts)
-engines        -> Membership -> EngineGroup.add, remove
+prompts        -> RolloutWorker -> ServerPool.generate -> engine.N
+engine.kind hf:   RolloutWorker -> HfEngine.generate;  weights stream -> Follower -> HfEngine.apply
 ```
-When its engine dies, the replica exits with an error, others take over its leases, and the supervisor starts it again.
+A response may span versions. When a worker's own engine dies, the worker exits with an error, others take over its
+leases, and the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -14,47 +13,74 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
-from uuid import uuid4
 
-from streamrl.engine import Engine
+from streamrl.engine import Engine, ReplicaEngine, life_seed
 from streamrl.errors import unwrapped
-from streamrl.producers.answering import Answering
-from streamrl.producers.colocated import under_device_lock
-from streamrl.producers.engines import make_engine
-from streamrl.producers.group.fleet import Fleet, life_seed
-from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.pool import Source
-from streamrl.producers.serve.service import Service
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.worker import RolloutWorker
 from streamrl.queues import Role
+from streamrl.servers.pool import ServerPool
+from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
 
-_LOOK_SECONDS: Final = 1.0
-
 
 async def run_rollout(role: Role) -> None:
-    """Run a rollout replica until `role.stop` is set; then requests in flight are finished or handed back.
+    """Make samples until `role.stop` is set; then those in flight are finished or handed back.
 
-    `ConfigError`: no model or tokenizer, or an engine option that this machine cannot serve. `Unreachable`: the engine
-    died.
+    `ConfigError`: no model or tokenizer, or an engine option that this machine cannot serve. `PluginError`: the episode
+    cannot be loaded. `Unreachable`: its own engine died.
     """
-    config = role.config
-    seed = life_seed(config.seed, role.name, await _life(role))
-    engine = make_engine(config, seed, role.run_dir, role.name, await role.ledgers.servers.enlisted())
-    membership = None
-    if isinstance(engine, EngineGroup):
-        membership = Membership(role, engine, Fleet(config, seed, role.run_dir, role.name))
     with unwrapped():
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-        async with _running(role, engine) as running:
-            await Replica(role, running, tokenizer, membership).run()
+        tokenizer = await asyncio.to_thread(Tokenizer.load, role.config.model)
+        await (_with_servers(role, tokenizer) if role.config.engines else _with_own_engine(role, tokenizer))
+
+
+async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
+    key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
+    pool = ServerPool(role.config, role.ledgers, key)
+    worker = RolloutWorker(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
+    async with pool.follow():
+        await first_of(pool.first(), role.stop.wait())
+        if not role.stop.is_set():
+            await worker.run()
+
+
+async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
+    from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
+
+    async with _running(role, HfEngine(role.config, await life_seed(role))) as engine, asyncio.TaskGroup() as tasks:
+        follower = Follower(
+            role.ledgers.weights,
+            role.config.weights,
+            engine.apply,
+            run=role.config.name,
+            run_dir=role.run_dir,
+            name=role.name,
+            board=role.ledgers.roles,
+            status=role.status,
+        )
+        ended = asyncio.Event()
+        following = tasks.create_task(follower.run(ended))
+        await first_of(follower.first.wait(), role.stop.wait())
+        if follower.first.is_set():
+            await RolloutWorker(
+                role,
+                engine,
+                tokenizer,
+                behind=lambda: follower.newest_step - follower.applied_step,
+                news=follower.next_applied,
+                figures=follower.figures,
+            ).run()
+        ended.set()
+        following.cancel()
 
 
 @asynccontextmanager
-async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
+async def _running(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
     if role.config.rollout.placement == "colocated":
+        from streamrl.producers.colocated import under_device_lock
+
         async with under_device_lock(role, engine) as shared:
             yield shared
         return
@@ -63,104 +89,3 @@ async def _running(role: Role, engine: Engine) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
-
-
-async def _life(role: Role) -> str:
-    """`0` for the first life of this replica, so that a run can be repeated; a nonce for any later one, on any host.
-
-    Its metrics tell of earlier lives too, in case Redis forgot them.
-    """
-    nonce = uuid4().hex
-    first = await role.ledgers.roles.first_life(role.name, nonce)
-    return "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
-
-
-class Replica:
-    """One started engine that follows the weights; `membership` keeps its servers."""
-
-    def __init__(self, role: Role, engine: Engine, tokenizer: Tokenizer, membership: Membership | None = None) -> None:
-        config = role.config
-        self._role = role
-        self._membership = membership
-        follower = self._follower = Follower(
-            role.ledgers.weights,
-            config.weights,
-            engine.apply,
-            run=config.name,
-            run_dir=role.run_dir,
-            name=role.name,
-            board=role.ledgers.roles,
-            status=role.status,
-        )
-        if membership is not None:
-            membership.follow(follower.again)
-        self._work: Service | Answering
-        if config.episode.processes:
-            self._work = Service(role, engine, follower, self._figures)
-        else:
-            self._work = Answering(
-                role,
-                engine,
-                tokenizer,
-                behind=lambda: follower.newest_step - follower.applied_step,
-                news=follower.next_applied,
-                figures=self._figures,
-            )
-
-    async def run(self) -> None:
-        ended = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            following = group.create_task(self._follower.run(ended))
-            keeping = group.create_task(self._keep_servers())
-            if await self._first_version():
-                await self._work.run()
-            ended.set()
-            following.cancel()
-            keeping.cancel()
-
-    async def _keep_servers(self) -> None:
-        if self._membership is not None:
-            await self._membership.run()
-
-    def _figures(self) -> dict[str, int | float]:
-        follower = self._follower
-        return {
-            "weights_refused": follower.refused,
-            "weights_fetched": follower.bytes_fetched,
-            "fetch_seconds": round(follower.fetch_seconds, 4),
-            "apply_seconds": round(follower.apply_seconds, 4),
-        }
-
-    async def _first_version(self) -> bool:
-        await first_of(self._follower.first.wait(), self._role.stop.wait())
-        return self._follower.first.is_set()
-
-
-class Membership:
-    """Keeps a replica's servers equal to the list of the run (`streamrl engines add|remove`), and reports them."""
-
-    def __init__(self, role: Role, group: EngineGroup, fleet: Fleet) -> None:
-        self._servers = role.ledgers.servers
-        self._name = role.name
-        self._group = group
-        self._fleet = fleet
-
-    def follow(self, source: Source) -> None:
-        self._group.follow(source)
-
-    async def run(self) -> None:
-        while True:
-            await self.look()
-            await self._servers.report(self._name, self._group.rows())
-            await asyncio.sleep(_LOOK_SECONDS)
-
-    async def look(self) -> None:
-        """Add and remove servers as the list says now.
-
-        A server that was given up stays in the group, so it is not tried again before it is removed and added.
-        """
-        wanted, present = set(self._fleet.wanted(await self._servers.enlisted())), set(self._group.rows())
-        for name in sorted(wanted - present):
-            self._group.add(self._fleet.spec(name))
-        for name in sorted(present - wanted):
-            self._group.remove(name)

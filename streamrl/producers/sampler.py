@@ -4,37 +4,67 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Generator, Request
-from streamrl.errors import DataError, DeadlineExceeded, StreamrlError
+from streamrl.errors import DeadlineExceeded
+from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import Lease
 from streamrl.queues.records import RecordedTurns
 from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
 
 
-class TurnJournal(Protocol):
-    """Keeps the finished turns of one sample, so that another process can go on. Errors are those of the ledger."""
+class TurnJournal:
+    """The finished turns of one sample of a leased prompt, in the ledger, so that another process can go on.
+
+    Errors are those of the ledger. `progressed` hears of each finished turn, so that `lease.max_hold` counts from it.
+    """
+
+    def __init__(self, lease: Lease, sample: int, progressed: Callable[[Lease], None]) -> None:
+        self._lease = lease
+        self._sample = sample
+        self._progressed = progressed
+        self._next = 0
+        self._writing = asyncio.Lock()
 
     async def recorded(self) -> RecordedTurns:
         """The payloads that were kept, also by an earlier process, in their order, and the newest state."""
-        ...
+        left = await self._lease.ledger.read_journal(self._lease, self._sample)
+        self._next = len(left.turns)
+        return left
 
     async def turn(self, payload: bytes, state: bytes | None = None) -> None:
-        """Keep one more payload, and `state` instead of an earlier one; returns when both are in Redis."""
+        """Keep one more payload, and `state` instead of an earlier one.
+
+        Without effect for who lost the lease, and after Redis went back.
+        """
+        ledger, lease, sample = self._lease.ledger, self._lease, self._sample
+        async with self._writing:
+            while not await ledger.journal(lease, sample, self._next, payload, state):
+                # There may be a turn whose writer was cancelled, or this one, if the first reply was lost.
+                found = (await ledger.read_journal(lease, sample)).turns[self._next :]
+                self._next += len(found)
+                if payload in found or not found:
+                    return
+            self._next += 1
 
     async def forget(self) -> bool:
         """Remove all payloads. False, without effect: another process has the sample."""
-        ...
+        async with self._writing:
+            self._next = 0
+            return await self._lease.ledger.forget_journal(self._lease, self._sample)
 
     def progressed(self) -> None:
-        """A turn is finished, whether it is kept or not: `lease.max_hold` begins anew."""
+        self._progressed(self._lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +76,7 @@ class SampleOrder:
         id: unique among the samples of this engine that are being made; requests are named after it.
         affinity: requests of samples with the same one share a prefix; empty: none.
         greedy: take the most probable tokens.
+        seed: names the random numbers that it is drawn with; empty: the engine's.
         journal: keeps finished turns; None outside of a run.
     """
 
@@ -53,11 +84,22 @@ class SampleOrder:
     id: str
     affinity: str = ""
     greedy: bool = False
+    seed: str = ""
     journal: TurnJournal | None = None
 
+    def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
+        """What the request of a turn takes over from the configuration as it is."""
+        draw = config.drawing(evaluation=self.prompt.evaluation)
+        options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
+        digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=7).digest()  # servers take 63 bits
+        options["seed"] = int.from_bytes(digest) if self.seed else None
+        return options | ({"temperature": 0.0} if self.greedy else {})
 
-class CannotNow(StreamrlError):
-    """Nobody is there who the sample needs (a replica, a program): its prompt is to be handed back, without blame."""
+
+def seed_of(config: RunConfig, name: str, *, evaluation: bool) -> str:
+    """What `SampleOrder.seed` is of the sample with this name."""
+    seed = config.drawing(evaluation=evaluation).seed
+    return "" if seed is None else f"{seed}/{name}"
 
 
 class Sampler(ABC):
@@ -80,7 +122,7 @@ class Sampler(ABC):
         """Make one sample. Cancelling gives it up.
 
         Raises:
-            CannotNow: the prompt is to be handed back.
+            RetryLater: no engine or program is available; the lease is returned.
             DataError: this prompt can never be answered.
             DeadlineExceeded: it took too long.
             Unreachable: the engine died.
@@ -111,29 +153,28 @@ class SingleTurn(Sampler):
 
     @override
     async def sample(self, order: SampleOrder) -> Sample:
-        completion = await self._generate(order)
+        options = order.drawn(self._config)
+        stops = StopTexts(options["stop"], self._tokenizer.decode, options["min_tokens"])
+        completion = stops.cut(await self._generate(order, options))
+        tokens = completion.tokens.tolist()
         return Sample(
             tokens=pack_int32(completion.tokens),
             logprobs=pack_float32(completion.logprobs),
             runs=completion.runs,
             finish=completion.finish,
-            text=self._tokenizer.decode(completion.tokens),
+            text=stops.before(self._tokenizer.decode(tokens), tokens),
             engine=self._name,
             seconds=completion.seconds,
             greedy=order.greedy,
         )
 
-    async def _generate(self, order: SampleOrder) -> Completion:
-        tokens = order.prompt.token_ids
-        room = self._config.model.context - tokens.size
-        if room < 1:
-            raise DataError(f"a prompt of {tokens.size} tokens leaves no room in model.context")
+    async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
         request = Request(
             id=order.id,
-            tokens=tokens,
-            max_new_tokens=min(self._config.sampling.max_new_tokens, room),
-            temperature=0.0 if order.greedy else self._config.sampling.temperature,
+            tokens=order.prompt.token_ids,
+            max_new_tokens=self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens,
             affinity=order.affinity,
+            **options,
         )
         limit = self._config.lease.max_hold
         try:

@@ -21,11 +21,15 @@ from streamrl.wire import Int32Array
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages."""
+    """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages.
 
-    def __init__(self, backend: Any, name: str) -> None:
+    `model` says how chats are written where that is not by the tokenizer's own template alone.
+    """
+
+    def __init__(self, backend: Any, name: str, model: ModelConfig | None = None) -> None:
         self._backend = backend
         self.name = name
+        self.model = model or ModelConfig()
 
     @classmethod
     def load(cls, config: ModelConfig) -> Tokenizer:
@@ -36,12 +40,18 @@ class Tokenizer:
         if Path(name).is_absolute() and not Path(name).exists():
             raise ConfigError(f"{name} does not exist", "set model.path or model.tokenizer")
         try:
-            return cls(AutoTokenizer.from_pretrained(name), name)
+            backend = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"no tokenizer in {name}: {reason}", "set model.path or model.tokenizer to a directory or a hub name"
             ) from error
+        if config.chat_template is not None:
+            try:
+                backend.chat_template = config.chat_template.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"model.chat_template {config.chat_template} cannot be read: {error}") from error
+        return cls(backend, name, config)
 
     @property
     def backend(self) -> Any:
@@ -96,14 +106,22 @@ class Tokenizer:
             )
         try:
             text: str = self._backend.apply_chat_template(
-                [dict(message) for message in messages],
+                [dict(message) for message in self.with_system(messages)],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=opened,
+                **self.model.template_args,
             )
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         return text
+
+    def with_system(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages, after `model.system_prompt` if they begin with no system message."""
+        prompt = self.model.system_prompt
+        if prompt is None or (messages and messages[0].get("role") in ("system", "developer")):
+            return messages
+        return [{"role": "system", "content": prompt}, *messages]
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
         if not texts:

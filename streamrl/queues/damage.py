@@ -74,7 +74,6 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
         keys.state: "hash",
         keys.live: "zset",
         keys.roles: "set",
-        keys.servers: "set",
         keys.prompts: "stream",
         keys.rollouts: "stream",
         keys.scored: "stream",
@@ -88,12 +87,11 @@ def _look(keys: Keys, *, groups: bool) -> tuple[list[str], list[str]]:
             keys.hosts: "hash",
             keys.deaths: "hash",
             keys.lives: "hash",
-            keys.engines: "hash",
             keys.device_lock: "hash",
             keys.device_engines: "zset",
         }
     group = keys.group(0).removesuffix("0") if groups else ""
-    prefixes = [keys.dropped_for(""), keys.role(""), keys.server_report(""), group]
+    prefixes = [keys.dropped_for(""), keys.role(""), group]
     return list(types), [*types.values(), *prefixes]
 
 

@@ -37,8 +37,6 @@ class Keys:
         hosts: hash of the processes that ever lived, each with its host, its first heartbeat and its last.
         deaths: hash of the consumers that died: how many pieces of work may be to blame, and when that was said.
         lives: hash of the replicas that ever started, each with the nonce of its first life.
-        engines: hash of the engine servers that were added to the run or removed from it; `#` counts the added ones.
-        servers: set of the names of all replicas that ever spoke of engine servers.
         supervising: id of the one supervisor, with a time to live.
         logs: set of the names of all roles whose last log lines are kept.
         run_file: the configuration, for machines without the run directory.
@@ -65,8 +63,6 @@ class Keys:
         self.hosts = f"{self._run}hosts"
         self.deaths = f"{self._run}deaths"
         self.lives = f"{self._run}lives"
-        self.engines = f"{self._run}engines"
-        self.servers = f"{self._run}servers"
         self.run_file = f"{self._run}run"
         self.run_digest = f"{self._run}run-digest"
         self.weights_token = f"{self._run}!weights-token"
@@ -93,10 +89,6 @@ class Keys:
     def asked(self, supervisor: str) -> str:
         """Hash of what people asked of one start of the supervisor: `end`, `count:ROLE`."""
         return f"{self._run}asked:{supervisor}"
-
-    def server_report(self, replica: str) -> str:
-        """Hash with a time to live: each engine server of a replica, as JSON."""
-        return f"{self._run}servers:{replica}"
 
     def reward_servers(self, model: str) -> str:
         """Hash of the servers that were added to a reward model or removed from it; `#` counts the added ones."""

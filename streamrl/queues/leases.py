@@ -37,13 +37,14 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from streamrl.config import LeaseConfig
-from streamrl.errors import RewardImpossible, StreamrlError, unwrapped
+from streamrl.errors import RetryLater, RewardImpossible, StreamrlError, unwrapped
 from streamrl.queues import replies
 from streamrl.queues.access import ReplyError
+from streamrl.queues.connection import Connection
 from streamrl.queues.keys import ALL_SAMPLES, GROUP
 from streamrl.queues.ledger import Lease, Ledger
 
-__all__ = ["Lease", "Leases", "NotNow"]
+__all__ = ["Lease", "Leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,6 @@ def deliveries_after(deaths: int, held: int) -> int:
     return deaths + 1 if held <= _FEW else max(deaths, min(deaths + 1, _TOGETHER))
 
 
-class NotNow(Exception):
-    """Raised by a handler for work that cannot be done now: it is handed back and does not count as a delivery."""
-
-
 @dataclass(eq=False)
 class _Work:
     """One lease in this process; without a task it is reserved and has not begun. `few`: may run with few others."""
@@ -98,7 +95,7 @@ class Leases:
         handle: does the work of one lease and settles it in the ledger (emit, score, fail). It is cancelled when the
             lease is lost, makes no progress for `max_hold`, or the drain is over. An exception is logged and ends
             `run`: a handler turns failures of the work into dead letters itself. Work that it leaves unsettled counts
-            as one more delivery; work that it ends with `NotNow` does not, and another process takes it.
+            as one more delivery; work that it ends with `RetryLater` does not, and another process takes it.
         drain: seconds that work in flight gets after `stop`.
         first: the one of `ledgers` whose entries are taken first; None: no order.
     """
@@ -247,8 +244,8 @@ class Leases:
             await self._handle(work.lease)
         except asyncio.CancelledError:
             raise  # the canceller decides what happens to the lease
-        except NotNow as why:
-            await self._give_back(work, str(why))
+        except RetryLater as why:
+            await self._give_back(work, why.message)
             return
         except Exception as error:
             work.suspect = not isinstance(error, RewardImpossible)  # any other sample would have failed too
@@ -435,6 +432,16 @@ class Leases:
                 # Only a handler that ended without settling its entry counts as a delivery; a lost reply does not.
                 self._undelivered.append((place, deliveries, deliveries + (place in self._unsettled)))
         return found
+
+    async def renew_meanwhile(self, connection: Connection) -> None:
+        """Renew all leases from another thread, while the event loop stands still.
+
+        It learns later what the replies say: a repeat gets the same.
+        """
+        leased = list(self._leased)
+        for stream in self._streams:
+            entries = [entry for each, entry in leased if each == stream]
+            await connection.call("renew", [stream, self._keys.deaths], [self.consumer, *entries])
 
     def _lose(self, work: _Work, why: str) -> None:
         if self._leased.get(work.place) is not work:

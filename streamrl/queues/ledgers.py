@@ -16,7 +16,7 @@ from streamrl.queues.damage import blame_damage
 from streamrl.queues.device_lock import DeviceLock
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledger import Ledger
-from streamrl.queues.registry import RoleRegistry, ServerList
+from streamrl.queues.registry import RoleRegistry
 from streamrl.queues.replies import pairs, report_foreign
 
 _DOORBELL_SECONDS: Final = 2.0
@@ -73,7 +73,6 @@ class Ledgers:
     evaluation: Ledger
     weights: WeightsStream
     roles: RoleRegistry
-    servers: ServerList
     device_lock: DeviceLock
     connection: Connection
 
@@ -91,7 +90,6 @@ async def open_ledgers(config: RunConfig, run_dir: Path) -> AsyncIterator[Ledger
             evaluation=Ledger(connection, held_out, config.redis.fsync_period),
             weights=WeightsStream(connection, train),
             roles=RoleRegistry(connection, train),
-            servers=ServerList(connection, train),
             device_lock=DeviceLock(connection, train, config.lease.seconds),
             connection=connection,
         )

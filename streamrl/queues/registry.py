@@ -1,22 +1,17 @@
-"""What is in a run now: its living roles, the servers that people added or removed, and how engine servers are."""
+"""What is in a run now: its living roles, and the servers of reward models that people added or removed."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import orjson
+from typing import Final
 
 from streamrl.queues.connection import Connection
 from streamrl.queues.keys import Keys
 from streamrl.queues.replies import pairs, text
 
 _COUNTER: Final = b"#"
-REPORT_SECONDS: Final = 10.0
-"""Seconds after which the report of a silent replica on its servers vanishes."""
 
 
 class RoleRegistry:
@@ -56,9 +51,6 @@ class Enlisted:
     present: bool  # False: removed
     number: int
 
-    def owner(self, replicas: int) -> int:
-        return (self.number - 1) % replicas
-
 
 async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
     fields = pairs(await connection.read("HGETALL", key))
@@ -69,35 +61,6 @@ async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]
     }
 
 
-class ServerList:
-    """Engine servers by name: an external one's is its URL, a managed one's is `rollout.N.serverM`."""
-
-    def __init__(self, connection: Connection, keys: Keys) -> None:
-        self._connection = connection
-        self._keys = keys
-
-    async def enlisted(self) -> dict[str, Enlisted]:
-        """Servers added or removed since the run began; servers of the configuration alone are missing."""
-        return await read_enlisted(self._connection, self._keys.engines)
-
-    async def enlist(self, name: str, *, present: bool) -> bool:
-        """Add or remove a server; False if it was so already."""
-        return bool(await self._connection.call("enlist", [self._keys.engines], [name, int(present)]))
-
-    async def report(self, replica: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the report of a replica; it vanishes `REPORT_SECONDS` later."""
-        flat = [part for name, row in rows.items() for part in (name, orjson.dumps(row))]
-        keys = [self._keys.server_report(replica), self._keys.servers]
-        # never empty: a hash needs a field
-        await self._connection.call(
-            "beat", keys, [replica, int(REPORT_SECONDS * 1000), "", 0, _COUNTER, len(rows), *flat]
-        )
-
-    async def reports(self) -> dict[str, dict[str, dict[str, Any]]]:
-        found = await _living(self._connection, self._keys.servers, self._keys.server_report)
-        return {name: {text(server): row for server, row in _rows(fields)} for name, fields in found.items()}
-
-
 async def _living(
     connection: Connection, names: str, key: Callable[[str], str], prefix: str = ""
 ) -> dict[str, dict[bytes, bytes]]:
@@ -105,10 +68,3 @@ async def _living(
     known = sorted(name for name in map(text, await connection.read("SMEMBERS", names)) if name.startswith(prefix))
     found = await asyncio.gather(*(connection.read("HGETALL", key(name)) for name in known))
     return {name: pairs(fields) for name, fields in zip(known, found, strict=True) if fields}
-
-
-def _rows(fields: Mapping[bytes, bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    for server, row_text in fields.items():
-        with contextlib.suppress(orjson.JSONDecodeError):
-            if server != _COUNTER and isinstance(row := orjson.loads(row_text), dict):
-                yield server, row

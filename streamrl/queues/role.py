@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import StreamrlError, unwrapped
 from streamrl.queues import embedded
-from streamrl.queues.connection import open_to_look
+from streamrl.queues.connection import Connection, open_to_look
 from streamrl.queues.keys import BEAT_TTL, Keys
 from streamrl.queues.ledgers import Ledgers, open_ledgers
 from streamrl.queues.registry import RoleRegistry
@@ -88,14 +88,19 @@ class Role:
         state = "draining" if self.stop.is_set() else "ready" if self.is_ready else "starting"
         await self.ledgers.roles.beat(self.name, self._shown(state), BEAT_TTL)
 
-    def say_blocked(self, why: str) -> None:
-        """Write a heartbeat from another thread, with a connection of its own: the event loop is blocked by `why`."""
+    def say_blocked(self, why: str, keep: Callable[[Connection], Awaitable[None]] | None = None) -> None:
+        """Write a heartbeat from another thread, with a connection of its own: the event loop is blocked by `why`.
+
+        `keep` gets that connection, for what the event loop would do meanwhile.
+        """
         redis = self.config.redis
 
         async def say() -> None:
             async with open_to_look(redis, embedded.url(redis, self.run_dir)) as connection:
                 shown = {**self._shown("blocked"), "trouble": why}
                 await RoleRegistry(connection, Keys(self.config.name)).beat(self.name, shown, BEAT_TTL)
+                if keep is not None:
+                    await keep(connection)
 
         with contextlib.suppress(StreamrlError):
             asyncio.run(say())

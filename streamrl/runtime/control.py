@@ -54,7 +54,7 @@ async def find_published(config: RunConfig) -> Published | None:
 
 
 async def _publish(supervision: Supervision, config: RunConfig, run_dir: Path, digest: str = "") -> None:
-    token = read_token(run_dir) if config.has_token else None
+    token = read_token(run_dir) if config.weights.pulled else None
     run_file = orjson.loads((run_dir / "run.json").read_bytes())
     if config.redis.url is not None:  # observers may read it, and whoever joins has a URL of its own
         run_file["config"]["redis"]["url"] = redact(config.redis.url)

@@ -32,6 +32,8 @@ FIXED: Final = (
     "redis.url",
     "model.path",
     "model.tokenizer",
+    "model.chat_template",
+    "model.system_prompt",
     "data.train",
     "data.held_out",
     "data.shuffle",
@@ -100,8 +102,8 @@ def prepare_run(
         for name in ("logs", "metrics", "checkpoints"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         save(loaded, folder / "run.json")
-    if config.has_token:
-        # here, so that no replica waits for the learner to write it
+    if config.weights.pulled or config.engine.managed:
+        # here, so that nobody waits for the learner to write it
         make_token(folder, published.weights_token if published is not None else None)
     return PreparedRun(folder, config, there and not fresh, changed, put_aside, checks)
 

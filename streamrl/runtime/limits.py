@@ -43,7 +43,7 @@ _OPENS_NOTHING: Final = frozenset(
 _PROCESS_BYTES: Final = 40 << 20
 _TORCH_BYTES: Final = 128 << 20
 """Of a process that imports torch."""
-_WITH_TORCH: Final = frozenset({"learner", "rollout", "agent"})
+_WITH_TORCH: Final = frozenset({"learner", "engine", "rollout"})
 _OWN_COPIES: Final = 3
 """Versions in /dev/shm of a learner that puts whole versions there: two are kept while one is written."""
 _SHM: Final = Path("/dev/shm")  # noqa: S108 (memory of this host, not a temporary file)
@@ -96,9 +96,10 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
         needs["learner"] = _PYTHON_FILES + files + _RANK_FILES * (ranks - 1)
     allowed = {"rollout": 0, "reward": 0}
     if "rollout" in counts:
-        engine = config.engine
-        needs["rollout"] = _PYTHON_FILES + files
-        allowed["rollout"] = engine.slots * (len(engine.url) or (engine.servers if engine.managed else 0))
+        needs["rollout"] = _PYTHON_FILES + (0 if config.engines else files)
+        allowed["rollout"] = config.slots if config.engines else 0
+    if "engine" in counts:
+        needs["engine"] = _PYTHON_FILES + files
     if "reward" in counts:
         needs["reward"] = _PYTHON_FILES
         opening = any(reward.use not in _OPENS_NOTHING for reward in config.rewards)
@@ -134,8 +135,9 @@ def memory(config: RunConfig, model_float32: int) -> Need:
             least += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
             least += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
     engine = config.engine
-    if "rollout" in counts and not engine.url and computes_on_cpu(engine.device):
-        least += counts["rollout"] * engine.servers * sizes[engine.dtype]
+    generating = "engine" if config.engines else "rollout"
+    if generating in counts and not engine.url and computes_on_cpu(engine.device):
+        least += counts[generating] * sizes[engine.dtype]
     # With deltas one version is stored whole, the others only as changes.
     certain = min(copies, 1 if config.weights.delta.enabled else _OWN_COPIES)
     if config.weights.transport == "directory":
@@ -241,5 +243,6 @@ def shared_memory_copies(config: RunConfig) -> int:
     deltas.
     """
     weights = config.weights
-    staging_folders = config.rollout.replicas if weights.pulled or weights.delta.enabled else 0
+    followers = config.engines or config.rollout.replicas
+    staging_folders = followers if weights.pulled or weights.delta.enabled else 0
     return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * staging_folders

@@ -16,10 +16,11 @@ from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError, unwrapped
+from streamrl.pass_at_k import at_k
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.sampler import EpisodeFailed, sampler_of
-from streamrl.producers.sampler import SampleOrder, Sampler
+from streamrl.producers.sampler import SampleOrder, Sampler, seed_of
 from streamrl.producers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,15 @@ def with_model(config: RunConfig, path: str) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: int, on_progress: OnProgress) -> float:
-    """Share of scored responses above `evaluation.threshold`, on the first `evaluation.final_prompts` held-out prompts.
+async def measure_accuracy(
+    config: RunConfig, run_dir: Path, label: str, seed: int, on_progress: OnProgress
+) -> dict[str, float]:
+    """The share of scored responses above `evaluation.threshold` (`accuracy`), and what `at_k` says of several samples.
 
-    Responses are sampled at the run's temperature with transformers in this process, whatever engine the run had: its
-    servers have ended or belong to others. Runs whose rewards cannot measure it then are refused at their start. A
-    response that fails, or whose reward fails, does not count; StreamrlError if none could be scored.
+    It is of the first `evaluation.final_prompts` held-out prompts, sampled as those of `evaluation` with transformers
+    in this process, whatever engine the run had: its servers have ended or belong to others. Runs whose rewards cannot
+    measure it then are refused at their start. A response that fails, or whose reward fails, does not count;
+    StreamrlError if none could be scored.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
@@ -60,9 +64,12 @@ async def measure_accuracy(config: RunConfig, run_dir: Path, label: str, seed: i
                     values = await _scores(config, sampler, patient, prompts, on_progress=progress)
     finally:
         await engine.close()
-    if not values:
+    right = [[value > config.evaluation.threshold for value in scored] for scored in values if scored]
+    if not right:
         raise StreamrlError(f"no response of the {label} could be scored", "see the warnings above")
-    return sum(value > config.evaluation.threshold for value in values) / len(values)
+    accuracy = sum(map(sum, right)) / sum(map(len, right))
+    counts = ((len(scored), sum(scored)) for scored in right)
+    return {"accuracy": accuracy, **at_k(counts, config.evaluation.samples)}
 
 
 async def _scores(
@@ -72,29 +79,32 @@ async def _scores(
     prompts: Sequence[wire.Prompt],
     *,
     on_progress: Callable[[int, int], None],
-) -> list[float]:
+) -> list[list[float]]:
+    """The scores of each prompt's responses."""
     # Enough to keep every slot busy while finished responses are scored.
     room = asyncio.Semaphore(2 * sampler.capacity(config.engine.slots))
     total = len(prompts) * config.evaluation.samples
-    values: list[float] = []
+    values: list[list[float]] = [[] for _ in prompts]
     done = 0
 
     async def scored(number: int, prompt: wire.Prompt) -> wire.SampleScore | ScoringFailed:
+        name = f"measure-{number}"
         try:
-            sample = await sampler.sample(SampleOrder(prompt, id=f"measure-{number}"))
+            sample = await sampler.sample(SampleOrder(prompt, name, seed=seed_of(config, name, evaluation=True)))
         except (EpisodeFailed, DataError, DeadlineExceeded) as error:
             return ScoringFailed(error.message)
         (score,) = await scorer.score_group([RewardSample.of(prompt, sample)])
         return score
 
-    async def one(number: int, prompt: wire.Prompt) -> None:
+    async def one(number: int) -> None:
         nonlocal done
+        prompt = prompts[number % len(prompts)]
         async with room:
             score = await scored(number, prompt)
             if isinstance(score, ScoringFailed):
                 logger.warning("held-out response not scored", extra={"line": prompt.line, "why": score.message})
             else:
-                values.append(score.value)
+                values[number % len(prompts)].append(score.value)
             done += 1
             on_progress(done, total)
 
@@ -102,6 +112,6 @@ async def _scores(
         telling = beside.create_task(scorer.tell(logger.warning), name="tell what is waited for")
         async with asyncio.TaskGroup() as tasks:
             for number in range(total):
-                tasks.create_task(one(number, prompts[number % len(prompts)]))
+                tasks.create_task(one(number))
         telling.cancel()
     return values

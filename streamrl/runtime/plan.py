@@ -32,10 +32,9 @@ class RoleKind:
 ROLE_KINDS: Final = {
     "feeder": RoleKind(drain_share=0.05, finishes=True),
     "player": RoleKind(),  # in the place of a feeder
-    # Its deadline is that of the rollouts, too, which have little to do after it.
-    "agent": RoleKind(frozenset({"redis", "learner", "recorder", "rollout"}), 0.27, scales=True),
-    # It waits for the first version of the weights.
-    "rollout": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.03, scales=True),
+    # Both wait for the first version of the weights, a rollout for an engine that has it.
+    "rollout": RoleKind(frozenset({"redis", "learner", "recorder", "engine"}), 0.27, scales=True),
+    "engine": RoleKind(frozenset({"redis", "learner", "recorder"}), 0.03, scales=True),
     "reward": RoleKind(frozenset({"redis", REWARD_MODEL}), 0.2, scales=True),
     REWARD_MODEL: RoleKind(drain_share=0.05, scales=True),
     "learner": RoleKind(drain_share=0.35, finishes=True, ends_run=True),
@@ -89,7 +88,7 @@ def starts_after(kind: str, *, colocated: bool = False) -> frozenset[str]:
     """
     if kind == "reward":
         return frozenset({REWARD_MODEL})  # a reward may ask its model as soon as it is opened
-    return frozenset({"learner"}) if kind == "rollout" and colocated else frozenset()
+    return frozenset({"learner"}) if kind in {"rollout", "engine"} and colocated else frozenset()
 
 
 def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
@@ -105,9 +104,9 @@ def plan(config: RunConfig, run_dir: Path) -> list[UnitSpec]:
 def processes(config: RunConfig) -> dict[str, int]:
     """Besides Redis; servers of a reward model are `reward_model.NAME`."""
     producing = {f"{REWARD_MODEL}.{name}": count for name, count in config.reward_servers.items()}
+    if config.engines:
+        producing["engine"] = config.engines
     producing["rollout"] = config.rollout.replicas
-    if config.episode.processes:
-        producing["agent"] = config.episode.processes
     producing |= {"reward": config.reward_worker.replicas, "feeder": 1}
     if config.recording.mode == "write":
         return {"recorder": 1, **producing}
@@ -151,8 +150,7 @@ def _start_seconds(config: RunConfig, kind: str) -> float:
         return config.supervisor.start_deadline + devices + fetch if devices or fetch else 0.0
     if kind.startswith(f"{REWARD_MODEL}."):
         return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
-    serverless = kind != "rollout" or (config.engine.kind == "hf" and not config.engine.url)
-    return 0.0 if serverless else config.engine.start_deadline + config.weights.deadline
+    return config.engine.start_deadline + config.weights.deadline if kind == "engine" else 0.0
 
 
 def _command(run_dir: Path, kind: str, index: int = 0, env: Mapping[str, str] = MappingProxyType({})) -> RoleCommand:
@@ -181,7 +179,7 @@ def numeric_threads(count: int) -> dict[str, str]:
 
 
 def configured_threads(config: RunConfig) -> dict[str, int]:
-    named = {"learner": config.learner.threads, "rollout": config.engine.threads}
+    named = {"learner": config.learner.threads, _engines(config): config.engine.threads}
     return {kind: number for kind, number in named.items() if number}
 
 
@@ -191,9 +189,14 @@ def computing(config: RunConfig) -> dict[str, int]:
     for kind, count in processes(config).items():
         if kind == "learner" or kind.startswith(f"{REWARD_MODEL}."):
             found[kind] = count
-        elif kind == "rollout" and not engine.url:
-            found[kind] = count * engine.servers * engine.tensor_parallel
+        elif kind == _engines(config) and not engine.url:
+            found[kind] = count * engine.tensor_parallel
     return found
+
+
+def _engines(config: RunConfig) -> str:
+    """The roles that generate: servers, or the rollout workers themselves."""
+    return "engine" if config.engines else "rollout"
 
 
 def divide_cores(config: RunConfig, cores: int, present: Mapping[str, int]) -> dict[str, int]:
@@ -205,8 +208,8 @@ def divide_cores(config: RunConfig, cores: int, present: Mapping[str, int]) -> d
     given = {kind: number for kind, number in configured_threads(config).items() if kind in present}
     others = {kind: count for kind, count in present.items() if kind not in given}
     together = sum(others.values())
-    if config.rollout.placement == "colocated" and {"learner", "rollout"} <= others.keys():
-        together -= min(others["learner"], others["rollout"])
+    if config.rollout.placement == "colocated" and {"learner", _engines(config)} <= others.keys():
+        together -= min(others["learner"], others[_engines(config)])
     taken = sum(present[kind] * number for kind, number in given.items())
     return {**given, **dict.fromkeys(others, share_cores(cores, together, taken=taken))}
 

@@ -7,6 +7,7 @@ import functools
 import http
 import http.client
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RunConfig
 from streamrl.config.base import ServerKind
+from streamrl.config.sampling import OPTIONS
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
@@ -64,10 +66,13 @@ def check_all(config: RunConfig, run_dir: Path, *, here: bool = True) -> list[Ch
 
     `here`: all roles will run on this machine, so that its devices, packages and ports are those of the roles.
     """
+    model = config.model
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
         "model": lambda: look_at_models(config),
+        "sampling": lambda: look_at_sampling(config),
+        **({"chats": lambda: look_at_chats(config)} if model.renders or model.system_prompt is not None else {}),
         "data": lambda: look_at_data(config),
         **({"episode": lambda: look_at_episode(config)} if config.episode.kind else {}),
         "rewards": lambda: _rewards(config),
@@ -124,6 +129,29 @@ def _redis(config: RunConfig) -> str:
 async def _reach(config: RedisConfig, url: str) -> None:
     async with open_to_look(config, url):
         pass
+
+
+def look_at_sampling(config: RunConfig) -> str:
+    found = []
+    for what, draw in (("training", config.sampling), ("evaluation", config.drawing(evaluation=True))):
+        changed = draw.model_dump(include=OPTIONS, exclude_defaults=True)
+        found.append(f"{what} {', '.join(f'{name} {value}' for name, value in changed.items()) or 'by the defaults'}")
+    if config.sampling.cuts:
+        found.append(
+            f"WARNING: sampling.{config.sampling.cuts} cuts the distribution, and the learner knows the whole one: its"
+            " ratios are too low, those of sequences most (docs/guides/sampling.md)"
+        )
+    return "; ".join(found)
+
+
+def look_at_chats(config: RunConfig) -> str:
+    """There is a template, and it knows its arguments: Jinja ignores others without a word."""
+    tokenizer, args = Tokenizer.load(config.model), config.model.template_args
+    tokenizer.chat_text([{"role": "user", "content": "?"}])
+    unknown = [name for name in args if not re.search(rf"\b{re.escape(name)}\b", tokenizer.template)]
+    found = f"template {config.model.chat_template or f'of {tokenizer.name}'}"
+    found += f" with {', '.join(args)}" if args else ""
+    return found + (f"; WARNING: it never names {', '.join(unknown)}, so they change nothing" if unknown else "")
 
 
 def look_at_data(config: RunConfig) -> str:
@@ -221,14 +249,14 @@ def look_at_engine(config: RunConfig) -> str:
     if engine.url:
         return ", ".join(_answers(engine, url) for url in engine.url)
     if engine.kind == "hf":
-        return "transformers in the replica's process"
+        return "transformers in the workers' processes"
     assert engine.kind != "openai", "the configuration refuses it without a URL"
     return _environment(engine, engine.kind)
 
 
 def look_at_devices(config: RunConfig) -> str:
     devices = {"learner.device": config.learner.device} if config.recording.mode != "write" else {}
-    if config.engine.kind == "hf" and not config.engine.url and config.recording.mode != "read":
+    if config.engine.kind == "hf" and config.recording.mode != "read":
         devices["engine.device"] = config.engine.device
     for key, device in devices.items():
         environments.check_device(key, device)
@@ -289,7 +317,7 @@ def _environment(engine: EngineConfig, kind: ServerKind) -> str:
             f"the {kind} environment in {folder} is made for {made}, this run generates on {wanted}",
             f"{environments.install_command(kind)} {option}, or set engine.environment to another one",
         )
-    return f"{kind} {marker['version']} in {folder}, {engine.servers} for each replica"
+    return f"{kind} {marker['version']} in {folder}, {engine.servers} of them"
 
 
 def _answers(engine: EngineConfig, url: str) -> str:

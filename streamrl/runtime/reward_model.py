@@ -185,7 +185,7 @@ class ServedModel:
         await self._tell(ASLEEP)  # before it sleeps, so that no worker asks it then
         began = time.monotonic()
         try:
-            await self._send(self._kind.sleep())
+            await self._send(self._kind.profile.sleep)
         except (BadAnswer, DataError) as error:
             if self._turn.shared:
                 raise Unreachable(f"{self._server.name} does not leave its devices: {error.message}") from error
@@ -203,7 +203,7 @@ class ServedModel:
             return
         began = time.monotonic()
         try:
-            await self._send(self._kind.wake())
+            await self._send(self._kind.profile.wake)
         except (BadAnswer, DataError) as error:
             raise Unreachable(f"{self._server.name} does not wake: {error.message}", "it starts again") from error
         self._asleep = False

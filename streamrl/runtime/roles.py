@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _RUNNERS: Final = {
     "reward_model": ("streamrl.runtime.reward_model", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
+    "engine": ("streamrl.servers.role", "run_engine"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
-    "agent": ("streamrl.producers.agents", "run_agent"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.leader", "run_learner"),
     "recorder": ("streamrl.learner.recorder", "run_recorder"),
@@ -171,7 +171,7 @@ def _runner(kind: str, index: int | None, config: RunConfig) -> Runner:
         for variable, value in (("RANK", index or 0), ("LOCAL_RANK", index or 0), ("WORLD_SIZE", config.learner.ranks)):
             os.environ.setdefault(variable, str(value))
     module, attribute = _RUNNERS[kind]
-    served = kind == "rollout" and (config.engine.kind != "hf" or bool(config.engine.url))
+    served = kind == "rollout" and bool(config.engines)
     if kind == "feeder":
         _do_without_torch()
     try:

@@ -40,24 +40,24 @@ _MEASURING_SEED: Final = 0x5EED
 
 @dataclass(frozen=True, slots=True)
 class Accuracies:
-    """Share of right responses with the first and the last weights; None: not measured.
+    """`measure_accuracy` of the first and the last weights; empty: not measured.
 
     `failure` says why the measurement ended early.
     """
 
-    before: float | None = None
-    after: float | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
     failure: StreamrlError | None = None
 
 
 async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> Accuracies:
-    """Measure first and last weights, on the same held-out prompts at the run's temperature.
+    """Measure first and last weights, on the same held-out prompts.
 
-    `after` is None if the run has exported no model. A cancellation skips the rest. A model, data or rewards that
+    `after` is empty if the run has exported no model. A cancellation skips the rest. A model, data or rewards that
     cannot be used are a `failure`, so that the other figures are still written.
     """
     seed = config.seed + _MEASURING_SEED
-    before: float | None = None
+    before: Mapping[str, float] = {}
     try:
         before = await measure_accuracy(config, run_dir, "first version", seed, on_progress)
         last = run_dir / "model"
@@ -93,8 +93,8 @@ def summarize(
     stale_tokens = sum(learner.staleness.values())
     staleness = sum(age * tokens for age, tokens in learner.staleness.items())
     return {
-        "accuracy_before": accuracies.before,
-        "accuracy_after": accuracies.after,
+        "accuracy_before": accuracies.before.get("accuracy"),
+        "accuracy_after": accuracies.after.get("accuracy"),
         "train_seconds": round(seconds, 3),
         "steps": max(learner.steps, default=0),
         "samples_per_second": round(samples / seconds, 1) if seconds else 0.0,
@@ -107,6 +107,8 @@ def summarize(
         "staleness_mean": round(staleness / stale_tokens, 4) if stale_tokens else 0.0,
         **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
         "samples_dead": int(counts["dead_samples"]),
+        **{f"{name}_before": value for name, value in accuracies.before.items() if "_at_" in name},
+        **{f"{name}_after": value for name, value in accuracies.after.items() if "_at_" in name},
     }
 
 

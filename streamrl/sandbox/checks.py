@@ -559,7 +559,7 @@ class RemoteObject:
         program, _, loose = self._streamrl
         return program.ask("deepcopy", self, loose=loose)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise TypeError("an object of the program cannot be written as bytes here")
 
     def __exit__(self, *raised: object) -> Any:

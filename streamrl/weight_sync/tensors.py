@@ -206,11 +206,6 @@ def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
     return parse_tensors(mapped, str(path))
 
 
-def map_private(path: Path) -> dict[str, torch.Tensor]:
-    """Map a safetensors file that others may replace, but not change."""
-    return parse_tensors(_map(path, mmap.MAP_PRIVATE), str(path))
-
-
 def map_shared(path: Path) -> dict[str, torch.Tensor]:
     """Map a safetensors file that belongs to this process; what is written to its tensors is written to the file."""
     return parse_tensors(_map(path, mmap.MAP_SHARED), str(path))

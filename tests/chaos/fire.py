@@ -159,7 +159,7 @@ class Fire:
         raise AssertionError("never hit the learner inside a step")
 
     def kill_in_episode(self) -> None:
-        """Kill the process of the episodes while a sample that has not ended has answers of tools in its journal."""
+        """Kill the replica while a sample that has not ended has answers of tools in its journal."""
         store, answers = self.store(), 2  # after the beginning and the first reply
 
         def in_episode() -> bool:
@@ -168,12 +168,12 @@ class Fire:
 
         for _ in range(20):
             until(in_episode, "a turn of tools in a journal")
-            self.kill("agent.0", "inside an episode")
+            self.kill("rollout.0", "inside an episode")
             if in_episode():
                 self.kills["inside an episode"] += 1
                 return
             self.moves_on()
-        raise AssertionError("never hit the process of the episodes inside an episode")
+        raise AssertionError("never hit the replica inside an episode")
 
     def kill_in_checkpoint(self) -> None:
         """Kill rank 0 while the draft of a checkpoint is on disk and not renamed."""

@@ -7,7 +7,7 @@ that hangs. It ends with `streamrl audit`: lost 0, twice 0. Seed and blows are p
 through all of these again and again, in another order each time.
 
 One with episodes of several turns, whose groups are scored whole: what is different then is in the hands of
-feeder, agent, replica, worker and Redis, so these are killed and cut back, and the learner once inside a step. Tools
+feeder, replica, worker and Redis, so these are killed and cut back, and the learner once inside a step. Tools
 hang, and give no answer twice. At its end, what the learner trained is compared with the archive, group by group.
 """
 
@@ -85,7 +85,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
 @pytest.mark.chaos
 @pytest.mark.timeout(700 + 60 * BLOWS)
 def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_twice(tmp_path: Path, tools_cache: Path):
-    sections = {"episode": EPISODE | {"processes": 1}, "archive": {"enabled": True}}
+    sections = {"episode": EPISODE, "archive": {"enabled": True}}
     fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", **sections), tmp_path / "run", SEED)
     roles = ("feeder.0", "rollout.0", "rollout.0", "reward.0", "reward.0")
     blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]

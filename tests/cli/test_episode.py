@@ -144,7 +144,7 @@ def test_an_agent_that_fails_is_shown_with_what_it_printed_and_scored_by_the_rew
     for text in (
         "line 0: played, score 0",
         "ended: agent_failed",
-        "an agent failed: the agent python exited with code 1",
+        "an agent failed: the agent python ended (exit 1)",
     ):
         assert text in done.stdout
     assert "I cannot read this" in done.stdout

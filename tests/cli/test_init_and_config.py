@@ -13,6 +13,7 @@ from streamrl.consumers.reward import RewardPrompt, RewardSample
 from streamrl.runfile import load
 from streamrl.servers import environments
 from streamrl.wire import pack_int32, unpack_int32
+from tests.producers.episodes.chat_kit import make_tokenizer
 
 from .run_kit import cli, data_of, make_run
 
@@ -164,6 +165,25 @@ def test_config_validate_finds_what_a_dry_run_finds(
     assert {row["name"] for row in data["checks"] if row["error"]} == {check}
     dry = cli("up", file, *settings, "--dry-run", cwd=runnable)
     assert (dry.returncode, dry.stderr) == (done.returncode, done.stderr)
+
+
+def test_config_validate_says_how_responses_are_drawn_and_what_that_means(runnable: Path):
+    make_tokenizer("{% for m in messages %}{{ m.content if deep else '' }}{% endfor %}").backend.save_pretrained(
+        runnable / "model"
+    )
+    file = runnable / "run.yaml"
+    done = cli("config", "validate", str(file))
+    assert "check  sampling: training by the defaults; evaluation by the defaults\n" in done.stdout
+    assert "check  chats" not in done.stdout
+    file.write_text(
+        "name: mine\nsampling: {top_p: 0.9, seed: 1}\nevaluation: {temperature: 0}\ndata: {held_out: train.jsonl}\n"
+        "model: {template_args: {deep: true, dep: 1}, system_prompt: Be brief.}\n"
+    )
+    done = cli("config", "validate", str(file))
+    assert "check  sampling: training top_p 0.9, seed 1; evaluation temperature 0.0, top_p 0.9, seed 1" in done.stdout
+    assert "WARNING: sampling.top_p cuts the distribution" in done.stdout
+    assert f"check  chats: template of {runnable / 'model'} with deep, dep; WARNING: it never names dep" in done.stdout
+    assert done.returncode == 0
 
 
 def test_config_schema_is_a_json_schema():

@@ -104,7 +104,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_summary_by_hand(run_dir: Path):
     config = load(None, ["sampling.group_size=8"], {}).config
-    summary = summarize(config, run_dir, read_learner(run_dir), COUNTS, Accuracies(0.4, 0.9))
+    summary = summarize(
+        config, run_dir, read_learner(run_dir), COUNTS, Accuracies({"accuracy": 0.4}, {"accuracy": 0.9})
+    )
     assert list(summary) == KEYS
     assert summary == {
         "accuracy_before": 0.4,
@@ -127,6 +129,17 @@ def test_the_summary_by_hand(run_dir: Path):
         "samples_dead": 414,
     }
     assert ("responses dead", "414") in finish.rows(summary)
+    assert ("held-out accuracy after", "0.900") in finish.rows(summary)
+
+
+def test_several_responses_to_a_held_out_prompt_give_more_figures(run_dir: Path):
+    config = load(None, [], {}).config
+    after = {"accuracy": 0.5, "avg_at_4": 0.5, "pass_at_2": 0.6, "pass_at_4": 0.75}
+    summary = summarize(config, run_dir, read_learner(run_dir), COUNTS, Accuracies({"accuracy": 0.25}, after))
+    assert list(summary) == [*KEYS, "avg_at_4_after", "pass_at_2_after", "pass_at_4_after"]
+    rows = dict(finish.rows(summary))
+    assert rows["held-out accuracy before"] == "0.250"
+    assert rows["held-out accuracy after"] == "0.500  avg@4 0.500  pass@4 0.750"
 
 
 def test_a_run_without_a_step_has_zeros_and_no_accuracy(tmp_path: Path):
@@ -219,7 +232,7 @@ def test_rounds_belong_to_the_step_that_made_their_version(run_dir: Path):
     assert read_rounds(run_dir, read_learner(run_dir)) == [(0, 0.4, 100), (2, 0.8, 100)]
 
 
-@pytest.mark.parametrize("accuracies", [Accuracies(0.4, 0.9), Accuracies()])
+@pytest.mark.parametrize("accuracies", [Accuracies({"accuracy": 0.4}, {"accuracy": 0.9}), Accuracies()])
 def test_the_curve_is_a_picture(run_dir: Path, accuracies: Accuracies):
     config = load(None, [], {}).config
     learner = read_learner(run_dir)

@@ -42,12 +42,7 @@ def test_a_run_of_an_agent_loses_nothing(tmp_path: Path):
     (tmp_path / "agent.py").write_text(AGENT)
     settings = {
         "sampling": {"group_size": 2, "max_new_tokens": 16},
-        "episode": {
-            "agent": {"command": [sys.executable, "agent.py"]},
-            "max_turns": 4,
-            "concurrent": 4,
-            "processes": 1,
-        },
+        "episode": {"agent": {"command": [sys.executable, "agent.py"]}, "max_turns": 4, "concurrent": 4},
         "learner": {"groups_per_step": 2, "steps": 2},
     }
     data = audited(tmp_path, settings, "agents", calls=[ADD])

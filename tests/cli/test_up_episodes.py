@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
 import pytest
 
+from tests.waits import until
+
 from .episodes_kit import audited, write_prompts
+from .run_kit import data_of, process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ENVIRONMENT = '''
@@ -55,6 +60,53 @@ def test_a_run_of_episodes_with_a_tool_loses_nothing(tmp_path: Path):
     )
     assert any(line.get("reward_mean", 0) > 0 for line in learner), learner[-1]
     assert max(line["episodes"] for line in rollout) > 0
+
+
+BLOCKING = '''
+import time
+from pathlib import Path
+
+
+class Counter:
+    def reset(self, **row):
+        return ""
+
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        while not (Path(__file__).parent / "gate").exists():
+            time.sleep(0.01)
+        return a + b
+
+    def get_reward(self):
+        return 1.0
+'''
+
+
+def test_a_tool_that_holds_its_replica_is_named_by_status_and_the_run_goes_on(tmp_path: Path):
+    from tests.producers.episodes.episode_kit import ADD
+
+    (tmp_path / "counter.py").write_text(BLOCKING)
+    settings = {
+        "sampling": {"group_size": 2, "max_new_tokens": 16},
+        "episode": {"environment": "counter:Counter", "max_turns": 4},
+        "learner": {"groups_per_step": 2, "steps": 2},
+        "lease": {"seconds": 3},
+    }
+
+    def shown() -> dict[str, str]:
+        done = process("status", "--run", str(tmp_path / "runs/held"), "--json")
+        roles = data_of(done.stdout, "streamrl.status/1")["roles"] if done.stdout else []
+        return next((role for role in roles if role["name"] == "rollout.0" and role["state"] == "blocked"), {})
+
+    with ThreadPoolExecutor(1) as runs:
+        ending = runs.submit(audited, tmp_path, settings, "held", calls=[ADD], ends=False)
+        try:
+            held = until(lambda: shown() or ending.done(), "a replica that is held", 120)
+        finally:
+            (tmp_path / "gate").touch()
+        data = ending.result()
+    assert re.search(r"counter\.py:1[23] in add$", held["trouble"])
+    assert (data["trained"], data["lost"], data["twice"]) == (4, 0, 0)
 
 
 def lines_of(file: Path) -> list[dict[str, float]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, Listener, Request
-from streamrl.producers import tiny
-from streamrl.producers.group.group import EngineGroup
-from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.process import ManagedServer
+from streamrl.engine import Completion, Listener, Request, RequestLimits
+from streamrl.http import Lost
+from streamrl.producers.engines.hf import HfEngine
+from streamrl.servers.dialect import Chunk
+from streamrl.servers.request import Response, read_response
+from streamrl.servers.server import Server
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 
 BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""
@@ -31,6 +35,9 @@ SOON = 20.0
 """Deadline of what should take milliseconds, on two busy cores."""
 LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
 """With it a server is started for adapters; it takes whole weights all the same."""
+
+KEY = "of-all-tests"
+"""That a server asks for, in words that no log of it has."""
 
 _names = itertools.count()  # of all benches: two may ask the same server
 
@@ -44,6 +51,7 @@ def run_config(kind: str, folder: Path, *, lora: Mapping[str, Any] | None = None
             "name": "conformance",
             "model": {"path": str(folder / "model"), "context": tiny.CONTEXT},
             "sampling": {"max_new_tokens": LONG},
+            "evaluation": {"stop": ["the end"]},  # so servers know texts
             "data": {"max_prompt_tokens": 256},
             "engine": {
                 "kind": kind,
@@ -123,44 +131,114 @@ class Heard:
         return len(self.tokens)
 
 
-class HeardServer(ServerEngine):
-    """A server of a group, which itself tells nobody what it samples."""
+class HeardResponse(Response):
+    """A response that tells a listener what comes of it, and keeps its last message."""
 
-    ears: dict[str, Heard]
+    listener: Listener
+    last: Chunk
+
+    def add(self, chunk: Chunk) -> None:
+        super().add(chunk)
+        self.last = chunk
+        self.listener(chunk.tokens, chunk.logprobs)
+
+
+class HeardServer(Server):
+    """A server of which a test hears what it samples, and whose responses it ends early.
+
+    Attributes:
+        kept: it is not closed by the role that runs it, and started once.
+        sampled: tokens that were heard.
+    """
+
+    kept = False
+    sampled = 0
+
+    def __init__(self, *arguments: Any, key: str | None = KEY, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords, key=key, announce=self._tell)
+        self.told: Callable[[], Awaitable[None]] | None = None
+        self._started = False
+        self._wire_ids: dict[str, str] = {}
+
+    async def _tell(self) -> None:
+        if self.told is not None:
+            await self.told()
+
+    async def start(self) -> None:
+        if not self._started:
+            await super().start()
+        self._started = True
+
+    async def close(self) -> None:
+        if not self.kept:
+            await super().close()
 
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        assert listener is not None
+        if listener is None:
+            return await super().generate(request)
+        limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
+        name = self._wire_ids[request.id] = uuid.uuid4().hex
+        version, adapter = self.control.pair[1], self.control.adapter
+        response = HeardResponse(request, version, adapter)
+        response.listener = self._counted(listener)
+        call = self.dialect.generation(
+            replace(request, id=name, max_new_tokens=limit), version=version, salt=self.salt, adapter=adapter or None
+        )
+        vocabulary = self.facts.vocabulary
+        try:
+            return await read_response(self.client, self.dialect, call, response, seconds=SOON, vocabulary=vocabulary)
+        except Lost:  # it was given up, as a test wanted
+            if response.last.finish != "abort":
+                raise
+            return response.completion("abort", None if adapter else response.last.runs, 0.0, vocabulary)
+        finally:
+            del self._wire_ids[request.id]
 
+    def _counted(self, listener: Listener) -> Listener:
         def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            self.sampled += len(tokens)
             listener(tokens, logprobs)
-            if request.id in self.ears:
-                self.ears[request.id](tokens, logprobs)
 
-        return await super().generate(request, hear)
+        return hear
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """Have the server give up one response that is heard, or all of them; returns how many there were."""
+        names = list(self._wire_ids.values()) if request_id is None else [self._wire_ids[request_id]]
+        for name in names:
+            for call in self.dialect.abort(name):
+                await self.client.call(call, SOON)
+        return len(names)
+
+    async def idle(self) -> None:
+        """Return when nothing is at the server."""
+        async with asyncio.timeout(60):
+            while (figures := await self.metrics()).running + figures.waiting:  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.05)
 
 
 class Bench:
     """An engine under test.
 
     Attributes:
-        kind: `hf`, `served`, `vllm` or `sglang`.
+        kind: `hf`, `vllm` or `sglang`.
         engine: started.
-        servers: that were started for it, one for each life.
         number: of the version in force.
         newest: of the version that is being applied, or was last.
         weights, models: of each version; what the judge has.
     """
 
-    def __init__(self, kind: str, config: RunConfig, folder: Path, engine: Engine | None = None) -> None:
-        self.kind, self.config, self.folder = kind, config, folder
-        if engine is not None:
-            self.engine: Engine = engine
-        self.servers: list[ManagedServer] = []
-        self.ears: dict[str, Heard] = {}
+    def __init__(self, kind: str, config: RunConfig, folder: Path, engine: HfEngine | HeardServer) -> None:
+        self.kind, self.config, self.folder, self.engine = kind, config, folder, engine
         self.number = self.newest = 0
         self._prepared: dict[int, Version] = {}
         self.weights = {0: tiny.random_weights(0)}
         self.models = {0: tiny.build(self.weights[0])}
+
+    @property
+    def server(self) -> HeardServer:
+        """The engine, which is no `hf`."""
+        assert isinstance(self.engine, HeardServer)
+        return self.engine
 
     def known(self, number: int) -> None:
         """Say that the engine's server has this version of ours already, from another engine."""
@@ -184,12 +262,6 @@ class Bench:
         self.number = number
         return number
 
-    async def deliver(self, apply: Callable[[Version], Awaitable[None]]) -> None:
-        """Hand the newest version to a server that begins another life."""
-        version = await asyncio.to_thread(self._write, self.newest)
-        await apply(version)
-        shutil.rmtree(version.folder)
-
     def _write(self, number: int) -> Version:
         if number not in self.weights:
             self.weights[number] = tiny.random_weights(number)
@@ -206,9 +278,6 @@ class Bench:
     def begin(self, tokens: Sequence[int], limit: int = LONG) -> tuple[asyncio.Task[Completion], Heard, str]:
         """Begin a request; returns its task, what is heard of it and its id."""
         heard, request = Heard(), self.request(tokens, limit)
-        if isinstance(self.engine, EngineGroup):
-            self.ears[request.id] = heard
-            return asyncio.create_task(self.engine.generate(request)), heard, request.id
         return asyncio.create_task(self.engine.generate(request, heard)), heard, request.id
 
     async def end(self, begun: tuple[asyncio.Task[Completion], Heard, str], more: int = 0) -> Completion:
@@ -223,13 +292,13 @@ class Bench:
 
     @property
     def url(self) -> str:
-        """Of the server in its newest life."""
-        return self.servers[-1].url
+        """Of the server."""
+        return self.server.client.url
 
     @property
     def sampled(self) -> int:
-        """Tokens that came from the engine since its start."""
-        return self.engine.load().tokens_sampled
+        """Tokens that came from the engine since its start; from a server those that were heard."""
+        return self.engine.sampled if isinstance(self.engine, HeardServer) else self.engine.load().tokens_sampled
 
     async def more(self, count: int) -> None:
         """Return when so many more tokens have come from the engine."""

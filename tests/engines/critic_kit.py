@@ -14,7 +14,6 @@ import torch
 from streamrl import wire
 from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.errors import ExitCode
-from streamrl.producers import tiny
 from streamrl.queues import Ledger, Ledgers, open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from streamrl.runtime.instance import RoleState
@@ -22,6 +21,7 @@ from streamrl.runtime.plan import plan
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.servers.reward_models import model_server
 from tests.consumers.samples import prompt, response
+from tests.engines import tiny
 from tests.queues.ledger_kit import admit, lease
 from tests.runtime.test_supervisor import Run
 

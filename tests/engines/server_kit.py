@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, PauseMode, Request
+from streamrl.engine import Completion, Request
 from streamrl.http import Call, HttpClient
 from streamrl.servers.dialect import Dialect
 from streamrl.servers.kinds import make_dialect
@@ -81,19 +81,19 @@ class Live:
         await heard.at_least(count)
         return task, heard
 
-    async def apply(self, version: Version, mode: PauseMode = "keep") -> None:
+    async def apply(self, version: Version) -> None:
         """As an engine would: look first, and stand still only for the replacement."""
         await self.calls(self.dialect.prefetch(version))
-        await self.calls(self.dialect.pause(mode))
+        await self.calls(self.dialect.pause())
         try:
-            await self.calls(self.dialect.update(version))
+            await self.calls(self.dialect.update(version, str(version.number)))
         finally:
             await self.calls(self.dialect.resume())
 
 
 @dataclass
 class Owned:
-    """A server that another process has started, which stands for a replica or a role."""
+    """A server that another process has started, which stands for a role."""
 
     url: str
     owner: asyncio.subprocess.Process

@@ -9,13 +9,12 @@ import pytest_asyncio
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.producers import tiny
-from streamrl.producers.group.server import ServerEngine
-from streamrl.servers.kinds import make_dialect
+from streamrl.servers.launch import adapters_in_flight
 from streamrl.weight_sync.adapter import adapted, merge, names_of
 from streamrl.weight_sync.manifest import Adapter
 from streamrl.weight_sync.tensors import Version
-from tests.engines.conformance_kit import BF16, INTERVAL, LORA, Bench, prompt
+from tests.engines import tiny
+from tests.engines.conformance_kit import BF16, INTERVAL, LORA, Bench, HeardServer, prompt, run_config
 
 pytestmark = [
     pytest.mark.engines,
@@ -52,32 +51,32 @@ def judge(base: dict[str, torch.Tensor], version: Version) -> object:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def adapting(bench: Bench) -> AsyncIterator[Bench]:
-    """A second engine at the server, for which the weights in force are those of `model.path`."""
-    engine = ServerEngine(make_dialect(bench.config), bench.config, url=bench.url, adapters=bench.folder / "adapters")
-    await engine.start()
-    try:
-        yield Bench(bench.kind, bench.config, bench.folder, engine)
-    finally:
-        await engine.close()
+    """A second life of the role at the server, for which the weights in force are those of `model.path`."""
+    config = run_config(bench.kind, bench.folder, lora=LORA, url=[bench.url])
+    async with HeardServer(config, bench.folder, "engine.0", seed=1) as server:
+        yield Bench(bench.kind, config, bench.folder, server)
 
 
 async def test_responses_are_sampled_by_the_adapter_that_they_began_with(bench: Bench, adapting: Bench):
-    engine, tokens, versions = adapting.engine, prompt(1), {number: adapter(number) for number in range(1, 7)}
+    server, tokens, versions = adapting.server, prompt(1), {number: adapter(number) for number in range(1, 7)}
     adapting.models = {number: judge(bench.weights[bench.number], version) for number, version in versions.items()}
-    await engine.apply(versions[1])
-    begun = adapting.begin(tokens)
-    await begun[1].at_least(2 * INTERVAL)
-    for number in range(2, 7):
-        await engine.apply(versions[number])
-        assert engine.load().version == number
-        done = await adapting.generate(tokens, 24)
-        assert adapting.judge(tokens, done) == [(0, 24, number)]
-        assert tiny.worst_error({number: adapting.models[number - 1]}, tokens, done) > 2 * BF16
-    assert engine._controls is not None
-    assert len(engine._controls.adapters) == 2  # the newest, and that of the long response
-    response = await adapting.end(begun)
-    assert response.runs == [(0, 1)]
-    adapting.judge(tokens, response)
+    last = 1
+    await server.apply(versions[last])
+    at_once = adapters_in_flight(adapting.config.max_staleness)
+    for first in range(1, 6, at_once - 1):
+        begun = adapting.begin(tokens)
+        await begun[1].at_least(2 * INTERVAL)
+        for _ in range(min(at_once - 1, 6 - last)):
+            last += 1
+            await server.apply(versions[last])
+            assert (server.control.pair[1], server.control.step) == (last, last)
+            done = await adapting.generate(tokens, 24)
+            assert adapting.judge(tokens, done) == [(0, 24, last)]
+            assert tiny.worst_error({last: adapting.models[last - 1]}, tokens, done) > 2 * BF16
+        response = await adapting.end(begun)
+        adapting.judge(tokens, response)
+        assert response.runs == [(0, first)]
+    assert len(server.control._adapters) == at_once
 
 
 async def test_an_adapter_that_the_server_cannot_take_is_refused_with_a_way_out(adapting: Bench):
@@ -88,7 +87,7 @@ async def test_an_adapter_that_the_server_cannot_take_is_refused_with_a_way_out(
         for name, tensor in good.tensors.items()
     }
     with pytest.raises(WeightsError) as caught:
-        await adapting.engine.apply(Version((1, 9), 9, tensors, adapter=large))
+        await adapting.server.apply(Version((1, 9), 9, tensors, adapter=large))
     assert "merged" in caught.value.hint
-    await adapting.engine.apply(adapter(10))
+    await adapting.server.apply(adapter(10))
     assert (await adapting.generate(prompt(2), 8)).runs == [(0, 10)]

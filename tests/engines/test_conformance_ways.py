@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.producers import tiny
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import Manifest, decode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import WeightServer, open_server
+from tests.engines import tiny
 from tests.engines.conformance_kit import INTERVAL, Bench, prompt
 from tests.weight_sync.sync_kit import Stream
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 class Road:
-    """A learner's side and a replica's side of one transport, with the engine at its end."""
+    """A learner's side and an engine role's side of one transport, with the engine at its end."""
 
     def __init__(
         self, bench: Bench, config: RunConfig, run_dir: Path, server: WeightServer, publisher: Publisher
@@ -36,7 +36,7 @@ class Road:
         self._bench, self._server, self._publisher = bench, server, publisher
         self._stream = Stream()
         self.follower = Follower(
-            self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="rollout.0"
+            self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="engine.0"
         )
         self._applied = asyncio.Condition()
 
@@ -116,7 +116,6 @@ async def test_versions_come_by_every_road(bench: Bench, transport: str, delta: 
             if delta:
                 assert manifest.total_bytes < first.total_bytes / 5
             assert bench.judge(tokens, await bench.generate(tokens, 32)) == [(0, 32, manifest.version)]
-        await bench.engine.abort(begun[2])  # unless it is at its end
-        bench.judge(tokens, await begun[0])
+        bench.judge(tokens, await bench.end(begun))
         assert way.follower.refused == 0
     bench.newest = bench.number

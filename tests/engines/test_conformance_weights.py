@@ -1,4 +1,4 @@
-"""Weights that must not be taken change nothing, adapters change only who asked for them."""
+"""Weights that must not be taken change nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.errors import DataError, Refused, WeightsError
-from streamrl.producers import tiny
-from tests.engines.conformance_kit import BF16, INTERVAL, Bench, prompt, write_version
+from streamrl.errors import WeightsError
+from tests.engines import tiny
+from tests.engines.conformance_kit import INTERVAL, Bench, prompt, write_version
 
 pytestmark = [
     pytest.mark.engines,
@@ -20,8 +20,7 @@ pytestmark = [
 ]
 
 Weights = dict[str, torch.Tensor]
-SERVERS = pytest.mark.parametrize("running", ["served", "vllm", "sglang"], indirect=True)
-WITH_ADAPTERS = pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
+SERVERS = pytest.mark.parametrize("running", ["vllm", "sglang"], indirect=True)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -81,55 +80,10 @@ async def test_a_corrupt_shard_changes_nothing(bench: Bench, damage: str, tmp_pa
     assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, after)]
 
 
+@pytest.mark.parametrize("running", ["hf"], indirect=True)
 async def test_an_older_version_is_refused_and_the_same_again_does_nothing(bench: Bench, tmp_path: Path):
     await bench.engine.apply(write_version(tmp_path / "same", bench.number, bench.weights[bench.number]))
     with pytest.raises(WeightsError):
         await bench.engine.apply(write_version(tmp_path / "old", bench.number - 1, bench.weights[bench.number - 1]))
     tokens = prompt(3)
     assert bench.judge(tokens, await bench.generate(tokens, 16)) == [(0, 16, bench.number)]
-
-
-@WITH_ADAPTERS
-async def test_adapters_are_swapped_by_name_and_survive_new_weights(bench: Bench, tmp_path: Path):
-    tokens = prompt(4)
-    for seed in (1, 2):
-        tiny.make_adapter(tmp_path / f"adapter {seed}", seed)
-
-    async def holds(seed: int) -> None:
-        merged = tiny.build(tiny.with_adapter(bench.weights[bench.number], tmp_path / f"adapter {seed}"))
-        done = await bench.generate(tokens, 32, adapter=f"policy@{seed}")
-        assert tiny.worst_error({bench.number: merged}, tokens, done) < 2 * BF16
-
-    await bench.engine.load_adapter("policy@1", tmp_path / "adapter 1")
-    await holds(1)
-    bench.judge(tokens, await bench.generate(tokens, 16))
-    await bench.engine.load_adapter("policy@2", tmp_path / "adapter 2")
-    await bench.engine.unload_adapter("policy@1")
-    await bench.engine.unload_adapter("policy@1")
-    await holds(2)
-    await bench.apply()
-    await holds(2)
-    bench.judge(tokens, await bench.generate(tokens, 16))
-    with pytest.raises(Refused):
-        await bench.engine.load_adapter("policy@2", tmp_path / "adapter 2")
-    with pytest.raises(DataError):
-        await bench.generate(tokens, 16, adapter="policy@1")
-    await bench.engine.unload_adapter("policy@2")
-
-
-@WITH_ADAPTERS
-async def test_an_adapter_that_does_not_fit_is_refused(bench: Bench, tmp_path: Path):
-    tiny.make_adapter(tmp_path, 1, rank=64)  # larger than the server was started for
-    with pytest.raises(WeightsError):
-        await bench.engine.load_adapter("wide", tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises((WeightsError, Refused)):
-        await bench.engine.load_adapter("empty", tmp_path / "empty")
-    bench.judge(prompt(5), await bench.generate(prompt(5), 16))
-
-
-@pytest.mark.parametrize("running", ["hf", "served"], indirect=True)
-async def test_an_engine_without_adapters_says_so(bench: Bench, tmp_path: Path):
-    tiny.make_adapter(tmp_path, 1)
-    with pytest.raises(Refused):
-        await bench.engine.load_adapter("policy@1", tmp_path)

@@ -16,8 +16,8 @@ import torch
 from streamrl import wire
 from streamrl.consumers import RewardSample
 from streamrl.consumers.models.template import Body
-from streamrl.producers import tiny
 from tests.consumers.samples import prompt, response
+from tests.engines import tiny
 from tests.engines.critic_kit import SAMPLES, START, TEMPLATE, answer, put, question, scoring, write_run
 from tests.queues.ledger_kit import faults, until_async
 

@@ -14,8 +14,8 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
-from streamrl.producers import tiny
-from tests.engines.conformance_kit import Bench
+from tests.engines import tiny
+from tests.engines.conformance_kit import KEY, Bench
 
 pytestmark = [
     pytest.mark.engines,
@@ -69,12 +69,15 @@ def batch(longest: int) -> list[TrainSample]:
 
 
 def run_of(bench: Bench, context: int) -> RunConfig:
+    key = bench.folder / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
     return RunConfig.model_validate(
         {
             "model": {"path": bench.config.model.path, "context": context},
             "data": {"max_prompt_tokens": 64},
             "sampling": {"max_new_tokens": 64},
-            "learner": {"reference": {"kind": "remote", "url": [bench.url]}},
+            "learner": {"reference": {"kind": "remote", "url": [bench.url], "api_key_file": str(key)}},
         }
     )
 

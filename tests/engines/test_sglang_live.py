@@ -14,11 +14,19 @@ import pytest_asyncio
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
-from streamrl.producers import tiny
-from streamrl.producers.group.server import ServerDied, ServerEngine
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
 from streamrl.servers.kinds import make_dialect
-from tests.engines.conformance_kit import BF16, INTERVAL, LONG, Bench, prompt, run_config, write_version
+from tests.engines import tiny
+from tests.engines.conformance_kit import (
+    BF16,
+    INTERVAL,
+    LONG,
+    Bench,
+    HeardServer,
+    prompt,
+    run_config,
+    write_version,
+)
 from tests.engines.server_kit import Live, Owned, owned
 
 pytestmark = [
@@ -42,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server(config: RunConfig) -> AsyncIterator[Owned]:
-    """The server, started by a process that stands for a replica."""
+    """The server, started by a process that stands for a role."""
     folder = Path(config.model.path).parent
     async with owned("server_kit", folder / "logs" / "server.log", "sglang", str(folder), json.dumps(KEYS)) as server:
         yield server
@@ -132,12 +140,12 @@ async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh:
 
 async def test_a_paused_server_that_is_told_to_abort_ends_all_with_what_they_have(live: Live, fresh: int):
     begun = [(await live.begin([*PROMPT, 9 + more], 4000, fresh))[0] for more in range(6)]
-    await live.calls(live.dialect.pause("keep"))
+    await live.calls(live.dialect.pause())
     with pytest.raises(BadAnswer) as busy:
         await live.calls([live.dialect.ready()])
     assert busy.value.status == 503
     began = time.monotonic()
-    await live.calls(live.dialect.pause("abort"))
+    await live.calls(live.dialect.abort(None, paused=True))
     done = await asyncio.gather(*begun)
     assert time.monotonic() - began < 1
     for more, one in enumerate(done):
@@ -168,27 +176,25 @@ async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(l
     task, _ = await live.begin(PROMPT, 200, fresh, count=4)
     release = Call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
     wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    await live.calls([*live.dialect.pause("recompute"), release, release, wake, wake, *live.dialect.resume()])
+    retract = Call("POST", "/pause_generation", {"mode": "retract"})
+    flush = Call("POST", "/flush_cache")
+    await live.calls([retract, flush, release, release, wake, wake, *live.dialect.resume()])
     assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, await task) < BF16
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_kill_9_of_the_replica_in_mid_generation(config: RunConfig, server: Owned):
+async def test_kill_9_of_the_role_in_mid_generation(config: RunConfig, server: Owned):
     """The last one: it ends the server."""
-    engine = ServerEngine(make_dialect(config), config, url=server.url)
-    await engine.start()
-    bench = Bench("sglang", config, Path(config.model.path).parent, engine)
-    begun = [bench.begin(prompt(40 + index)) for index in range(8)]
-    for _, heard, _ in begun:
-        await heard.at_least(INTERVAL)
-    assert len(server.processes()) >= 3
-    server.owner.kill()
-    for task, heard, _ in begun:
-        with pytest.raises(ServerDied) as caught:
-            await asyncio.wait_for(task, 30)
-        died = caught.value
-        assert died.tokens == heard.tokens
-        assert died.proved == len(died.tokens) == len(died.logprobs)
-        assert died.runs == [(0, 0)]  # this engine has brought no weights
-    await server.all_gone()
-    await engine.close()
+    folder = Path(config.model.path).parent
+    external = run_config("sglang", folder, **KEYS, url=[server.url])
+    async with HeardServer(external, folder, "engine.0", seed=1) as attached:
+        bench = Bench("sglang", external, folder, attached)
+        begun = [bench.begin(prompt(40 + index)) for index in range(8)]
+        for _, heard, _ in begun:
+            await heard.at_least(INTERVAL)
+        assert len(server.processes()) >= 3
+        server.owner.kill()
+        for task, _, _ in begun:
+            with pytest.raises(Lost):
+                await asyncio.wait_for(task, 30)
+        await server.all_gone()

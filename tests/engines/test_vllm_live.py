@@ -14,9 +14,9 @@ import transformers
 
 from streamrl.errors import StreamrlError
 from streamrl.http import BadAnswer, Call
-from streamrl.producers import tiny
 from streamrl.servers.launch import PLUGIN
 from streamrl.weight_sync.tensors import Version
+from tests.engines import tiny
 from tests.engines.conformance_kit import LONG, prompt, run_config, write_version
 from tests.engines.server_kit import Live, served
 
@@ -136,19 +136,19 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
     before, version, dialect = world.number, world.write(), world.live.dialect
     await world.live.calls(dialect.prefetch(version))
     task, _ = await world.live.begin(PROMPT, LONG, before, name="long")
-    await world.live.calls(dialect.pause("keep"))
+    await world.live.calls(dialect.pause())
     for rank in (0, 1):  # one half is new then, and both ranks must know
         fault = world.folder / f"fault{rank}"
         fault.touch()
-        await world.fails(dialect.update(version), "the disk is gone")
+        await world.fails(dialect.update(version, str(version.number)), "the disk is gone")
         fault.unlink()
     assert version.folder is not None
     file = version.folder / version.files[1]
     whole = file.rename(version.folder / "whole")
     file.write_bytes(whole.read_bytes()[:-10])
-    await world.fails(dialect.update(version), "its header speaks of")
+    await world.fails(dialect.update(version, str(version.number)), "its header speaks of")
     whole.replace(file)
-    await world.live.calls(dialect.update(version))
+    await world.live.calls(dialect.update(version, str(version.number)))
     await world.live.calls(dialect.resume())
     world.number += 1
     await world.matches()
@@ -159,16 +159,16 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
 
 
 async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
-    await world.live.calls(world.live.dialect.pause("keep"))
-    await world.live.calls(world.live.dialect.update(world.write())[:2])
+    await world.live.calls(world.live.dialect.pause())
+    await world.live.calls(world.live.dialect.update(world.write(), "left")[:2])
     await world.live.apply(world.write())
     world.number += 1
     await world.matches()
 
 
-async def test_a_pause_that_aborts_ends_what_there_is_and_holds_what_comes(world: World) -> None:
+async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what_comes(world: World) -> None:
     task, _ = await world.live.begin(PROMPT, LONG, world.number)
-    await world.live.calls(world.live.dialect.pause("abort"))
+    await world.live.calls([*world.live.dialect.pause(), *world.live.dialect.abort(None, paused=True)])
     assert (await task).finish == "abort"
     held = asyncio.create_task(world.live.generate(PROMPT, 5, world.number))
     gone = asyncio.create_task(world.live.generate(PROMPT, 5, world.number, name="gone"))
@@ -186,9 +186,9 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
     """The last one: it ends the server."""
     version = world.write()
     await world.live.calls(world.live.dialect.prefetch(version))
-    await world.live.calls(world.live.dialect.pause("keep"))
+    await world.live.calls(world.live.dialect.pause())
     (world.folder / "fault0").touch()
-    await world.fails(world.live.dialect.update(version), "the disk is gone")
+    await world.fails(world.live.dialect.update(version, str(version.number)), "the disk is gone")
     await world.live.calls(world.live.dialect.resume())
     with pytest.raises(StreamrlError, match=r"EngineCore|isconnected|refused|reset"):
         await world.live.generate(PROMPT, 8, world.number)

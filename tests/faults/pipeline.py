@@ -25,7 +25,7 @@ class Pipeline:
     def __init__(self, run: Run, prompts: int = 24) -> None:
         self.run, self.prompts = run, prompts
         write_prompts(run.train, prompts)
-        run.set("data", epochs=1).set("engine", decode="slots", slots=8, threads=1)
+        run.set("data", epochs=1).set("engine", slots=8, threads=1)
         run.set("sampling", group_size=4).set("learner", threads=1, device="cpu", lr=1e-3).set("checkpoint", every=2)
         run.set(None, rewards=[{"use": "parity_reward:parity"}], plugin_paths=[str(Path(__file__).parent)])
         self.tasks: dict[str, asyncio.Task[None]] = {}

@@ -36,7 +36,7 @@ def publishing(run, ledgers, hands):
 
 
 async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_on(run):
-    run.set("engine", decode="slots", slots=4, threads=1)
+    run.set("engine", slots=4, threads=1)
     async with run.open() as ledgers:
         hands = await Hands(ledgers.train).fence()
         publish = publishing(run, ledgers, hands)
@@ -55,7 +55,7 @@ async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_o
 
 async def test_a_version_that_the_learner_did_not_publish_is_none(run):
     """A replica that took it for the newest would never look at one of the learner's again."""
-    run.set("engine", decode="slots", slots=4, threads=1)
+    run.set("engine", slots=4, threads=1)
     async with run.open() as ledgers:
         hands = await Hands(ledgers.train).fence()
         publish = publishing(run, ledgers, hands)

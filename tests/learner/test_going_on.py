@@ -27,7 +27,7 @@ async def test_redis_forgets_the_take_over_from_a_learner_that_wakes_up(run, pla
         shutil.copytree(redis, run.run_dir / "earlier")
         run.redis_run.start()
         new = run.start()
-        await run.until(lambda: run.newest().epoch == 2)
+        await run.until(lambda: (newest := run.newest()) is not None and newest.epoch == 2)
         os.kill(new, signal.SIGKILL)
         await run.wait(new)
         run.redis_run.kill()

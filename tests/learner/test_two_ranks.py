@@ -15,9 +15,9 @@ from world_kit import TwoRanks, start
 
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.learner.ranks import Ranks, choose_device
-from streamrl.servers.process import free_port
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
+from tests.redis_kit import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -30,7 +30,5 @@ def small(run):
     """Small enough to be quick, slow enough to be caught in the middle."""
     torch.set_num_threads(1)
     return (
-        run.set("engine", decode="slots", slots=4, threads=1)
-        .set("sampling", group_size=4, max_new_tokens=12)
-        .set("lease", seconds=0.6)
+        run.set("engine", slots=4, threads=1).set("sampling", group_size=4, max_new_tokens=12).set("lease", seconds=0.6)
     )

@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
+import unittest.mock
 
 import numpy as np
 import torch
-from producer_kit import Hands, tiny_model
+from producer_kit import Hands, tiny_model, until
 
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
-from streamrl.producers.engines import make_engine
-from streamrl.producers.replica import Replica
+from streamrl.producers.engines import hf
+from streamrl.producers.replica import run_rollout
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.publisher import Publisher
 
@@ -38,27 +39,43 @@ class Learner:
 
 @contextlib.asynccontextmanager
 async def replica_on(run, ledgers, wrap=lambda engine: engine):
-    """A replica at work, whose engine a test has its hands on: that, the role, the replica, and its task."""
-    engine = make_engine(run.config, 1)
-    await engine.start()
-    wrapped = wrap(engine)
+    """A rollout worker whose own engine a test has its hands on: that, the role, and its task."""
+    made = []
+
+    def wrapped(config, seed, make=hf.HfEngine):
+        made.append(wrap(make(config, seed)))
+        return made[-1]
+
     role = run.role("rollout.0", ledgers)
-    replica = Replica(role, wrapped, Tokenizer.load(run.config.model))
-    task = asyncio.create_task(replica.run())
+    with unittest.mock.patch.object(hf, "HfEngine", wrapped):
+        task = asyncio.create_task(run_rollout(role))
+        await until(lambda: made or task.done())
     try:
-        yield wrapped, role, replica, task
+        yield made[0], role, task
     finally:
         role.stop.set()
         await asyncio.wait([task], timeout=20)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await engine.close()
+
+
+def with_model(engine, work):
+    """An engine of which `work` gets the model, as soon as it has one."""
+    start = engine.start
+
+    async def started():
+        await start()
+        work(engine._model)
+
+    engine.start = started
+    return engine
 
 
 async def admit(run, ledger, count, samples=2):
     config = run.config
     path = run.held_out if ledger.evaluation else run.train
-    data = load_prompts(path, Tokenizer.load(config.model), PromptLimits(16, config.model.context))
+    limits, tokenizer = PromptLimits(16, config.model.context), Tokenizer.load(config.model)
+    data = load_prompts(path, tokenizer, limits, evaluation=ledger.evaluation)
     admitter = Admitter(
         ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda group_id: data.prompts[group_id % len(data)]
     )

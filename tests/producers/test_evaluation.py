@@ -9,7 +9,8 @@ from producer_kit import Hands, kill, payload, until, write_prompts
 from streamrl.archive.reader import read_archive
 from streamrl.config import RunConfig
 from streamrl.errors import Fenced, Refused
-from streamrl.producers.admission import VersionBell
+from streamrl.monitor.progress import Progress
+from streamrl.producers.admission import VersionWatcher
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.evaluation import EvaluatedGroup, Evaluation, EvaluationLog, EvaluationRound, evaluation_budget
 from streamrl.producers.feeder import run_feeder
@@ -60,6 +61,8 @@ async def test_rounds_lines_and_accuracy(run):
             await answer_round(hands, run, 4, lambda group_id, sample: values[group_id, sample])
             await until(lambda: "accuracy" in role.status)
             assert role.status["accuracy"] == pytest.approx(4 / 7)  # 4 right of 7 scored
+            assert role.status["avg_at_2"] == pytest.approx((1 + 0.5 + 1 + 0) / 4)
+            assert role.status["pass_at_2"] == pytest.approx(2 / 3)  # group 2 has one response, so it says nothing
             await until(on_board)  # the moment that it is complete: nothing here beats for the role
             assert (role.status["accuracy_version"], role.status["evaluated"]) == (1, 4)
             await publish(ledgers, 2)  # one version later is not due yet
@@ -82,6 +85,13 @@ async def test_rounds_lines_and_accuracy(run):
     records = [orjson.loads(row) for row in (run.run_dir / "metrics" / "feeder.0.jsonl").read_bytes().splitlines()]
     rounds = [(row["version"], row["responses"]) for row in records if row.get("kind") == "evaluation"]
     assert rounds == [(1, 7), (3, 8)]
+    assert [row["pass_at_2"] for row in records if row.get("kind") == "evaluation"] == pytest.approx([2 / 3, 1.0])
+    progress = Progress(run.run_dir)
+    progress.refresh()
+    assert [progress.accuracy.several(version) for version in (1, 3)] == [
+        "avg@2 0.625  pass@2 0.667",
+        "avg@2 1.000  pass@2 1.000",
+    ]
     assert [group.group_id for group in read_archive(run.run_dir, evaluation=True)] == list(range(8))
 
 
@@ -214,7 +224,7 @@ async def test_a_restart_in_mid_round_finishes_that_round(run):
 async def make_evaluation(run, ledgers):
     config = run.config
     data = load_prompts(config.data.held_out, Tokenizer.load(config.model), PromptLimits(16, 64), evaluation=True)
-    evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionBell(ledgers.weights))
+    evaluation = Evaluation(run.role("feeder.0", ledgers), data, VersionWatcher(ledgers.weights))
     await evaluation.start()
     return evaluation
 
@@ -224,7 +234,7 @@ async def test_a_death_between_writing_and_retiring_writes_no_line_twice(run):
     async with run.open() as ledgers:
         hands = hands_of(ledgers)
         evaluation = await make_evaluation(run, ledgers)
-        evaluation._bell.version = 1
+        evaluation._versions.version = 1
         assert await evaluation._begin(1)
         assert await evaluation._admit()
         await hands.answer()

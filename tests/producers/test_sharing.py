@@ -14,7 +14,7 @@ from streamrl.wire import Sample, decode
 def shared(run):
     torch.set_num_threads(1)
     return (
-        run.set("engine", decode="slots", slots=4, threads=1)
+        run.set("engine", slots=4, threads=1)
         .set("model", context=1024)
         .set("sampling", group_size=4, max_new_tokens=900)
         .set("lease", seconds=0.6)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.errors import RetryLater
 from streamrl.queues import Lease, Leases, Ledgers, embedded, open_ledgers
-from streamrl.queues.leases import UNOWNED, NotNow
+from streamrl.queues.leases import UNOWNED
 from tests.queues.lease_kit import (
     PATIENT,
     QUICK,
@@ -116,7 +117,7 @@ async def test_work_that_cannot_be_done_now_goes_back_without_a_death(ledgers: L
     async def handle(found: Lease) -> None:
         seen.append(found.deliveries)
         if len(seen) <= 2 * QUICK.max_deliveries:
-            raise NotNow("nobody is there")
+            raise RetryLater("nobody is there")
         await generating(done)(found)
 
     async with working(ledgers, handle):

@@ -44,7 +44,7 @@ def test_engines_that_need_nothing_of_the_machine():
 
 def test_an_environment_is_named_with_its_version(environment: Path):
     found = look_at_engine(config(engine={"kind": "vllm", "servers": 2, "device": "cpu"}))
-    assert found == f"vllm 0.32.0 in {environment}, 2 for each replica"
+    assert found == f"vllm 0.32.0 in {environment}, 2 of them"
     (environment / environments.MARKER).unlink()
     assert "unknown version" in look_at_engine(config(engine={"kind": "vllm"}))
 
@@ -127,8 +127,9 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
         (tmp_path / "other").write_text("friend")
         with pytest.raises(ConfigError, match="refuses our key"):
             look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
-    with pytest.raises(ConfigError, match=f"server at {url} is not of kind hf: it has no /about"):
-        look_at_engine(config(engine={"kind": "hf", "url": [url], "api_key_file": key}))
+    elsewhere = f"{url}/elsewhere"
+    with pytest.raises(ConfigError, match=f"server at {elsewhere} is not of kind sglang: it has no /model_info"):
+        look_at_engine(config(engine={"kind": "sglang", "url": [elsewhere], "api_key_file": key}))
     with pytest.raises(ConfigError, match="api_key_file"):
         look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
 

@@ -30,13 +30,12 @@ NODES: dict[str, Any] = {
     "seed": 7,
     "model": {"path": "/work/model"},
     "engine": {"tensor_parallel": 8, "servers": 2, "flags": {"max-num-seqs": 8}, "variables": {"NCCL_DEBUG": "INFO"}},
-    "cluster": {"resources": {"rollout": {"cpus": 4, "gpus": 8}}},
+    "cluster": {"resources": {"engine": {"cpus": 4, "gpus": 8}}},
 }
 RUNS: dict[str, dict[str, Any]] = {
     "own redis": {},
-    "vllm": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 2, "cpus": 4}}}},
+    "vllm": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"engine": {"gpus": 2, "cpus": 4}}}},
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
-    "agents": {"episode": {"run": "my:Episode", "processes": 2}},
     "programs": {"rewards": [{"use": "code"}]},
     "recording": {"recording": {"mode": "write"}},
     "reward models": {
@@ -150,8 +149,7 @@ def test_the_commands_are_those_of_the_roles(more: dict[str, Any]):
             continue
         words = pod["containers"][0]["args"]
         if name == "Job/prepare":
-            settings = [word for before, word in itertools.pairwise(words) if before == "--set"]
-            config = load(None, settings, {}).config  # the keys exist, and their values fit
+            config = prepared(documents(rendered(**more)), **more)  # the keys exist, and their values fit
             assert (config.redis.url, config.weights.transport, config.weights.port) == (url, "http", WEIGHTS_PORT)
             assert config.health.port == HEALTH_PORT
             continue
@@ -160,7 +158,7 @@ def test_the_commands_are_those_of_the_roles(more: dict[str, Any]):
         assert words[2:4] == ["--run", f"{url}#demo"]
         done = cli("run", *words[1:4], "--index", "x")
         assert "is no number" in done.stderr, "the options before it were understood"
-        assert words[4:6] == ["--index", "auto" if words[1] in {"rollout", "reward"} else words[5]]
+        assert words[4:6] == ["--index", "auto" if words[1] in {"engine", "rollout", "reward"} else words[5]]
         assert words[6:] == (["--until-finished"] if words[1] == "learner" else [])
         assert digest_of(document) == digest_of(documents(rendered(**more))["Job/prepare"])
 
@@ -253,7 +251,6 @@ def test_pods_are_without_rights_and_secrets_in_files():
         ({"rewards": [{"use": "code"}]}, {"reward"}),
         ({"rewards": [{"use": "code", "args": {"isolation": "none", "network": "allow"}}]}, set()),
         ({"episode": {"tools": ["run_python"]}}, {"prepare", "rollout"}),
-        ({"episode": {"tools": ["run_python"], "processes": 2}}, {"prepare", "rollout", "agent"}),
     ],
 )
 def test_only_pods_with_a_sandbox_may_make_user_namespaces(more: dict[str, Any], unconfined: set[str]):
@@ -282,10 +279,12 @@ def test_only_who_must_reaches_a_port():
     assert ranks["from"] == [{"podSelector": seen["NetworkPolicy/learner"]["spec"]["podSelector"]}]
     assert weights["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "rollout"
     assert "NetworkPolicy/redis" not in documents(rendered(redis={"url": "redis://q:6379"}))
-    called = documents(rendered(**RUNS["agents"]))
-    [rule] = called["NetworkPolicy/rollout"]["spec"]["ingress"]
-    assert rule == {"from": [{"podSelector": called["Deployment/agent"]["spec"]["selector"]}]}
-    assert "rollout.host=0.0.0.0" in called["Job/prepare"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "NetworkPolicy/rollout" not in seen, "nobody calls a worker"
+    served = documents(rendered(engine={"kind": "vllm"}))
+    [callers] = served["NetworkPolicy/engine"]["spec"]["ingress"]
+    assert callers["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "rollout"
+    weights_of = served["NetworkPolicy/learner"]["spec"]["ingress"][1]["from"][0]["podSelector"]
+    assert weights_of["matchLabels"]["app.kubernetes.io/component"] == "engine"
     recorder = documents(rendered(recording={"mode": "write"}))["NetworkPolicy/recorder"]["spec"]
     assert recorder["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "recorder"
     assert recorder["ingress"][1] == weights
@@ -294,9 +293,9 @@ def test_only_who_must_reaches_a_port():
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_over_nodes(kind: str):
     seen = documents(rendered(**RUNS[f"{kind} over nodes"]))
-    spec = seen["LeaderWorkerSet/engine"]["spec"]
+    spec = seen["LeaderWorkerSet/server"]["spec"]
     group = spec["leaderWorkerTemplate"]
-    assert (spec["replicas"], group["size"], group["restartPolicy"]) == (6, 2, "RecreateGroupOnPodRestart")
+    assert (spec["replicas"], group["size"], group["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
     leader, worker = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
     assert leader.pop("readinessProbe")["httpGet"]["port"] == 8000
     assert leader == worker, "which is which is decided by LWS_WORKER_INDEX"
@@ -311,11 +310,11 @@ def test_a_server_over_nodes(kind: str):
     assert (env["NCCL_DEBUG"], env["STREAMRL_WEIGHTS_TOKEN_FILE"]) == ("INFO", "/secrets/weights-token")
     assert (flags.get("--seed") or flags["--random-seed"]) == "7$(GROUP_INDEX)"
     config = prepared(seen, **RUNS[f"{kind} over nodes"])
-    assert config.engine.url == tuple(f"http://engine-{index}.engine:8000" for index in range(6))
+    assert config.engine.url == tuple(f"http://server-{index}.server:8000" for index in range(2))
     assert not config.engine.flags
-    [rollout] = seen["Deployment/rollout"]["spec"]["template"]["spec"]["containers"]
-    assert (rollout["image"], rollout["resources"]) == ("streamrl-train", {"requests": {"cpu": "4"}})
-    assert "ScaledObject/rollout" not in seen, "each replica has its share of the servers"
+    [engine] = seen["Deployment/engine"]["spec"]["template"]["spec"]["containers"]
+    assert (engine["image"], engine["resources"]) == ("streamrl-train", {"requests": {"cpu": "4"}})
+    assert "ScaledObject/engine" not in seen, "each engine has its server"
 
 
 def prepared(seen: dict[str, dict[str, Any]], **more: Any) -> RunConfig:
@@ -346,7 +345,7 @@ def test_the_servers_of_a_reward_model_have_addresses():
 
 def test_what_the_checks_compare_with_the_devices_has_them():
     gpu = {"limits": {"nvidia.com/gpu": "2"}, "requests": {"cpu": "4", "nvidia.com/gpu": "2"}}
-    for name in ("Job/prepare", "Deployment/rollout"):
+    for name in ("Job/prepare", "Deployment/engine"):
         pod = pod_of(documents(rendered(**RUNS["vllm"]))[name])
         assert pod is not None
         assert pod["containers"][0]["resources"] == gpu
@@ -354,13 +353,13 @@ def test_what_the_checks_compare_with_the_devices_has_them():
         "vllm": {"kind": "vllm"}, "hf": {}, "url": {"kind": "vllm", "url": ["http://a", "http://b", "http://c"]},
     }.items()}  # fmt: skip
     assert {name: [patch["target"]["name"] for patch in one["patches"]] for name, one in targets.items()} == {
-        "vllm": ["learner", "rollout", "prepare"], "hf": ["learner", "rollout"], "url": ["learner"],
+        "vllm": ["learner", "engine", "prepare"], "hf": ["learner", "rollout"], "url": ["learner"],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("index", "more"), [("0", []), ("1", ["--headless"])])
 def test_the_shell_of_a_server_finds_the_plug_in(index: str, more: list[str], tmp_path: Path):
-    group = documents(rendered(**RUNS["vllm over nodes"]))["LeaderWorkerSet/engine"]["spec"]["leaderWorkerTemplate"]
+    group = documents(rendered(**RUNS["vllm over nodes"]))["LeaderWorkerSet/server"]["spec"]["leaderWorkerTemplate"]
     command = group["workerTemplate"]["spec"]["containers"][0]["command"]
     python = tmp_path / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -374,7 +373,7 @@ def test_the_shell_of_a_server_finds_the_plug_in(index: str, more: list[str], tm
     assert done.stdout.splitlines() == [str(PLUGIN), "-m", *words, *more]
 
 
-@pytest.mark.parametrize("name", ["StatefulSet/redis", "LeaderWorkerSet/engine"])
+@pytest.mark.parametrize("name", ["StatefulSet/redis", "LeaderWorkerSet/server"])
 def test_the_shells_are_sound(name: str, tmp_path: Path):
     pod = pod_of(documents(rendered(**RUNS["vllm over nodes"]))[name])
     assert pod is not None

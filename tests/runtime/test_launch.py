@@ -14,7 +14,7 @@ from streamrl.queues import embedded
 from streamrl.runfile import load
 from streamrl.runtime import limits, preflight
 from streamrl.runtime.launch import describe, prepare_run, supervisor_lock
-from streamrl.runtime.plan import ROLE_KINDS, computing, divide_cores, plan, threads, use_cores
+from streamrl.runtime.plan import computing, divide_cores, plan, threads, use_cores
 from tests.producers.test_dataset import TEMPLATE, make_backend
 from tests.runtime.test_roles import make_config, save_run
 
@@ -205,16 +205,6 @@ def test_the_plan_has_every_process_of_the_run(home):
     assert not list((home).glob("runs/*"))
 
 
-def test_agents_are_processes_of_their_own_and_drain_before_the_replicas(home):
-    config = loaded(home, "episode.run=my:Episode", "episode.processes=2").config
-    names = [unit.name for unit in plan(config, home / "runs" / "t")]
-    assert names == ["redis", "learner.0", "rollout.0", "agent.0", "agent.1", "reward.0", "feeder.0"]
-    kinds = list(ROLE_KINDS)
-    assert kinds.index("agent") < kinds.index("rollout")
-    with pytest.raises(ConfigError, match=r"set episode\.processes to 0"):
-        loaded(home, "episode.run=my:Episode", "episode.processes=2", "rollout.placement=colocated")
-
-
 @pytest.mark.parametrize(
     ("overrides", "cores", "shares"),
     [
@@ -223,7 +213,7 @@ def test_agents_are_processes_of_their_own_and_drain_before_the_replicas(home):
         (["learner.ranks=2", "rollout.replicas=2"], 16, {"learner": 4, "rollout": 4}),
         (["learner.threads=6"], 16, {"learner": 6, "rollout": 10}),
         (["engine.threads=3", "learner.ranks=2"], 16, {"learner": 6, "rollout": 3}),
-        (["engine.kind=vllm", "engine.servers=2", "engine.tensor_parallel=3"], 14, {"learner": 2, "rollout": 2}),
+        (["engine.kind=vllm", "engine.servers=2", "engine.tensor_parallel=3"], 14, {"learner": 2, "engine": 2}),
         (["engine.kind=vllm", "engine.url=[http://h:1]"], 16, {"learner": 15}),
         (["rollout.placement=colocated"], 16, {"learner": 15, "rollout": 15}),
         (["reward_models.m={model: m, servers: 2}"], 16, {"learner": 4, "reward_model.m": 4, "rollout": 4}),
@@ -296,12 +286,13 @@ def test_a_foreign_redis_is_not_started_and_a_dry_run_starts_nothing(home):
     [
         ([], 0),
         (["engine.kind=vllm", "engine.start_deadline=10m", "weights.deadline=100"], 700),
-        (["engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
+        (["engine.kind=vllm", "engine.url=[http://host:1]", "engine.start_deadline=50", "weights.deadline=100"], 150),
     ],
 )
-def test_a_replica_may_take_as_long_to_start_as_its_servers(home, overrides, seconds):
+def test_an_engine_may_take_as_long_to_start_as_its_server(home, overrides, seconds):
     units = {unit.kind: unit for unit in plan(loaded(home, *overrides).config, home)}
-    assert units["rollout"].start_seconds == seconds
+    assert units.get("engine", units["rollout"]).start_seconds == seconds
+    assert units["rollout"].start_seconds == 0
     assert units["learner"].start_seconds == 0
 
 

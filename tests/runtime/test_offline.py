@@ -53,7 +53,7 @@ async def test_a_wait_for_those_who_score_is_no_failed_attempt_and_is_said(kind,
         return 1.0
 
     with caplog.at_level(logging.WARNING):
-        assert await measured(judge, attempts=1) == [1.0, 1.0]
+        assert await measured(judge, attempts=1) == [[1.0, 1.0]]
 
 
 async def test_a_failure_counts_neither_way(caplog):
@@ -65,7 +65,7 @@ async def test_a_failure_counts_neither_way(caplog):
             raise end
         return end
 
-    assert await measured(judge, attempts=1) == [1.0]
+    assert await measured(judge, attempts=1) == [[1.0]]
     assert "held-out response not scored" in caplog.text
 
 
@@ -82,6 +82,6 @@ async def test_an_episode_that_fails_counts_neither_way(caplog):
     async def judge(sample):
         return 1.0
 
-    assert await measured(judge, 4, Failing, lambda *counts: done.append(counts)) == [1.0]
+    assert await measured(judge, 4, Failing, lambda *counts: done.append(counts)) == [[1.0]]
     assert done[-1] == (4, 4)
     assert [record.why for record in caplog.records] == ["too late", "no token", "broke"]

@@ -29,8 +29,7 @@ from streamrl.runtime.placement.ray_node import NodeFacts
 from tests.cli.conftest import tiny  # noqa: F401  (a fixture)
 from tests.cli.run_kit import cli, data_of, process
 from tests.needs import need_programs
-from tests.producers.serve.serve_kit import free_port
-from tests.redis_kit import ForeignRedis
+from tests.redis_kit import ForeignRedis, free_port
 from tests.runtime.test_supervisor import Run, unit
 
 ray = pytest.importorskip("ray")
@@ -116,8 +115,8 @@ async def test_a_cluster_that_cannot_run_the_roles_says_why(
         with pytest.raises(Refused, match="asks for 8 GPU, it has 0"):
             await run.outcome()
     lacking = {**model, "engine": {"kind": "vllm", "environment": tmp_path / "nowhere"}}
-    async with run_on(cluster, tmp_path, lacking, *units) as run:
-        with pytest.raises(ConfigError, match=r"Ray node .* cannot run rollout: .*nowhere"):
+    async with run_on(cluster, tmp_path, lacking, unit(tmp_path, "engine.0", "ready"), units[1]) as run:
+        with pytest.raises(ConfigError, match=r"Ray node .* cannot run engine: .*nowhere"):
             await run.outcome()
     async with run_on(cluster, tmp_path, {**model, "model": {"path": str(tmp_path), "context": 64}}, *units) as run:
         with pytest.raises(ConfigError, match=r"Ray node .* cannot run feeder: .* is not a model directory"):

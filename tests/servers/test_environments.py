@@ -1,8 +1,7 @@
-"""Environments are found in a fixed order, made in whole, and half of one is never taken for one."""
+"""Environments are found in a fixed order, and appear in their place when they are whole."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -10,13 +9,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-import orjson
 import pytest
 
 from streamrl.config.base import SERVER_KINDS
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.servers import environments, installation, uv
-from streamrl.servers.environments import MARKER, UNFINISHED, EnvironmentRecipe, find_environment, installed
+from streamrl.servers.environments import find_environment, installed
 from streamrl.servers.installation import install
 
 NAMES = ("torch", "transformers", "xxhash", "zstandard", "engine")
@@ -69,30 +67,21 @@ def test_environments_are_made_where_they_are_looked_for(
     assert find_environment(None, "sglang") == tmp_path / "shared" / "sglang"
 
 
-def test_a_missing_or_half_environment_is_an_error_with_the_command_that_mends_it(tmp_path: Path, elsewhere: Path):
+def test_a_missing_environment_is_an_error_with_the_command_that_makes_it(tmp_path: Path):
     with pytest.raises(ConfigError, match="no environment for vllm") as error:
         find_environment(None, "vllm")
     assert error.value.hint == "streamrl engines install vllm"
     with pytest.raises(ConfigError, match="bin/python is missing") as error:
         find_environment(tmp_path / "nothing", "sglang")
     assert error.value.hint.startswith(f"streamrl engines install sglang --into {tmp_path / 'nothing'}")
-    half = environment(elsewhere / ".engines" / "vllm")
-    (half / UNFINISHED).write_text("{}")
-    with pytest.raises(ConfigError, match="half made") as error:
-        find_environment(None, "vllm")
-    assert error.value.hint == "streamrl engines install vllm"
-    with pytest.raises(ConfigError, match="half made") as error:
-        find_environment(half, "sglang")
-    assert error.value.hint == f"streamrl engines install sglang --into {half}"
 
 
 def test_recipes_differ_and_their_lists_are_part_of_them():
-    prints = {environments.recipe(kind, cpu=cpu).fingerprint for kind in SERVER_KINDS for cpu in (True, False)}
-    assert len(prints) == 4
+    steps = installation._STEPS
+    assert steps.keys() == {(kind, cpu) for kind in SERVER_KINDS for cpu in (True, False)}
+    assert len({installation.fingerprint(kind, made) for (kind, _), made in steps.items()}) == 4
     for kind in SERVER_KINDS:
-        (listed,) = (
-            word for step in environments.recipe(kind, cpu=True).steps for word in step if word.endswith("txt")
-        )
+        (listed,) = (word for step in steps[kind, True] for word in step if word.endswith("txt"))
         lines = Path(listed).read_text().splitlines()
         assert {"xxhash>=3.5", "zstandard>=0.23"} <= set(lines), "what the plug-in needs inside the server"
         assert not [line for line in lines if line.startswith(("torchvision", "torchaudio", "torchcodec"))]
@@ -121,57 +110,58 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, ...]) -> EnvironmentRecipe:
-    made = EnvironmentRecipe("vllm", True, steps, "engine")
-    monkeypatch.setattr(installation, "recipe", lambda *_, **__: made)
-    return made
+def plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, ...]) -> str:
+    """Has vLLM installed by these steps; returns the name of the recipe."""
+    monkeypatch.setattr(installation, "_STEPS", {("vllm", True): steps})
+    return installation.fingerprint("vllm", steps)
 
 
-def test_an_installation_that_fails_is_finished_and_another_recipe_makes_it_anew(
+def test_an_environment_appears_when_it_is_whole_and_another_recipe_takes_its_place(
     tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     for name in NAMES[:-1]:
         wheel(wheels, name)
-    made, heard, folder = plan(monkeypatch, NAMES[:-1], ("engine==1.0",)), [], tmp_path / "deep" / "env"
+    heard: list[str] = []
+    recipe, folder = plan(monkeypatch, NAMES[:-1], ("engine==1.0",)), tmp_path / "deep" / "env"
     with pytest.raises(ConfigError, match=r"uv pip install engine==1\.0 ended with code 1") as error:
         install("vllm", folder, cpu=True, say=heard.append)
-    assert f"`streamrl engines install vllm --into {folder}` goes on where this one ended" in error.value.hint
+    assert f"`streamrl engines install vllm --into {folder}` again" in error.value.hint
     said = capfd.readouterr()
     assert "engine was not found" in said.err
     assert said.out == ""
-    with pytest.raises(ConfigError, match="half made"):
-        find_environment(folder, "vllm")
-    assert installed(folder) is None
+    assert not folder.exists()
     wheel(wheels, "engine")
-    marker = install("vllm", folder, cpu=True, say=heard.append)
-    assert [line.split("  ")[-1] for line in heard] == [
-        f"virtual environment in {folder}",
+    install("vllm", folder, cpu=True, say=heard.append)
+    steps = [
+        f"virtual environment in {folder}.unfinished",
         "step 1 of 2: uv pip install torch transformers xxhash zstandard",
         "step 2 of 2: uv pip install engine==1.0",
-        f"completing {folder}",
-        "step 1 of 2: uv pip install torch transformers xxhash zstandard",
-        "step 2 of 2: uv pip install engine==1.0",
-        f"vllm 1.0 is ready in {folder}",
     ]
-    assert marker == installed(folder)
-    assert (marker["version"], marker["recipe"], marker["cuda"]) == ("1.0", made.fingerprint, None)
+    assert heard == [*steps, *steps, f"vllm 1.0 is ready in {folder}"]
+    marker = installed(folder)
+    assert marker == {"kind": "vllm", "cpu": True, "recipe": recipe, "version": "1.0", "cuda": None}
     assert find_environment(folder, "vllm") == folder
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["env", "env.lock"]
+    done = subprocess.run([folder / "bin" / "python", "-c", "import engine"], check=False)
+    assert done.returncode == 0
     heard.clear()
-    assert install("vllm", folder, cpu=True, say=heard.append) == marker
-    assert [line.split("  ")[-1] for line in heard] == [f"vllm 1.0 is there already, in {folder}"]
-    # another recipe makes it anew
+    install("vllm", folder, cpu=True, say=heard.append)
+    assert heard == [f"vllm 1.0 is there already, in {folder}"]
+    # another recipe takes its place when it is whole
+    plan(monkeypatch, ("engine==2.0", *NAMES[:-1]))
+    with pytest.raises(ConfigError):
+        install("vllm", folder, cpu=True, say=heard.append)
+    assert installed(folder) == marker
     wheel(wheels, "engine", "2.0")
-    (folder / "left over").write_text("")
-    plan(monkeypatch, (*NAMES[:-1], "engine==2.0"))
-    assert install("vllm", folder, cpu=True, say=heard.append)["version"] == "2.0"
-    assert not (folder / "left over").exists()
-    # and so does a Python that was removed from the machine; a link to the folder stays one
+    install("vllm", folder, cpu=True, say=heard.append)
+    # and so does one whose Python was removed from the machine; a link to the folder stays one
     (folder / "bin" / "python").unlink()
     link = tmp_path / "link"
     link.symlink_to(folder)
-    assert install("vllm", link, cpu=True, say=heard.append)["version"] == "2.0"
+    install("vllm", link, cpu=True, say=heard.append)
     assert link.is_symlink()
-    assert (folder / MARKER).exists()
+    assert (installed(folder) or {})["version"] == "2.0"
+    assert (folder / "bin" / "python").exists()
 
 
 def test_the_settings_of_pip_are_those_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -188,15 +178,12 @@ def test_the_settings_of_pip_are_those_of_uv(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PIP_CONSTRAINT", "/etc/constraints.txt")
     monkeypatch.setenv("UV_INDEX", "https://first.example")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "90")
-    command, environ = uv.install_command("uv")
-    assert command[:5] == ["uv", "pip", "install", "--index-strategy", "unsafe-best-match"]
-    assert ("--constraint", "/etc/constraints.txt") in itertools.pairwise(command)
+    command, environ = uv.install_command()
+    options = ["--index-strategy", "unsafe-best-match", "--no-index", "--constraint=/etc/constraints.txt"]
+    assert command[1:] == ["pip", "install", *options]
     assert environ["UV_DEFAULT_INDEX"] == "https://me:key@own.example/simple"
     assert environ["UV_INDEX"] == "https://first.example https://me:key@a.example https://b.example"
     assert environ["UV_FIND_LINKS"] == "/opt/wheels,https://c.example"
-    assert "me:key" not in " ".join(command)  # every user of the machine can read it
-    assert "--no-index" in command
-    assert "/elsewhere" not in command
     assert (environ["SSL_CERT_FILE"], environ["UV_HTTP_TIMEOUT"]) == ("/ca.pem", "90")
 
 
@@ -209,48 +196,39 @@ def test_without_uv_it_names_the_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.glob("env*")) == []
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_holds_something_else_is_left_alone(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+):
     plan(monkeypatch, ("engine",))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CannotCreate, match="something else than a virtual environment"):
-        install("vllm", tmp_path / "home", cpu=True, say=lambda _: None)
+    by_hand = environment(tmp_path / "by hand")
+    for folder in (tmp_path / "home", by_hand):
+        with pytest.raises(CannotCreate, match="has not made"):
+            install("vllm", folder, cpu=True, say=lambda _: None)
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(CannotCreate):
-        install("vllm", tmp_path / "home" / "thesis.txt", cpu=True, say=lambda _: None)
-    with pytest.raises(CannotCreate):
-        install("vllm", tmp_path / "home" / "thesis.txt" / "env", cpu=True, say=lambda _: None)
-
-
-class Kill(BaseException):
-    """Ends an installation where a signal might."""
-
-    def instead(self, *_: object) -> None:
-        raise self
+    assert (by_hand / "bin" / "python").exists()
+    for folder in (tmp_path / "home" / "thesis.txt", tmp_path / "home" / "thesis.txt" / "env"):
+        with pytest.raises(CannotCreate):
+            install("vllm", folder, cpu=True, say=lambda _: None)
 
 
 KILLED = """
 import sys
 from pathlib import Path
 from streamrl.servers import installation
-from streamrl.servers.environments import EnvironmentRecipe
-steps = (("torch", "transformers", "xxhash", "zstandard", "engine"),)
-installation.recipe = lambda *_, **__: EnvironmentRecipe("vllm", True, steps, "engine")
+installation._STEPS = {("vllm", True): [("torch", "transformers", "xxhash", "zstandard", "engine")]}
 installation.install("vllm", Path(sys.argv[1]), cpu=True, say=lambda text: print(text, flush=True))
 """
 
 
-def test_an_installation_killed_at_any_time_is_half_an_environment(
+def test_an_installation_killed_at_any_time_leaves_no_environment(
     tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in NAMES:
         wheel(wheels, name)
     folder = tmp_path / "env"
     plan(monkeypatch, NAMES)
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(Path, "rename", Kill().instead)
-        install("vllm", folder, cpu=True, say=lambda _: None)
-    assert len(list(folder.iterdir())) == 1  # the draft of the first mark, which is no obstacle
     command = [sys.executable, "-c", KILLED, str(folder)]
     for heard in ("virtual environment", "step 1"):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -258,10 +236,8 @@ def test_an_installation_killed_at_any_time_is_half_an_environment(
         assert any(heard in line for line in process.stdout), "it says so before it does it"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if (folder / "bin" / "python").exists():
-            with pytest.raises(ConfigError, match="half made"):
-                find_environment(folder, "vllm")
-        # its orphan holds the folder's lock: the next one waits for it and then goes on
-    marker = install("vllm", folder, cpu=True, say=lambda _: None)
-    assert orjson.loads((folder / MARKER).read_bytes()) == marker
+        assert not folder.exists()
+        # its orphan holds the folder's lock: the next one waits for it
+    install("vllm", folder, cpu=True, say=lambda _: None)
     assert find_environment(folder, "vllm") == folder
+    assert (installed(folder) or {})["version"] == "1.0"

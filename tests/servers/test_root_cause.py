@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.servers.root_cause import points_back, root_cause
+from streamrl.servers.process import points_back, root_cause
 
 LOGS = Path(__file__).parents[1] / "data" / "server_logs"
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.http import BadAnswer
 from streamrl.servers import environments, sglang
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import LOADER, SglangDialect
@@ -83,16 +84,36 @@ def test_a_request_says_every_sampling_parameter_and_its_version():
     )
 
 
-def test_the_context_limits_the_response():
-    limits = [
-        dialect().generation(Request("r", np.zeros(n, np.int32), 50), version=0).body["sampling_params"]
-        for n in (10, 60, 64, 70)
-    ]
-    assert [limit["max_new_tokens"] for limit in limits] == [50, 4, 1, 1]
+def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it():
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": ("END",), "min_tokens": 9}
+    body = dialect().generation(Request("r", np.array([5], np.int32), 8, **options), version=1).body
+    told = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "stop": [], "min_new_tokens": 8}
+    assert told.items() <= body["sampling_params"].items()
+    assert body["return_sampling_mask"] is True
+    body = dialect().generation(Request("r", np.array([5], np.int32), 8, stop=("END",)), version=1).body
+    guided = Request("r", np.array([5], np.int32), 8, json_schema='{"type": "object"}')
+    assert dialect().generation(guided, version=1).body["sampling_params"]["json_schema"] == '{"type": "object"}'
+    assert "json_schema" not in body["sampling_params"]
+    assert body["sampling_params"]["stop"] == ["END"]  # it would end a response before the least length
+    for plain in (
+        {},
+        {"top_p": 0.9},
+        {"top_k": 4097},
+        {"top_k": 5, "temperature": 0.0},
+    ):  # it would refuse, or need not
+        body = dialect().generation(Request("r", np.array([5], np.int32), 8, **plain), version=1).body
+        assert "return_sampling_mask" not in body
+
+
+def test_log_probabilities_are_those_of_the_cut_distribution_where_they_are_told():
+    whole = message([7, 8], 3, [[-2.0, 7, None], [-3.0, 8, None]])
+    assert dialect().chunk(whole, received=1).logprobs == [-2.0, -3.0]
+    whole["meta_info"]["output_token_sampling_logprobs"] = [-0.5, -0.25]
+    assert dialect().chunk(whole, received=1).logprobs == [-0.5, -0.25]
 
 
 def test_an_adapter_is_named():
-    call = dialect().generation(Request("r", np.array([5], np.int32), 8, adapter="pol@3"), version=3)
+    call = dialect().generation(Request("r", np.array([5], np.int32), 8), version=3, adapter="pol@3")
     assert call.body["lora_path"] == "pol@3"
 
 
@@ -173,8 +194,6 @@ def test_the_echo_of_an_abort_in_the_queue_repeats_the_last_token():
         ([], 0),
         ("hello", 0),
         (None, 0),
-        ({"error": {"message": "out of memory", "code": 500}}, 0),
-        ({"error": "gone"}, 0),
     ],
 )
 def test_what_cannot_be_a_message_is_refused(spoiled, received):
@@ -197,6 +216,12 @@ def test_nothing_that_a_server_says_raises_anything_else(said):
         assert np.isfinite(chunk.logprobs).all()
 
 
+@pytest.mark.parametrize("error", ["gone", {"message": "gone", "code": 500}])
+def test_a_server_that_fails_while_it_answers_is_not_the_request_s_fault(error):
+    with pytest.raises(BadAnswer, match="gone"):
+        dialect().chunk({"error": error}, received=0)
+
+
 def test_a_refused_request_is_the_request_s_fault():
     error = {"message": "The input (20 tokens) is longer than the model's context length (16 tokens).", "code": 400}
     with pytest.raises(DataError, match="longer than"):
@@ -204,7 +229,7 @@ def test_a_refused_request_is_the_request_s_fault():
     finish = {"type": "abort", "message": "Input is too long", "status_code": 400, "err_type": "BadRequestError"}
     with pytest.raises(DataError, match="too long"):
         dialect().chunk(message([], 0, [], finish), received=0)
-    with pytest.raises(WireError, match="overloaded"):
+    with pytest.raises(BadAnswer, match="overloaded"):
         dialect().chunk(message([], 0, [], {**finish, "message": "overloaded", "status_code": 503}), received=0)
 
 
@@ -215,12 +240,10 @@ def paths(calls):
     return [(call.path, dict(call.body or {})) for call in calls]
 
 
-def test_pauses_never_use_the_mode_that_can_hang():
+def test_pauses_and_aborts():
     retract = ("/pause_generation", {"mode": "retract"})
     abort = ("/abort_request", {"abort_all": True})
-    assert paths(dialect().pause("keep")) == [("/pause_generation", {"mode": "in_place"})]
-    assert paths(dialect().pause("recompute")) == [retract, ("/flush_cache", {})]
-    assert paths(dialect().pause("abort")) == [abort, retract, abort]
+    assert paths(dialect().pause()) == [("/pause_generation", {"mode": "in_place"})]
     assert paths(dialect().abort(None)) == [abort]
     assert paths(dialect().abort(None, paused=True)) == [retract, abort]
     assert [call.path for call in dialect().resume()] == ["/continue_generation"]
@@ -228,9 +251,8 @@ def test_pauses_never_use_the_mode_that_can_hang():
 
 def test_a_server_on_a_cpu_refuses_to_pretend_that_it_sleeps():
     assert paths(dialect().sleep(0)) == [("/pause_generation", {"mode": "in_place"})]
-    for level in (1, 2):
-        with pytest.raises(Refused, match="frees nothing"):
-            dialect().sleep(level)
+    with pytest.raises(Refused, match="frees nothing"):
+        dialect().sleep(1)
     assert [call.path for call in dialect().wake(["weights", "kv_cache"])] == ["/continue_generation"]
 
 
@@ -247,11 +269,8 @@ def test_memory_is_given_back_only_after_requests_were_put_back(monkeypatch):
     assert [call.path for call in shared.wake(["kv_cache"])] == ["/resume_memory_occupation", "/continue_generation"]
 
 
-def test_adapters_need_a_server_that_was_started_for_them():
-    with pytest.raises(Refused, match="not started for LoRA"):
-        dialect().load_adapter("pol@1", Path("/a"))
-    for able in (dialect(engine={"flags": {"enable_lora": True}}), dialect(engine={"url": ["http://h:1"]})):
-        assert able.load_adapter("pol@1", Path("/a")).body == {"lora_name": "pol@1", "lora_path": "/a"}
+def test_adapters():
+    assert dialect().load_adapter("pol@1", Path("/a")).body == {"lora_name": "pol@1", "lora_path": "/a"}
     assert dialect().unload_adapter("pol@1").body == {"lora_name": "pol@1"}
 
 
@@ -260,9 +279,9 @@ def test_adapters_need_a_server_that_was_started_for_them():
 
 def test_an_update_is_one_call_with_a_description_of_the_files():
     version = Version((2, 17), 17, {}, Path("/v"), ("a.st", "b.st"), {"x": ("a.st", "b.st"), "naïve": ("a.st",)})
-    (call,) = dialect(engine={"tensor_parallel": 2}).update(version)
+    (call,) = dialect(engine={"tensor_parallel": 2}).update(version, "17.run-a")
     assert call.repeatable
-    assert call.body["weight_version"] == "17"
+    assert call.body["weight_version"] == "17.run-a"
     assert call.body["flush_cache"] is False
     assert call.body["load_format"] == LOADER
     one, other = call.body["serialized_named_tensors"]
@@ -275,7 +294,7 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
 
 def test_a_server_on_another_host_hears_where_the_files_are_served():
     version = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
-    (call,) = dialect().update(version)
+    (call,) = dialect().update(version, "17.run-a")
     ((name, _),) = _Listed(io.BytesIO(base64.b64decode(call.body["serialized_named_tensors"][0]))).load()
     assert orjson.loads(name)["url"] == "http://h:1/v-2-17"
 
@@ -290,7 +309,7 @@ class _Listed(pickle.Unpickler):
 
 def test_a_version_without_files_cannot_be_sent():
     with pytest.raises(WeightsError, match="no files"):
-        dialect().update(Version((1, 3), 3, {"x": torch.zeros(1)}))
+        dialect().update(Version((1, 3), 3, {"x": torch.zeros(1)}), "3")
 
 
 # --- what a server says of itself ---
@@ -334,8 +353,14 @@ def test_another_kind_of_server_is_noticed():
 
 
 def test_figures():
-    load = {"num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "gen_throughput": 240.5}
-    figures = dialect().read_metrics({"version": "0.5.23", "loads": [load, {**load, "token_usage": 0.5}]})
+    load = {
+        "num_running_reqs": 3,
+        "num_waiting_reqs": 2,
+        "num_used_tokens": 25,
+        "max_total_num_tokens": 100,
+        "gen_throughput": 240.5,
+    }
+    figures = dialect().read_metrics({"version": "0.5.23", "loads": [load, {**load, "num_used_tokens": 50}]})
     assert (figures.running, figures.waiting, figures.cache_use) == (6, 4, 0.5)
     for spoiled in ({"loads": []}, {"loads": [{}]}, "text", None):
         with pytest.raises(WireError):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.http import BadAnswer
 from streamrl.servers import environments
 from streamrl.servers.dialect import Dialect, read_spans
 from streamrl.servers.launch import PLUGIN
@@ -102,9 +103,21 @@ def test_a_request_is_tokens_a_salt_and_log_probabilities_of_what_was_sampled() 
     assert call.body["token_ids"] == [0, 1, 2, 3]
     assert call.body["cache_salt"].endswith("-w17")
     assert call.body["stream"] is True
-    assert call.body["sampling_params"] == {"max_tokens": 32, "temperature": 0.5, "logprobs": 0, "detokenize": False}
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "min_tokens": 0, "detokenize": False}
+    assert call.body["sampling_params"] == {"max_tokens": 32, "temperature": 0.5, "logprobs": 0, **plain}
     assert "model" not in call.body
     orjson.dumps(call.body)
+
+
+def test_a_request_says_how_its_tokens_are_drawn_and_what_ends_it() -> None:
+    options = {"top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 5}
+    body = dialect().generation(asked(stop=("END",), min_tokens=40, **options), version=1).body
+    assert body is not None
+    guided = dialect().generation(asked(json_schema='{"type": "object"}'), version=1).body
+    assert guided is not None
+    assert guided["sampling_params"]["structured_outputs"] == {"json": '{"type": "object"}'}
+    told = {**options, "stop": ["END"], "detokenize": True, "min_tokens": 32}  # no more than it may have
+    assert told.items() <= body["sampling_params"].items()
 
 
 def test_versions_of_another_run_have_other_salts() -> None:
@@ -132,13 +145,10 @@ def test_a_server_with_older_weights_than_its_sample_begins_with_leaves_nothing_
     assert behind == each.generation(asked(), version=2).body["cache_salt"]  # type: ignore[index]
 
 
-def test_the_limit_is_lowered_to_the_context_and_an_adapter_is_a_model() -> None:
-    call = dialect().generation(asked(limit=300, prompt=250, adapter="policy-3"), version=0)
+def test_an_adapter_is_a_model() -> None:
+    call = dialect().generation(asked(), version=0, adapter="policy-3")
     assert call.body is not None
-    assert call.body["sampling_params"]["max_tokens"] == 6
     assert call.body["model"] == "policy-3"
-    with pytest.raises(DataError, match="256 tokens"):
-        dialect().generation(asked(prompt=256), version=0)
 
 
 def test_a_stream_is_understood_message_by_message() -> None:
@@ -206,7 +216,7 @@ def test_a_chunk_that_does_not_fit_is_an_error(values: dict[str, Any]) -> None:
     )
 )
 def test_no_message_is_answered_with_any_other_error(message: Any) -> None:
-    with contextlib.suppress(WireError, DataError):
+    with contextlib.suppress(WireError, DataError, BadAnswer):
         dialect().chunk(message, received=0)
 
 
@@ -214,7 +224,7 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
     refused = {"error": {"message": "Token id 5000 is out of vocabulary", "type": "BadRequestError", "code": 400}}
     with pytest.raises(DataError, match="out of vocabulary"):
         dialect().chunk(refused, received=0)
-    with pytest.raises(WireError, match="EngineCore"):
+    with pytest.raises(BadAnswer, match="EngineCore"):
         dialect().chunk({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, received=0)
 
 
@@ -225,7 +235,7 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
         ([("3", 0, 1), ("3", 1, 3)], [(0, 3)]),
         ([("3", 0, 0), ("4", 0, 3)], [(0, 4)]),
         ([("v1", 0, 2), ("²", 2, 3)], [(0, 0)]),
-        ([("5", 0, 2), ("12", 2, 3)], [(0, 5), (2, 12)]),
+        ([("5.run-a", 0, 2), ("12.run-a", 2, 3)], [(0, 5), (2, 12)]),
     ],
 )
 def test_version_spans_become_runs(spans: list[tuple[str, int, int]], runs: list[tuple[int, int]]) -> None:
@@ -257,11 +267,8 @@ def test_controls() -> None:
     assert one.body == {"request_ids": ["generate-tokens-r1"]}
     (every,) = talk.abort(None, paused=True)
     assert every.body == {}
-    assert [(call.path, call.query) for call in talk.pause("keep")] == [
-        ("/pause", {"mode": "keep", "clear_cache": "false"})
-    ]
-    assert talk.pause("recompute")[0].query["clear_cache"] == "true"
-    assert [call.path for call in talk.pause("abort")] == ["/pause", "/abort_requests"]
+    (pause,) = talk.pause()
+    assert (pause.path, pause.query) == ("/pause", {"mode": "keep", "clear_cache": "false"})
     assert [call.path for call in talk.resume()] == ["/resume"]
     assert talk.wake(("weights", "kv_cache"))[0].query == {}
     assert talk.wake(("kv_cache",))[0].query == {"tags": "kv_cache"}
@@ -274,7 +281,7 @@ def test_an_update_names_files_and_version() -> None:
     source = {"folder": "/dev/shm/v", "parts": {"w": ["a", "b"], "v": ["b"]}}
     (check,) = dialect().prefetch(version)
     assert check.body == {"method": "streamrl_check", "kwargs": {"source": source}}
-    begin, start, replace, finish = dialect().update(version)
+    begin, start, replace, finish = dialect().update(version, "17.run-a")
     assert begin.body == {"method": "streamrl_begin", "kwargs": {}}
     assert (start.path, replace.path, finish.path) == (
         "/start_weight_update",
@@ -282,7 +289,7 @@ def test_an_update_names_files_and_version() -> None:
         "/finish_weight_update",
     )
     assert replace.body == {"update_info": {"source": source}}
-    assert finish.body == {"weight_version": "17"}
+    assert finish.body == {"weight_version": "17.run-a"}
     served = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
     found = dialect().prefetch(served)[0].body
     assert found is not None
@@ -297,7 +304,7 @@ def test_sleep_is_refused_where_memory_would_stay(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Refused, match="enable-sleep-mode"):
         dialect().sleep(1)
     assert dialect().sleep(0)[0].query == {"level": "0", "mode": "keep"}
-    assert dialect(rollout={"placement": "colocated"}).sleep(2)[0].query["level"] == "2"
+    assert dialect(rollout={"placement": "colocated"}).sleep(1)[0].query["level"] == "1"
     assert dialect(engine={"kind": "vllm", "flags": {"enable-sleep-mode": True}}).sleep(1)
 
 
@@ -357,6 +364,10 @@ def test_a_server_that_cannot_serve_the_run_is_refused() -> None:
     assert dialect().read_about(answers(settings=raw)).can_update
     with pytest.raises(Refused, match="--logprobs-mode processed_logprobs"):
         dialect(sampling={"max_new_tokens": 64, "temperature": 0.5}).read_about(answers(settings=raw))
+    for ignore, refused in ((["strict"], True), (["temperature", "top_p", "top_k", "min_p"], False)):
+        agent = dialect(episode={"agent": {"command": "agent", "ignore": ignore}})  # its calls say how they are drawn
+        with pytest.raises(Refused, match="an agent") if refused else contextlib.nullcontext():
+            agent.read_about(answers(settings=raw))
     logits = {"vllm_config": {**SETTINGS, "model_config": {"logprobs_mode": "processed_logits"}}}
     with pytest.raises(Refused, match="returns processed_logits"):
         dialect().read_about(answers(settings=logits))

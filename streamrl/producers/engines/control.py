@@ -8,30 +8,27 @@ from typing import Any, Final, Literal
 
 import torch
 
-from streamrl.engine import MemoryTag, PauseMode
-from streamrl.errors import Refused, WeightsError
-from streamrl.producers.engines.decoder import Decoder, JobOutcome
+from streamrl.engine import MemoryTag
+from streamrl.errors import WeightsError
+from streamrl.producers.engines.slots import JobOutcome, SlotDecoder
 from streamrl.weight_sync.adapter import Names, adapted, merge
 from streamrl.weight_sync.manifest import Adapter, Pair
 from streamrl.weight_sync.tensors import Version
 
 _HINT: Final = "learner and engine must load the same model (model.path)"
-_ALL: Final[frozenset[MemoryTag]] = frozenset({"weights", "kv_cache"})
 
 
 class Control:
     """The controls of one decode loop; `fail` hears of an error that makes the engine unusable before it is raised."""
 
-    def __init__(self, model: Any, decoder: Decoder, fail: Callable[[BaseException], None]) -> None:
+    def __init__(self, model: Any, decoder: SlotDecoder, fail: Callable[[BaseException], None]) -> None:
         self._model = model
         self._decoder = decoder
         self._fail = fail
-        self._residence = Residence(model)
+        self._device: torch.device = model.device
         self._base = BaseWeights(model)
         self._holds: dict[Literal["pause", "sleep"], ExitStack] = {}
-        self._recompute = False
         self._asleep: set[MemoryTag] = set()
-        self._freed = False
         self.pair: Pair = (0, 0)
 
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
@@ -46,19 +43,10 @@ class Control:
                 hold.close()
             self._holds.clear()
 
-    def pause(self, mode: PauseMode) -> list[JobOutcome]:
+    def pause(self) -> None:
         self._hold("pause")
-        self._recompute = self._recompute or mode == "recompute"
-        return self._decoder.take(None) if mode == "abort" else []
 
     def resume(self) -> None:
-        if "pause" in self._holds and self._recompute:
-            try:
-                self._decoder.recompute()
-            except BaseException as error:
-                self._fail(error)
-                raise
-        self._recompute = False
         self._unhold("pause")
 
     def apply(self, version: Version) -> None:
@@ -67,67 +55,39 @@ class Control:
             return
         if pair < self.pair or pair[1] < self.pair[1]:
             raise WeightsError(f"version {pair} of the weights is older than {self.pair}, which is in force")
-        if version.adapter is None:
-            pairs = match_weights(self._model, version.tensors)
-        elif self._residence.forgotten:
-            raise WeightsError(
-                f"version {version.number} is an adapter, and this engine has freed the weights it belongs to",
-                "sleep at level 1, or learner.lora.publish merged",
-            )
-        else:
-            pairs = self._base.match(version)
+        whole = version.adapter is None
+        pairs = match_weights(self._model, version.tensors) if whole else self._base.match(version)
         with self._decoder.exclusive():
             try:
-                self._residence.remember()
                 copy_weights(pairs)
-                if version.adapter is None:
+                if whole:
                     self._base.replaced()
                 self._decoder.swapped(version.number)
             except BaseException as error:
                 self._fail(error)
                 raise
             self.pair = pair
-        self._go_on_if_awake()
 
-    def sleep(self, level: int) -> None:
-        if level not in (0, 1, 2):
-            raise Refused(f"there is no sleep level {level!r}", "levels are 0, 1 and 2")
+    def sleep(self, level: Literal[0, 1]) -> None:
         new = "sleep" not in self._holds
         self._hold("sleep")
         if level:
             try:
-                self._free_cache()
+                self._decoder.release()
             except BaseException:
                 if new:
                     self._unhold("sleep")
                 raise
-            if self._residence.leaves_something and level == 2:
-                self._residence.forget()
-            else:
-                self._residence.leave()
+            self._model.to("cpu")
         if new or level:
-            self._asleep = set(_ALL)
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self, tags: Sequence[MemoryTag]) -> None:
-        if unknown := sorted(set(tags) - _ALL):
-            raise Refused(f"no such memory: {', '.join(unknown)}", f"tags are {', '.join(sorted(_ALL))}")
         if "weights" in tags and "weights" in self._asleep:
-            self._residence.come_home()
+            self._model.to(self._device)
         self._asleep -= set(tags)
-        self._go_on_if_awake()
-
-    def _free_cache(self) -> None:
-        if not self._freed:
-            self._decoder.release()
-            self._freed = True
-
-    def _go_on_if_awake(self) -> None:
-        if "sleep" not in self._holds or self._asleep or self._residence.forgotten:
-            return
-        if self._freed:
-            self._decoder.restore()
-            self._freed = False
-        self._unhold("sleep")
+        if not self._asleep:
+            self._unhold("sleep")
 
     def _hold(self, why: Literal["pause", "sleep"]) -> None:
         if why not in self._holds:
@@ -290,44 +250,3 @@ def _check_adapter(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model wants {shape}",
                 _HINT,
             )
-
-
-# ---- where the parameters are
-
-
-class Residence:
-    """Moves a model between its device and the host, and can free its parameters. Not thread-safe.
-
-    A model without its parameters keeps their names, shapes, types and ties, so a version can be checked against it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._home: torch.device = model.device
-        self.forgotten = False
-
-    @property
-    def leaves_something(self) -> bool:
-        """Whether `leave` frees memory of an accelerator; on a CPU the host's memory is the device's."""
-        return self._home.type != "cpu"
-
-    def leave(self) -> None:
-        self._model.to("cpu")
-
-    def forget(self) -> None:
-        """Free the parameters; buffers, which no version brings, move to the host."""
-        for parameter in self._model.parameters():
-            # one stored number with stride 0 keeps the shape and frees the memory
-            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        self._model.to("cpu")
-        self.forgotten = True
-
-    def remember(self) -> None:
-        """Allocate the parameters again; their values mean nothing until they are written."""
-        if self.forgotten:
-            for parameter in self._model.parameters():
-                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            self.forgotten = False
-
-    def come_home(self) -> None:
-        self._model.to(self._home)

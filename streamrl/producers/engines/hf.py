@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -27,17 +26,16 @@ from streamrl.engine import (
     EngineLoad,
     Listener,
     MemoryTag,
-    PauseMode,
     Request,
     RequestLimits,
     StreamingEngine,
 )
-from streamrl.errors import DataError, DeadlineExceeded, Refused, Unreachable
-from streamrl.producers.engines.continuous import ContinuousDecoder
+from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
-from streamrl.producers.engines.decoder import Decoder, Job, JobOutcome, JobProgress
-from streamrl.producers.engines.model import choose_decode, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slots import SlotBatch, SlotDecoder
+from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
+from streamrl.producers.engines.slots import Job, JobOutcome, JobProgress, SlotBatch, SlotDecoder
+from streamrl.producers.stopping import StopTexts
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ class _Ear:
 
 
 class HfEngine(StreamingEngine):
-    """`Engine` on transformers, with either decode loop (`engine.decode`); replicas need different seeds."""
+    """`Engine` on transformers; replicas need different seeds."""
 
     def __init__(self, config: RunConfig, seed: int) -> None:
         self._config = config
@@ -67,7 +65,8 @@ class HfEngine(StreamingEngine):
         self._still = 0.0
         self._looked_at = 0.0
         self._model: Any = None
-        self._decoder: Decoder | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._decoder: SlotDecoder | None = None
         self._control: Control | None = None
         self.limits = RequestLimits(0, 0)
         self._failure: BaseException | None = None
@@ -80,10 +79,6 @@ class HfEngine(StreamingEngine):
         self._ears: dict[int, _Ear] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def decode(self) -> Literal["slots", "continuous"]:
-        return "slots" if isinstance(self._decoder, SlotDecoder) else "continuous"
 
     @override
     async def start(self) -> None:
@@ -118,10 +113,9 @@ class HfEngine(StreamingEngine):
 
     @override
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        stop = await self._stop_texts(request) if request.stop else None
         decoder = self._serving()
         limit = self.limits.check(request)
-        if request.adapter is not None:
-            raise DataError(f"request {request.id!r}: no adapter {request.adapter!r} is loaded")
         if request.id in self._named:
             raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)
@@ -132,7 +126,8 @@ class HfEngine(StreamingEngine):
         if listener is not None:
             self._ears[ticket] = _Ear(listener)
         prompt = tuple(request.tokens.tolist())
-        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None))
+        asked = request if request.cuts or request.min_tokens or request.seed is not None else None
+        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None, asked, stop))
         start = self._loop.time()
         try:
             outcome = await future
@@ -163,10 +158,8 @@ class HfEngine(StreamingEngine):
         return self._resolve(await self._run(self._patience, control.take, tickets))
 
     @override
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        control = self._controlling()
-        self._flush()
-        self._resolve(await self._run(self._patience, control.pause, mode))
+    async def pause(self) -> None:
+        await self._run(self._patience, self._controlling().pause)
 
     @override
     async def resume(self) -> None:
@@ -181,7 +174,7 @@ class HfEngine(StreamingEngine):
         await self._finish(self._patience, work)
 
     @override
-    async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
+    async def sleep(self, level: Literal[0, 1] = 1) -> None:
         await self._run(self._patience, self._controlling().sleep, level)
 
     @override
@@ -189,34 +182,10 @@ class HfEngine(StreamingEngine):
         await self._run(self._patience, self._controlling().wake, tags)
 
     @override
-    async def load_adapter(self, name: str, folder: Path) -> None:
-        self._serving()
-        raise Refused(
-            f"adapter {name!r} of {folder}: the Hugging Face engine serves no LoRA adapters",
-            "merge it into the weights, or use engine.kind vllm or sglang",
-        )
-
-    @override
-    async def unload_adapter(self, name: str) -> None:
-        logger.debug("no such adapter", extra={"adapter": name})
-        self._serving()
-
-    @override
     def load(self) -> EngineLoad:
-        slots = self._config.engine.slots
-        if self._decoder is None or self._control is None:
-            return EngineLoad(0, 0, 0, 0.0, 0, slots)
-        counts = self._decoder.counts()
-        return EngineLoad(
-            counts.running,
-            counts.waiting + len(self._arrived),
-            counts.tokens_sampled,
-            counts.busy_seconds,
-            self._control.pair[1],
-            slots,
-            counts.cache_use,
-            counts.preemptions,
-        )
+        if self._decoder is None:
+            return EngineLoad(0, 0, 0, 0.0, 0, self._config.engine.slots)
+        return self._decoder.load(len(self._arrived))
 
     @override
     async def health(self) -> None:
@@ -225,13 +194,18 @@ class HfEngine(StreamingEngine):
 
     # --- event loop's thread ---------------------------------------------------------------------------------------
 
-    def _serving(self) -> Decoder:
+    def _serving(self) -> SlotDecoder:
         if self._decoder is None or self._closed:
             raise Unreachable("the engine is closed" if self._closed else "the engine has not been started")
         failure = self._failure or self._decoder.failure()
         if failure is not None:
             raise _death(failure) from failure
         return self._decoder
+
+    async def _stop_texts(self, request: Request) -> StopTexts:
+        if self._tokenizer is None:  # few runs need one here
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._config.model)
+        return StopTexts(request.stop, self._tokenizer.decode, request.min_tokens)
 
     def _controlling(self) -> Control:
         self._serving()
@@ -251,11 +225,6 @@ class HfEngine(StreamingEngine):
             if future is None or future.done():
                 continue
             count += 1
-            if outcome.error is not None:
-                if isinstance(outcome.error, Unreachable):
-                    self._fail(outcome.error)  # first, so that `health` fails as soon as the request does
-                future.set_exception(outcome.error)
-                continue
             ear = self._ears.get(outcome.ticket)
             if ear is not None:
                 self._say(outcome.ticket, ear, outcome.tokens[ear.told :], outcome.logprobs[ear.told :])
@@ -363,27 +332,15 @@ class HfEngine(StreamingEngine):
         context = context_length(self._config, model)
         self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model.generation_config, model.config)
-        decoder: Decoder
-        if choose_decode(self._config, model) == "slots":
-            batch = SlotBatch(
-                model,
-                slots=self._config.engine.slots,
-                context=context,
-                stop_tokens=stop,
-                generator=torch.Generator(model.device).manual_seed(self._seed),
-            )
-            decoder = SlotDecoder(batch, self._deliver, self._tell, self._patience)
-        else:
-            decoder = ContinuousDecoder(
-                model,
-                engine=self._config.engine,
-                context=context,
-                stop=stop,
-                seed=self._seed,
-                deliver=self._deliver,
-                tell=self._tell,
-                loop=self._loop,
-            )
+        check_decodable(self._config, model)
+        batch = SlotBatch(
+            model,
+            slots=affordable_slots(self._config, model),
+            context=context,
+            stop_tokens=stop,
+            generator=torch.Generator(model.device).manual_seed(self._seed),
+        )
+        decoder = SlotDecoder(batch, self._deliver, self._tell, self._patience)
         decoder.start()
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder

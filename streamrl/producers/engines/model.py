@@ -1,24 +1,25 @@
-"""Loading a model for an engine, and which of the two decode loops it gets."""
+"""Loading a model for an engine, and whether the engine can decode it."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
 import torch
 
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, share_cores, usable_cores
 from streamrl.errors import ConfigError
-from streamrl.producers.engines.decoder import Job
-from streamrl.producers.engines.slots import SlotBatch
+from streamrl.producers.engines.slots import FULL, SLIDING, Job, SlotBatch, attention_kinds
 
 logger = logging.getLogger(__name__)
 
-CHEAP_PARAMETERS = 100_000_000
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+_TRIED_WINDOW: Final = 3
 
 
 def load_model(config: RunConfig) -> Any:
@@ -43,6 +44,8 @@ def load_model(config: RunConfig) -> Any:
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         hint = "name a directory of a Hugging Face causal language model, or one on the hub (ORGANISATION/NAME)"
         path = Path(config.model.path)
+        if "attn_implementation" in str(error):
+            hint = "set engine.attention to eager, or engine.kind to vllm or sglang"
         if not path.exists() and (path.is_absolute() or config.model.path.startswith((".", "~"))):
             raise ConfigError(f"model {config.model.path}: there is no such directory", hint) from error
         raise ConfigError(f"model {config.model.path!r} cannot be loaded: {error}", hint) from error
@@ -74,6 +77,23 @@ def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
+def stop_tokens_of(model: str) -> frozenset[int]:
+    """Tokens that end a response of a model: those of its generation configuration, else of its configuration."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
+        ) from error
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        generation = None
+    return stop_tokens(generation, config)
+
+
 def context_length(config: RunConfig, model: Any) -> int:
     """Longest prompt plus response: the run's, or what the model has positions for."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -88,47 +108,48 @@ def cache_bytes_per_token(model: Any) -> int:
     return int(config.num_hidden_layers * 2 * heads * size * model.dtype.itemsize)
 
 
-def choose_decode(config: RunConfig, model: Any) -> Literal["slots", "continuous"]:
-    """The decode loop for this model.
-
-    `auto` takes slots when the forward pass is cheap (below 100 million parameters), every layer has plain full
-    attention,
-    all slots at full context fit into `engine.kv_cache`, and a trial agrees with a plain forward pass. `ConfigError`:
-    `slots` was asked for and this model cannot have it.
-    """
-    if config.engine.decode == "continuous":
-        return "continuous"
-    if config.engine.decode == "slots":
-        if obstacle := slots_obstacle(model):
-            raise ConfigError(f"engine.decode slots: {obstacle}", "set engine.decode to continuous or auto")
-        return "slots"
-    reason = _too_large(config, model) or slots_obstacle(model)
-    decode: Literal["slots", "continuous"] = "continuous" if reason else "slots"
-    logger.info("decode loop chosen", extra={"decode": decode, "why": reason})
-    return decode
-
-
-def _too_large(config: RunConfig, model: Any) -> str:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if parameters >= CHEAP_PARAMETERS:
-        return f"{parameters:,} parameters are too many for a cheap forward pass"
-    memory = config.engine.slots * context_length(config, model) * cache_bytes_per_token(model)
-    if memory > config.engine.kv_cache:
-        return f"{memory:,} bytes of keys and values are more than engine.kv_cache"
-    return ""
+def affordable_slots(config: RunConfig, model: Any) -> int:
+    """How many responses are decoded at the same time: `engine.slots`, or fewer when `engine.kv_cache` is too small."""
+    context, asked = context_length(config, model), config.engine.slots
+    each = context * cache_bytes_per_token(model)
+    slots = min(asked, config.engine.kv_cache // each)
+    if not slots:
+        raise ConfigError(
+            f"one response of {context} tokens needs {each:,} bytes of keys and values,"
+            f" engine.kv_cache is {config.engine.kv_cache:,}",
+            "raise engine.kv_cache, or lower model.context",
+        )
+    if slots < asked:
+        logger.warning(
+            "fewer responses at the same time than engine.slots: engine.kv_cache has no room for more",
+            extra={"slots": slots, "asked": asked, "kv_cache": config.engine.kv_cache, "needed": asked * each},
+        )
+    return int(slots)
 
 
-def slots_obstacle(model: Any) -> str:
-    """Why static slots would decode this model wrongly; empty when they would not."""
+def check_decodable(config: RunConfig, model: Any) -> None:
+    """Refuse a model that static slots would decode wrongly, with a `ConfigError`."""
+    if obstacle := _obstacle(model, context_length(config, model)):
+        raise ConfigError(
+            f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}",
+            "set engine.kind to vllm or sglang",
+        )
+
+
+def _obstacle(model: Any, context: int) -> str:
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
+    if others := sorted(attention_kinds(config) - {FULL, SLIDING}):
+        return f"it has layers of kind {', '.join(others)}"
     rope = getattr(config, "rope_parameters", None) or {}
-    if set(kinds) != {"full_attention"}:
-        return "not every layer has full attention"
-    if rope.get("rope_type") in {"dynamic", "longrope"}:
-        return "rotary positions depend on the longest sequence of the batch"
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # by kind of layer in some models
+        if part.get("rope_type") not in {"dynamic", "longrope"}:
+            continue
+        limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
+        if context > limit:
+            return (
+                f"its rotary positions depend on the longest sequence of the batch above {limit} tokens,"
+                f" and model.context is {context}"
+            )
     try:
         error = _trial(model)
     except Exception as failure:  # noqa: BLE001 - any error of foreign model code means: not with slots
@@ -138,21 +159,38 @@ def slots_obstacle(model: Any) -> str:
 
 
 def _trial(model: Any) -> float:
-    """Decode three short prompts of different lengths; return the largest error of a log-probability."""
+    """Decode three short prompts of different lengths; return the largest error of a log-probability.
+
+    Sliding windows are narrowed meanwhile, so that prompts and responses are longer than they are.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
-    batch = SlotBatch(model, slots=3, context=16, stop_tokens=frozenset(), generator=generator)
     prompts = [tuple(token % vocabulary for token in range(3, 3 + length)) for length in (1, 3, 6)]
-    ended = batch.admit([Job(ticket, prompt, 6 - ticket, 1.0) for ticket, prompt in enumerate(prompts)])
-    while batch.active:
-        ended += batch.step()
     worst = 0.0
-    for outcome in ended:
-        prompt = prompts[outcome.ticket]
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([[*prompt, *outcome.tokens]], device=model.device)).logits[0]
-        expected = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
-        sampled = torch.tensor(outcome.tokens, device=model.device)
-        found = torch.tensor(outcome.logprobs, device=model.device)
-        worst = max(worst, float((expected.gather(1, sampled[:, None])[:, 0] - found).abs().max()))
+    with _narrow_windows(model):
+        batch = SlotBatch(model, slots=3, context=16, stop_tokens=frozenset(), generator=generator)
+        ended = batch.admit([Job(ticket, prompt, 6 - ticket, 1.0) for ticket, prompt in enumerate(prompts)])
+        while batch.active:
+            ended += batch.step()
+        for outcome in ended:
+            prompt = prompts[outcome.ticket]
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([[*prompt, *outcome.tokens]], device=model.device)).logits[0]
+            expected = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
+            sampled = torch.tensor(outcome.tokens, device=model.device)
+            found = torch.tensor(outcome.logprobs, device=model.device)
+            worst = max(worst, float((expected.gather(1, sampled[:, None])[:, 0] - found).abs().max()))
     return worst
+
+
+@contextmanager
+def _narrow_windows(model: Any) -> Iterator[None]:
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    windows = [(config, config.sliding_window) for config in configs.values() if getattr(config, "sliding_window", 0)]
+    for config, window in windows:
+        config.sliding_window = min(window, _TRIED_WINDOW)
+    try:
+        yield
+    finally:
+        for config, window in windows:
+            config.sliding_window = window

@@ -3,11 +3,9 @@
 Up to `slots` sequences are decoded together, one token each per step. Their keys and values stay where they are
 (`SlotCache`); a step runs over the first slots, as many as needed, and attends over the longest of them rounded up to
 16. A free slot in between computes values that are not read; when an eighth is free and no job waits, the last
-sequences move into the gaps. Prompts that come together and are equal are computed once.
+sequences move into the gaps. Prompts that come together and are equal are computed once. A sliding window is a mask.
 
-For models whose forward pass is cheap this is three to five times faster than paged batching, whose bookkeeping and
-block mask grow with the batch (docs/internals/servers.md has the figures). `SlotBatch` has no threads; `SlotDecoder`
-drives it.
+`SlotBatch` has no threads; `SlotDecoder` drives it.
 """
 
 from __future__ import annotations
@@ -18,58 +16,82 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
-from typing_extensions import override
 
-from streamrl.engine import Finish
+from streamrl.engine import EngineLoad, Finish, Request, Runs
 from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
-from streamrl.producers.engines.decoder import (
-    Counts,
-    Decoder,
-    Deliver,
-    Job,
-    JobOutcome,
-    JobProgress,
-    Spans,
-    Tell,
-)
+from streamrl.producers.engines.drawing import sample
+from streamrl.producers.stopping import StopTexts
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
 PREFILL_TOKENS = 4096
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 
 
-# ---- drawing tokens
+# ---- what comes in and goes out
 
 
-def sample(
-    logits: torch.Tensor, temperature: torch.Tensor | None, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener.
 
-    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn,
-    and a row costs one random number whatever the vocabulary. `temperature` has shape (rows,), None means 1 everywhere.
-    Returns tokens (int64) and log-probabilities (fp32; those of temperature 1 where it is 0). NaN logits give a NaN
-    log-probability and a token that means nothing.
+    `request`: for what else it asks of sampling, None: nothing; `stop` are its texts that end it.
     """
-    scores = logits.float()
-    if temperature is not None:
-        scores = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    logprobs = torch.log_softmax(scores, dim=-1)
-    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
-    uniform = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator)
-    tokens = torch.searchsorted(cumulative, uniform.mul_(cumulative[:, -1:]), right=True)
-    # rounding may put the product on the last sum itself, one past the end
-    tokens.clamp_(max=logits.shape[-1] - 1)
-    if temperature is not None:
-        tokens = torch.where(temperature[:, None] == 0, scores.argmax(dim=-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+    ticket: int
+    prompt: tuple[int, ...]
+    limit: int
+    temperature: float
+    streams: bool = False
+    request: Request | None = None
+    stop: StopTexts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobOutcome:
+    """How a job ended."""
+
+    ticket: int
+    tokens: list[int]
+    logprobs: list[float]
+    runs: Runs
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobProgress:
+    ticket: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Spans:
+    """The version runs of one request, `[(first token, version), ...]`; swaps without a token between are one."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self, version: int) -> None:
+        self._runs: Runs = [(0, version)]
+
+    def swap(self, sampled: int, version: int) -> None:
+        if self._runs[-1][0] == sampled:
+            self._runs.pop()
+        self._runs.append((sampled, version))
+
+    def runs(self, sampled: int) -> Runs:
+        return [run for run in self._runs if run[0] < sampled]
+
+
+Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
+Tell: TypeAlias = Callable[[list[JobProgress]], None]
 
 
 # ---- keys and values
@@ -201,6 +223,12 @@ class SlotCache(Cache):  # type: ignore[misc]
 # ---- the sequences
 
 
+def attention_kinds(config: Any) -> set[str]:
+    """Kinds of a model's layers, by the names of transformers; a model that lists none has one kind."""
+    kinds = getattr(config, "layer_types", None)
+    return set(kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL])
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
     job: Job
@@ -208,6 +236,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     told: int = 0
+    generator: torch.Generator | None = None
 
     @property
     def length(self) -> int:
@@ -244,6 +273,8 @@ class SlotBatch:
         self._generator = generator
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
+        self._kinds = attention_kinds(config)
+        self._window: int | None = config.sliding_window if SLIDING in self._kinds else None
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
         self._rows: list[_Sequence | None] = [None] * slots
         self._heard: dict[int, _Sequence] = {}
@@ -252,7 +283,6 @@ class SlotBatch:
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
         self._position = torch.zeros(slots, dtype=torch.long, device=device)
         self._taken = torch.zeros(slots, dtype=torch.long, device=device)
-        self._temperature = torch.ones(slots, dtype=torch.float32, device=device)
         self._ruler = torch.arange(round_up(context), device=device)
 
     @property
@@ -268,7 +298,8 @@ class SlotBatch:
             row = self._rows[slot] = _Sequence(job, Spans(self.version))
             if job.streams:
                 self._heard[job.ticket] = row
-            self._temperature[slot] = job.temperature
+            if job.request is not None and job.request.seed is not None:
+                row.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
             groups.setdefault(job.prompt, []).append(slot)
         ended: list[JobOutcome] = []
         for prompts in _parts(sorted(groups, key=len)):
@@ -276,52 +307,35 @@ class SlotBatch:
         return ended
 
     def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[JobOutcome]:
-        """One forward pass over distinct prompts, padded on the right; the causal mask keeps the padding out."""
+        """One forward pass over distinct prompts, the longest last, padded on the right.
+
+        The model's own causal mask keeps the padding out, and what lies before a sliding window.
+        """
         device = self._token.device
+        longest = len(prompts[-1])
+        inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=device)
         flat = [slot for group in groups for slot in group]
         slots = torch.tensor(flat, device=device)
         sources = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         # the head runs only where some prompt of the batch ends; each row then picks its own end
-        ends = torch.unique(last) if self._keep else self._ruler[: len(prompts[-1])]
-        output = self._fill(prompts, sources, slots, ends)
-        logits = output.logits[torch.arange(len(prompts), device=device), torch.searchsorted(ends, last)]
-        tokens, logprobs = sample(logits[sources], self._heat(slots), self._generator)
-        self._token[slots] = tokens
-        self._position[slots] = last[sources] + 1
-        self._taken[slots] = 1
-        self._high = max(self._high, *(slot + 1 for slot in flat))
-        return self._record(flat, tokens.tolist(), logprobs.tolist())
-
-    def _fill(
-        self, prompts: list[tuple[int, ...]], sources: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
-    ) -> Any:
-        """Write keys and values of prompts, the longest last, into slots; logits at `ends` only where supported."""
-        longest = len(prompts[-1])
-        inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=slots.device)
+        ends = torch.unique(last) if self._keep else self._ruler[:longest]
         self._cache.reserve(longest)
         self._cache.prefill(sources, slots)
-        return self._model(
+        output = self._model(
             input_ids=inputs,
             position_ids=self._ruler[:longest].expand(len(prompts), -1),
             past_key_values=self._cache,
             use_cache=True,
             **({"logits_to_keep": ends} if self._keep else {}),
         )
-
-    @torch.inference_mode()
-    def recompute(self) -> None:
-        """Compute all keys and values again with the present weights.
-
-        The token sampled last has none yet: the next step makes them, as it would have without this.
-        """
-        known = {slot: (*row.job.prompt, *row.tokens[:-1]) for slot, row in self._active()}
-        order = sorted(known, key=lambda slot: len(known[slot]))
-        device = self._token.device
-        for prompts in _parts([known[slot] for slot in order]):
-            slots, order = order[: len(prompts)], order[len(prompts) :]
-            rows = torch.arange(len(prompts), device=device)
-            self._fill(prompts, rows, torch.tensor(slots, device=device), self._ruler[:1])
+        logits = output.logits[torch.arange(len(prompts), device=device), torch.searchsorted(ends, last)]
+        tokens, logprobs = self._draw(logits[sources], flat)
+        self._token[slots] = tokens
+        self._position[slots] = last[sources] + 1
+        self._taken[slots] = 1
+        self._high = max(self._high, *(slot + 1 for slot in flat))
+        return self._record(flat, tokens.tolist(), logprobs.tolist())
 
     def news(self) -> list[JobProgress]:
         return [row.news() for row in self._heard.values()]
@@ -341,20 +355,28 @@ class SlotBatch:
         span = round_up(longest)
         self._cache.reserve(longest)
         self._cache.decode(position, span)
-        mask = torch.zeros(count, 1, 1, span, dtype=self._dtype, device=position.device)
-        mask.masked_fill_(self._ruler[:span] > position[:, None, None, None], -math.inf)
         output = self._model(
             input_ids=self._token[:count, None],
             position_ids=position[:, None],
-            attention_mask=mask,
+            attention_mask=self._mask(position, span),
             past_key_values=self._cache,
             use_cache=True,
         )
-        tokens, logprobs = sample(output.logits[:, -1], self._heat(slice(count)), self._generator)
+        tokens, logprobs = self._draw(output.logits[:, -1], range(count))
         self._token[:count] = tokens
         # a free slot stays at position 0, so that it always has one row to attend to
         position += self._taken[:count]
         return self._record(range(count), tokens.tolist(), logprobs.tolist())
+
+    def _mask(self, position: torch.Tensor, span: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What one token at `position` in each slot sees of rows 0 to `span`; by kind of layer where they differ."""
+        place = position[:, None, None, None]
+        full = torch.zeros(len(position), 1, 1, span, dtype=self._dtype, device=position.device)
+        full.masked_fill_(self._ruler[:span] > place, -math.inf)
+        if self._window is None:
+            return full
+        sliding = full.masked_fill(self._ruler[:span] <= place - self._window, -math.inf)
+        return {FULL: full, SLIDING: sliding} if FULL in self._kinds else sliding
 
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
         ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
@@ -373,11 +395,24 @@ class SlotBatch:
     def _active(self) -> Iterator[tuple[int, _Sequence]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
-    def _heat(self, slots: torch.Tensor | slice) -> torch.Tensor | None:
-        """Temperatures of slots, None when all are 1 (the usual case, and a division saved)."""
-        if all(row.job.temperature == 1.0 for _, row in self._active()):
-            return None
-        return self._temperature[slots]
+    def _draw(self, logits: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the next token of each slot; free ones draw what nobody reads."""
+        rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
+        if all(row.job.request is None and row.job.temperature == 1.0 for row in rows.values()):
+            return sample(logits, None, self._generator)  # the usual case, and a division saved
+        special = {at: row.job.request for at, row in rows.items() if row.job.request is not None}
+        early = [at for at, asked in special.items() if len(rows[at].tokens) < asked.min_tokens]
+        if early and self._stop:
+            logits = logits.clone()
+            logits[torch.tensor(early)[:, None], torch.tensor(list(self._stop))] = -math.inf
+        heat = [rows[at].job.temperature if at in rows else 1.0 for at in range(len(slots))]
+        return sample(
+            logits,
+            torch.tensor(heat, device=logits.device),
+            self._generator,
+            cut={at: asked for at, asked in special.items() if asked.cuts},
+            own={at: row.generator for at, row in rows.items() if row.generator is not None},
+        )
 
     def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
         ended: list[JobOutcome] = []
@@ -391,8 +426,9 @@ class SlotBatch:
             row.logprobs.append(logprob)
             total += logprob
             self.tokens_sampled += 1
-            if token in self._stop or len(row.tokens) == row.job.limit:
-                ended.append(row.outcome("stop" if token in self._stop else "length"))
+            stopped = token in self._stop or (row.job.stop is not None and row.job.stop.ends(row.tokens))
+            if stopped or len(row.tokens) == row.job.limit:
+                ended.append(row.outcome("stop" if stopped else "length"))
                 freed.append(slot)
         if not math.isfinite(total):
             raise WeightsError(f"version {self.version} of the weights gives log-probabilities that are not finite")
@@ -421,7 +457,7 @@ class SlotBatch:
         targets = [slot for slot in range(active) if self._rows[slot] is None]
         length = max(row.length for _, row in self._active())
         self._cache.move(sources, targets, min(length, self._cache.get_max_length()))
-        for name in ("_token", "_position", "_taken", "_temperature"):
+        for name in ("_token", "_position", "_taken"):
             values: torch.Tensor = getattr(self, name)
             values[targets] = values[sources]
         for source, target in zip(sources, targets, strict=True):
@@ -446,8 +482,13 @@ def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 # ---- the thread
 
 
-class SlotDecoder(Decoder):
-    """Decode loop over static slots.
+class SlotDecoder:
+    """The decode loop of one model, in a thread of its own.
+
+    `submit` and `discard` are called by the event loop's thread, everything else by one control thread at a time.
+    `deliver` gets the jobs that ended, in any thread, at once and each job once. `tell` gets what jobs with `streams`
+    have sampled, in any thread, each token once and none after the job's outcome; the last tokens may come with the
+    outcome alone.
 
     Free slots are filled when an eighth of all is free or nothing runs: prompts are computed in batches, and a slot
     waits a step or two at most. Jobs start in the order of their arrival. The batch belongs to the thread from `start`
@@ -471,37 +512,39 @@ class SlotDecoder(Decoder):
         # a daemon: a step that hangs must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
 
-    @override
     def start(self) -> None:
         self._thread.start()
 
-    @override
     def stop(self) -> None:
+        """End the loop; jobs in flight get no outcome. Works on a loop that died; repeatable."""
         self.abandon()
         if self._thread.is_alive():
             self._thread.join(self._patience)
 
-    @override
     def abandon(self) -> None:
+        """End a loop that hangs as soon as its step ends, if ever; returns at once."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
-    @override
     def submit(self, jobs: Sequence[Job]) -> None:
+        """Take jobs on; never blocks. Jobs with the same prompt should come in one call: they share its prefill."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify_all()
 
-    @override
     def discard(self, ticket: int) -> None:
+        """Drop a job without an outcome at the next step; unknown tickets (ended meanwhile) are ignored."""
         with self._changed:
             self._discarded.add(ticket)
             self._changed.notify_all()
 
-    @override
     @contextmanager
     def exclusive(self) -> Iterator[None]:
+        """Hold the loop between two steps: inside, model and cache belong to the caller. May be nested.
+
+        `Unreachable`: the loop is dead. `DeadlineExceeded`: the running step does not end.
+        """
         with self._changed:
             self._holds += 1
             self._changed.notify_all()
@@ -518,23 +561,22 @@ class SlotDecoder(Decoder):
                 self._holds -= 1
                 self._changed.notify_all()
 
-    @override
     def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
+        """Inside `exclusive`: end these jobs (all when None) and return what they have, `finish="abort"`."""
         with self._changed:
             ending = [job for job in self._waiting if tickets is None or job.ticket in tickets]
             self._waiting = deque(job for job in self._waiting if tickets is not None and job.ticket not in tickets)
         return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take(tickets)
 
-    @override
     def swapped(self, version: int) -> None:
+        """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
         self._batch.swapped(version)
 
-    @override
-    def recompute(self) -> None:
-        self._batch.recompute()
-
-    @override
     def release(self) -> None:
+        """Inside `exclusive`: free the cache, which the next prompt allocates again.
+
+        `Refused`: a job is being decoded, and nothing has changed.
+        """
         if self._batch.active:
             raise Refused(
                 f"{self._batch.active} requests are being decoded: their keys and values would be lost",
@@ -542,22 +584,25 @@ class SlotDecoder(Decoder):
             )
         self._batch.release()
 
-    @override
-    def restore(self) -> None:
-        # The next prompt allocates.
-        ...
-
-    @override
-    def counts(self) -> Counts:
+    def load(self, arriving: int) -> EngineLoad:
+        """How busy the loop is; `arriving` jobs are not submitted yet."""
         batch = self._batch
-        return Counts(batch.active, len(self._waiting), batch.tokens_sampled, self._busy, batch.cache_use, 0)
+        return EngineLoad(
+            running=batch.active,
+            waiting=len(self._waiting) + arriving,
+            tokens_sampled=batch.tokens_sampled,
+            busy_seconds=self._busy,
+            version=batch.version,
+            capacity=batch.slots,
+            cache_use=batch.cache_use,
+        )
 
-    @override
     def progress(self) -> tuple[bool, int]:
+        """(whether there is a step to make and the loop is not held, steps so far), from any thread."""
         return not self._parked, self._steps
 
-    @override
     def failure(self) -> BaseException | None:
+        """What killed the loop; None while it lives."""
         return self._failure
 
     def _run(self) -> None:

@@ -17,7 +17,8 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.episode import AgentConfig
 from streamrl.errors import DataError, PluginError, StreamrlError
-from streamrl.producers.episodes.agent_process import COMMAND_HINT, AgentProcess, search_path
+from streamrl.isolation.kept_process import KeptProcess
+from streamrl.producers.episodes.agent_process import COMMAND_HINT, cause_of_end, search_path, start_agent
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.door import AgentDoor
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
@@ -103,21 +104,22 @@ class AgentEpisode(Episode):
         Raises:
             EpisodeOver: a limit ended the episode, and the agent with it.
         """
-        process = AgentProcess(folder, self._beside)
+        process = None
         try:
             async with session.part("start"):
                 await asyncio.to_thread(self._write_task, task, folder)
-                await process.start(self._agent, self._variables(key, folder), key)
+                process = await start_agent(self._agent, folder, self._variables(key, folder), key, self._beside)
                 await first_of(process.wait(), door.called.wait())
             await _attend(session, door, process)
         finally:
-            await process.kill()
+            if process is not None:
+                await process.stop()
         if session.fault is not None:
             raise session.fault
         session.check_overflow()
         if session.stop is not None:
             raise EpisodeOver(session.stop)
-        return f"the agent {self._agent.command[0]} {process.cause}" if process.code else ""
+        return f"the agent {self._agent.command[0]} {cause_of_end(process)}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
         known = dataclasses.asdict(task)
@@ -137,9 +139,9 @@ class AgentEpisode(Episode):
         }
 
 
-async def _attend(session: EpisodeSession, door: AgentDoor, process: AgentProcess) -> None:
+async def _attend(session: EpisodeSession, door: AgentDoor, process: KeptProcess) -> None:
     """Return when the agent has ended, or some time after its episode has; while it thinks, `tools` runs."""
-    while not (process.ended or door.over.is_set()):
+    while process.alive and not door.over.is_set():
         await first_of(process.wait(), door.over.wait(), door.idle.wait())
         async with session.part("tools"):
             await first_of(process.wait(), door.over.wait(), door.busy.wait())

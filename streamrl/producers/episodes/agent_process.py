@@ -1,22 +1,17 @@
-"""One agent's process: started under a keeper, so that it ends with this process, with all that it has started."""
+"""The process of an agent: what it is started with, and what of this process it may see."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import orjson
-
 from streamrl.config.episode import AgentConfig
 from streamrl.errors import PluginError
-from streamrl.isolation import keeper
+from streamrl.isolation.kept_process import KeptProcess
 
 COMMAND_HINT: Final = "episode.agent.command: a program of the PATH, or with its whole path"
 _PASSED: Final = re.compile(
@@ -26,109 +21,44 @@ _PASSED: Final = re.compile(
 )
 """Variables that an agent gets from this process. All others stay here, because a model's output drives the agent, and
 many of them are keys."""
-_START_SECONDS: Final = 15.0
-_KILL_SECONDS: Final = 15.0
 _LOG_BYTES: Final = 4 << 20
-_TAIL_BYTES: Final = 1 << 13
-_TAIL_LINES: Final = 15
 
 
-class AgentProcess:
-    """A command that runs in `folder/work`, or where the configuration says, and prints into `folder/output`.
+async def start_agent(
+    agent: AgentConfig, folder: Path, variables: Mapping[str, str], secret: str, beside: Sequence[Path] = ()
+) -> KeptProcess:
+    """Start the command in `folder/work`, or where the configuration says; return it when it runs.
 
-    Arguments that name files in `beside` or in the working directory of this process are found from any directory.
-    `code` is its exit code (128 + signal), None before its end.
+    It prints into `folder/output`, without `secret`. Arguments that name files in `beside` or in the working directory
+    of this process are found from any directory. PluginError: it cannot be started.
     """
-
-    def __init__(self, folder: Path, beside: Sequence[Path] = ()) -> None:
-        self._folder = folder
-        self._beside = (*beside, Path.cwd())
-        self._log = folder / "output"
-        self._keeper: asyncio.subprocess.Process | None = None
-        self._pid: int | None = None
-        self.code: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None
-
-    async def start(self, agent: AgentConfig, variables: Mapping[str, str], secret: str) -> None:
-        """Return when it runs; what it prints is kept without `secret`. PluginError: it cannot be started."""
-        work = agent.directory or self._folder / "work"
-        if agent.directory is None:
-            work.mkdir()
-        program, *arguments = agent.command
-        order = {
-            "argv": [program if "/" not in program else self._resolved(program), *map(self._resolved, arguments)],
-            "log": str(self._log),
-            "log_bytes": _LOG_BYTES,
-            "grace": 0.0,
-            "secrets": [secret],
-            "own": str(self._folder),
-        }
-        try:
-            self._keeper = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=_environment(agent, variables),
-                cwd=work,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise PluginError(f"the agent cannot be started in {work}: {error}", "episode.agent.directory") from error
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        with contextlib.suppress(OSError):  # its answer says more
-            self._keeper.stdin.write(orjson.dumps(order) + b"\n")
-            await self._keeper.stdin.drain()
-        async with asyncio.timeout(_START_SECONDS):
-            said = orjson.loads(await self._keeper.stdout.readline() or b'{"error": "its keeper ended"}')
-        if "error" in said:
-            raise PluginError(f"the agent {program} cannot be started: {said['error']}", COMMAND_HINT)
-        self._pid = said["pid"]
-
-    async def wait(self) -> int:
-        """Return its exit code when it has ended, and all that it had started with it."""
-        assert self._keeper is not None
-        self.code = await self._keeper.wait()
-        return self.code
-
-    async def kill(self) -> None:
-        """Kill it with all that it has started, and wait until they are gone. A repeat does nothing."""
-        if self._keeper is None:
-            return
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(ConnectionError):
-            self._keeper.stdin.write(b"stop\n")
-        self._keeper.stdin.close()  # the keeper kills everything then
-        try:
-            async with asyncio.timeout(_KILL_SECONDS):
-                await self.wait()
-        except TimeoutError:
-            self._keeper.kill()
-        if (self.code is None or self.code < 0) and self._pid is not None:  # the keeper could not do its work
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
-
-    def _resolved(self, argument: str) -> str:
-        found = (folder / argument for folder in self._beside if argument and (folder / argument).is_file())
-        return str(next(found, argument))
-
-    @property
-    def cause(self) -> str:
-        """How it ended, in words, with the end of what it printed."""
-        code = self.code or 0
-        number = -code if code < 0 else code - 128
-        how = f"was killed by {signal.Signals(number).name}" if number in _SIGNALS else f"exited with code {code}"
-        try:
-            lines = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError:
-            lines = []
-        return f"{how}; it printed last:\n" + "\n".join(lines) if lines else f"{how} and printed nothing"
+    work = agent.directory or folder / "work"
+    if agent.directory is None:
+        work.mkdir()
+    program, *arguments = agent.command
+    places = (*beside, Path.cwd())
+    argv = [program if "/" not in program else _resolved(program, places)]
+    argv += [_resolved(argument, places) for argument in arguments]
+    process = KeptProcess(folder / "output", _LOG_BYTES, secrets=[secret], own=folder)
+    try:
+        await process.start(argv, _environment(agent, variables), work)
+    except TimeoutError:  # a busy host is no fault of the command
+        raise
+    except OSError as error:
+        where = f"{COMMAND_HINT}; episode.agent.directory: an existing one"
+        raise PluginError(f"the agent {program} cannot be started in {work}: {error}", where) from error
+    return process
 
 
-_SIGNALS: Final = frozenset(int(number) for number in signal.Signals)
+def cause_of_end(process: KeptProcess) -> str:
+    """How an agent ended, with the last lines that it printed."""
+    tail = process.tail
+    return f"ended ({process.end}); it printed last:\n{tail}" if tail else f"ended ({process.end}) and printed nothing"
+
+
+def _resolved(argument: str, places: Sequence[Path]) -> str:
+    found = (folder / argument for folder in places if argument and (folder / argument).is_file())
+    return str(next(found, argument))
 
 
 def search_path(variables: Mapping[str, str]) -> str:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, TypeAlias
 
 logger = logging.getLogger(__name__)
 
-_NAMED_SECONDS: Final = 5.0
+NAMED_SECONDS: Final = 5.0
+Tell: TypeAlias = Callable[[str, float], None]
 _LIBRARIES: Final = (
     str(Path(__file__).parents[2]) + os.sep,
     "<frozen ",
@@ -26,10 +27,10 @@ _LIBRARIES: Final = (
 
 
 @contextlib.contextmanager
-def naming_what_blocks(tell: Callable[[str], None] | None = None, seconds: float = _NAMED_SECONDS) -> Iterator[None]:
+def naming_what_blocks(tell: Tell | None = None, seconds: float = NAMED_SECONDS) -> Iterator[None]:
     """Log the file and line of a user's code that holds this event loop for `seconds`, once for each line.
 
-    `tell` is called with the same in words, in another thread, each time that it is held.
+    `tell` is called with the same in words and with how long it lasts, in another thread, again and again meanwhile.
     """
     ended = threading.Event()
     arguments = (ended, threading.get_ident(), asyncio.get_running_loop(), seconds, tell)
@@ -45,16 +46,16 @@ def _watch(
     thread: int,
     loop: asyncio.AbstractEventLoop,
     seconds: float,
-    tell: Callable[[str], None] | None,
+    tell: Tell | None,
 ) -> None:
     named: set[str] = set()
-    turned, asked, told = threading.Event(), 0.0, False
+    turned, asked, told = threading.Event(), 0.0, 0.0
     turned.set()
     while not ended.wait(seconds / 10):
         now = time.monotonic()
         if turned.is_set():
             turned.clear()
-            asked, told = now, False
+            asked = now
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(turned.set)
         elif now - asked >= seconds:
@@ -63,9 +64,9 @@ def _watch(
                 named.add(place)
                 extra = {"place": place, "seconds": round(now - asked, 1)}
                 logger.error("an episode holds the event loop; sync tools run in threads", extra=extra)
-            if place and tell is not None and not told:
-                told = True
-                tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}")
+            if place and tell is not None and now - told >= seconds / 2:
+                told = now
+                tell(f"an episode holds the event loop for {now - asked:.0f} s at {place}", now - asked)
 
 
 def _place(frame: FrameType | None) -> str:

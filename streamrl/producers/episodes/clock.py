@@ -1,18 +1,17 @@
-"""The time of one episode: a deadline for all of it, and a share for each kind of work."""
+"""The time of one episode: one deadline, whose last part is kept for its score."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from streamrl.config import EpisodeConfig
 from streamrl.errors import StreamrlError
 from streamrl.wire import StopReason
 
 Part: TypeAlias = Literal["start", "model", "tools", "scoring"]
-"""Parts of the time of an episode, each with a share of its deadline (`episode.shares`)."""
 
 
 class EpisodeOver(StreamrlError):
@@ -24,97 +23,49 @@ class EpisodeOver(StreamrlError):
 
 
 class EpisodeClock:
-    """Runs from its construction. `late` says which time ran out, in words; empty: none."""
+    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not."""
 
     def __init__(self, config: EpisodeConfig) -> None:
-        self._deadline = config.deadline
-        self._shares = config.shares
-        self._begun = asyncio.get_running_loop().time()
-        self._spent = dict.fromkeys(get_args(Part), 0.0)
-        self._open: dict[Part, tuple[int, float]] = {}
-        self._whole: asyncio.Timeout | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._reached = self._begun
+        self._seconds = config.deadline
+        self._kept = config.deadline * config.scoring_share
+        self._deadline = asyncio.get_running_loop().time() + self._seconds
+        self._end = self._deadline - self._kept
+        self._parts = 0
         self.late = ""
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[None]:
-        """Cancel the block when only the time that is kept for `scoring` is left; EpisodeOver then.
+        """Cancel the block when only the time that is kept for the score is left: EpisodeOver then.
 
-        An open part ends by itself. What follows a part that took all its time, and a block that scores, may use the
-        time that is kept: there the deadline is the end.
+        A part that is open at that moment ends by itself, and what follows it has the time that is kept.
         """
-        try:
-            async with asyncio.timeout_at(None) as self._whole:
-                self._set_alarm()
+        loop = asyncio.get_running_loop()
+        async with self._until(self._deadline, "run") as limit:
+            alarm = loop.call_at(self._end, lambda: None if self._parts else limit.reschedule(loop.time()))
+            try:
                 yield
-        except TimeoutError:
-            assert self._whole is not None
-            self._check(self._whole, lambda at: f"it took {at - self._begun:.6g} s")
-            raise
-        finally:
-            self._stop_alarm()
-            self._whole = None
+            finally:
+                alarm.cancel()
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Count the time of the block to a part, and cancel it when the share of the part is used up: EpisodeOver then.
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept."""
+        self._parts += 1
+        try:
+            async with self._until(self._deadline if name == "scoring" else self._end, name):
+                yield
+        finally:
+            self._parts -= 1
 
-        Blocks of the same part that overlap count once. Other parts end before the time that is kept for `scoring`.
-        """
-        share = self._deadline * getattr(self._shares, name)
-        count, since = self._open.get(name, (0, self._now()))
-        self._open[name] = count + 1, since
-        whole, own = self._end(scoring=name == "scoring"), since + share - self._spent[name]
-
-        def why(_: float) -> str:
-            if whole < own:
-                return f"{whole - self._begun:.6g} s were over during {name}"
-            return f"{name} took its share of {share:g} s (episode.shares.{name})"
-
-        limit = asyncio.timeout_at(min(whole, own))
+    @asynccontextmanager
+    async def _until(self, when: float, what: str) -> AsyncIterator[asyncio.Timeout]:
+        limit = asyncio.timeout_at(when)
         try:
             async with limit:
-                yield
-        except TimeoutError:
-            self._check(limit, why)
-            raise
-        finally:
-            count, since = self._open.pop(name)
-            if count > 1:
-                self._open[name] = count - 1, since
-            else:
-                self._spent[name] += self._now() - since
-
-    def _end(self, *, scoring: bool = False) -> float:
-        """When the episode ends, with or without the time that is kept for `scoring`."""
-        return self._begun + self._deadline * (1 if scoring else 1 - self._shares.scoring)
-
-    def _set_alarm(self) -> None:
-        self._alarm = asyncio.get_running_loop().call_at(self._end(), self._ring)
-
-    def _stop_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-
-    def _ring(self) -> None:
-        """Cancel `whole` now. If a part is open, or used its time up, cancel it at the deadline instead."""
-        assert self._whole is not None
-        self._whole.reschedule(self._end(scoring=bool(self._open) or self._reached >= self._end()))
-
-    def _check(self, limit: asyncio.Timeout, why: Callable[[float], str]) -> None:
-        """EpisodeOver: this limit has cancelled its block."""
-        at = limit.when()
-        if at is None or not limit.expired():
-            return
-        self._reached = max(self._reached, at)
-        self.late = self.late or self._told(why(at))
-        raise EpisodeOver("rollout_timeout", self.late)
-
-    def _told(self, why: str) -> str:
-        running = {name: self._now() - since for name, (_, since) in self._open.items()}
-        parts = ", ".join(f"{name} {seconds + running.get(name, 0):.3g} s" for name, seconds in self._spent.items())
-        return f"the episode ran out of time: {why}; so far: {parts} (episode.deadline {self._deadline:g} s)"
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+                yield limit
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            times = f"episode.deadline {self._seconds:g} s, {self._kept:g} s of it for the score"
+            self.late = self.late or f"the episode ran out of time during {what} ({times})"
+            raise EpisodeOver("rollout_timeout", self.late) from error

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any, Final
 
@@ -84,8 +83,7 @@ class EnvironmentEpisode(Episode):
         async with chat.session.part("start"):
             environment = await in_thread(self._factory, "an environment")
             if _restores(type(environment)):
-                deadline = chat.session.limits.tool_deadline
-                chat.session.journal.keep_state_of(_StateOf(environment, deadline))
+                chat.session.journal.keep_state_of(environment, chat.session.limits.tool_deadline)
             chat = chat.fork([*self._tools, *self._methods(environment)])
         try:
             async with chat.session.part("start"):
@@ -99,7 +97,7 @@ class EnvironmentEpisode(Episode):
                 value: float | Score | None = await _called(environment, "get_reward", {})
                 return value
         finally:
-            await _close(environment)
+            await closed(_called(environment, "close", {}), type(environment).__name__)
 
     def _methods(self, environment: Any) -> list[Tool]:
         """Its methods as tools. They are described once for each class, because that takes milliseconds."""
@@ -108,22 +106,6 @@ class EnvironmentEpisode(Episode):
             tools = map(Tool.of, public_methods(environment))
             self._described[kind] = [replace(tool, function=getattr(kind, tool.name)) for tool in tools]
         return [replace(tool, function=getattr(environment, tool.name)) for tool in self._described[kind]]
-
-
-class _StateOf:
-    """The state of an environment, for its journal; reading or taking it may last as long as a tool."""
-
-    def __init__(self, environment: Any, deadline: float) -> None:
-        self._environment = environment
-        self._deadline = deadline
-
-    async def state(self) -> Any:
-        async with asyncio.timeout(self._deadline):
-            return await call_function(self._environment.get_state, {}, "get_state")
-
-    async def restore(self, state: Any) -> None:
-        async with asyncio.timeout(self._deadline):
-            await call_function(partial(self._environment.set_state, state), {}, "set_state")
 
 
 def check_environment(kind: type[Any]) -> None:
@@ -170,13 +152,13 @@ def begin(task: Task, text: Any) -> None:
         last["content"] = [*(last.get("content") or ()), {"type": "text", "text": text}]
 
 
-async def _close(environment: Any) -> None:
-    """A failure is only logged, because the episode is over."""
+async def closed(closing: Awaitable[Any], what: str) -> None:
+    """Wait for the end of an environment. A failure is only logged, because the episode is over."""
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
-            await _called(environment, "close", {})
+            await closing
     except Exception:
-        logger.exception("an environment did not close", extra={"environment": type(environment).__name__})
+        logger.exception("an environment did not close", extra={"environment": what})
 
 
 async def _called(environment: Any, name: str, given: dict[str, Any]) -> Any:

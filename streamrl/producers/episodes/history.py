@@ -44,6 +44,7 @@ class RecordedTurn:
     tool_seconds: float = 0.0
     cached: int = 0
     ended_at: float = 0.0
+    text: str = ""
     children: int = 0
     conversation: Sequence[Message] = ()
 
@@ -151,11 +152,19 @@ class History:
         return self._placed(messages, tools, parent, whole[kept:].tolist(), len(path) - 1)
 
     def record(
-        self, place: NextTurn, completion: Completion, reply: Reply, *, uses: Sequence[ToolUse] = (), away: float = 0.0
+        self,
+        place: NextTurn,
+        completion: Completion,
+        reply: Reply,
+        *,
+        uses: Sequence[ToolUse] = (),
+        away: float = 0.0,
+        stopped: str = "",
     ) -> int:
         """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn.
 
-        `uses` and `away` are the tools that the observed turn answers, and their seconds.
+        `uses` and `away` are the tools that the observed turn answers, and their seconds. `stopped` is the text that
+        ended the reply and is not in it: some agents put it back (smolagents), and go on with the same message.
         """
         self.forks += self._continued_before(place.parent)
         node = self._node(place)
@@ -182,7 +191,8 @@ class History:
             )
         )
         said = _Node(reply.message, ended=number)
-        for key in {_key(reply.message), _key({**reply.message, "reasoning_content": None})}:
+        spoken = [reply.message, {**reply.message, "content": f"{reply.message['content']}{stopped}"}]
+        for key in {_key({**message, **bare}) for message in spoken for bare in ({}, {"reasoning_content": None})}:
             if not self._goes_on(node.children.get(key)):
                 node.children[key] = said
         return number
@@ -318,9 +328,12 @@ def _key(message: Message) -> bytes:
         for call in message.get("tool_calls") or ()
         for function in [call.get("function") or {}]
     ]
+    content = _content(message.get("content"))
+    if message.get("role") == "assistant" and isinstance(content, str):
+        content = content.strip()  # as many agents do with what the model wrote
     said = {
         "role": message.get("role"),
-        "content": _content(message.get("content")),
+        "content": content,
         "reasoning": message.get("reasoning_content") or None,
         "calls": calls,
         "answers": message.get("tool_call_id"),

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, need_packages
 from streamrl.producers.episodes import probe
 from streamrl.producers.episodes.control_tokens import ControlTokens, CuttingTokenizer
 from streamrl.producers.episodes.messages import json_object
@@ -84,22 +84,17 @@ def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRende
         ConfigError: `tool_format` names nothing, the package is not installed, or the tokenizer lacks its tokens.
     """
     model = str(getattr(tokenizer.backend, "name_or_path", ""))
-    if tool_format in FORMATS or (tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1)):
+    if tool_format in FORMATS or tokenizer.model.renders:
+        return None  # its classes know neither the template of a run nor arguments
+    if tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1):
         return None  # the import takes two seconds
-    if find_spec("renderers") is None:
-        if tool_format == "auto":
-            return None
-        raise ConfigError(
-            f"tool format {tool_format!r} is none of {', '.join(FORMATS)}, and the package renderers is not installed",
-            "pip install 'streamrl[episodes]'",
-        )
-    package = _package()
-    name = tool_format
-    if tool_format == "auto":
-        name = package.base.MODEL_RENDERER_MAP.get(model, "")
-        if not name:
-            return None
-    return KnownRenderer(tokenizer, name, _create(package, tokenizer, name))
+    if tool_format == "auto" and find_spec("renderers") is None:
+        return None
+    need_packages(f"tool format {tool_format!r}", "renderers", extra="episodes", otherwise=f"take {', '.join(FORMATS)}")
+    import renderers
+
+    name = renderers.base.MODEL_RENDERER_MAP.get(model) if tool_format == "auto" else tool_format
+    return None if name is None else KnownRenderer(tokenizer, name, _create(renderers, tokenizer, name))
 
 
 class KnownRenderer(ChatRenderer):
@@ -111,7 +106,6 @@ class KnownRenderer(ChatRenderer):
         self._inner = inner
         self._control = ControlTokens(tokenizer.backend)
         self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
-        self._told = False
 
     @property
     @override
@@ -120,7 +114,7 @@ class KnownRenderer(ChatRenderer):
 
     @override
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
-        spelled = self._spell(messages)
+        spelled = self._spell(self._tokenizer.with_system(messages))
         try:
             return list(self._inner.render_ids(spelled, tools=_listed(tools), add_generation_prompt=True))
         except _REFUSALS as error:
@@ -142,9 +136,7 @@ class KnownRenderer(ChatRenderer):
         try:
             bridged = self._inner.bridge_to_next_turn(prompt, turn, spelled, tools=_listed(tools))
         except _REFUSALS:  # a fork costs less than the sample; what cannot be rendered either is refused there
-            if not self._told:
-                self._told = True
-                logger.debug("the renderer %s failed to extend a conversation", self.family, exc_info=True)
+            logger.debug("the renderer %s failed to extend a conversation", self.family, exc_info=True)
             return None
         if bridged is None or bridged.token_ids[: len(ids)] != [*prompt, *turn]:
             return None
@@ -213,17 +205,6 @@ def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
             f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}",
             f"set the tool format to one of {', '.join(FORMATS)} to use the chat template",
         ) from error
-
-
-def _package() -> ModuleType:
-    try:
-        import renderers
-    except ImportError as error:
-        raise ConfigError(
-            f"the package renderers cannot be imported: {error}", "pip install 'streamrl[episodes]'"
-        ) from error
-    found: ModuleType = renderers
-    return found
 
 
 def _listed(tools: Sequence[ToolSchema] | None) -> list[ToolSchema] | None:

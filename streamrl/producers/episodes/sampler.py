@@ -17,9 +17,9 @@ from typing_extensions import override
 from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.episode import RUN_PYTHON
 from streamrl.engine import Generator
-from streamrl.errors import DataError, DeadlineExceeded, PluginError, StreamrlError, leaves
+from streamrl.errors import DataError, DeadlineExceeded, PluginError, RetryLater, StreamrlError, leaves
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
-from streamrl.producers.episodes.blocked_loop import naming_what_blocks
+from streamrl.producers.episodes.blocked_loop import NAMED_SECONDS, Tell, naming_what_blocks
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode, check_environment
 from streamrl.producers.episodes.episode import Chat, Episode, Task
@@ -54,12 +54,12 @@ def sampler_of(
     engine: Generator,
     tokenizer: Tokenizer,
     name: str = "",
-    blocked: Callable[[str], None] | None = None,
+    blocked: Tell | None = None,
 ) -> Sampler:
     """What makes the samples of a run; PluginError: the episode cannot be loaded.
 
-    `name` is that of the process. `blocked` is called in another thread, in words, when code of the user holds the
-    event loop.
+    `name` is that of the process. `blocked` is called in another thread, in words and with the seconds, while code of
+    the user holds the event loop.
     """
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
@@ -139,7 +139,7 @@ class EpisodeSampler(Sampler):
         episode: Episode,
         name: str = "",
         *,
-        blocked: Callable[[str], None] | None = None,
+        blocked: Tell | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -170,7 +170,9 @@ class EpisodeSampler(Sampler):
                 why = f"episode {what} was not open after {longest:g} s"
                 raise DeadlineExceeded(why, "fix its `open`, or raise supervisor.start_deadline") from error
             raise PluginError(f"episode {what} cannot be opened: {type(error).__name__}: {error}") from error
-        self._watching.enter_context(naming_what_blocks(self._blocked))
+        # At a third of a lease: the last renewal by the event loop may be as long ago.
+        seconds = min(NAMED_SECONDS, self._config.lease.seconds / 3)
+        self._watching.enter_context(naming_what_blocks(self._blocked, seconds))
         return self
 
     @override
@@ -271,7 +273,7 @@ class EpisodeSampler(Sampler):
 
     def _meant(self, session: EpisodeSession, error: Exception) -> Exception:
         """What an error of the user's code, or those in the group of its sub-agents, mean for the episode."""
-        if isinstance(error, (EpisodeOver, DataError)):
+        if isinstance(error, (EpisodeOver, DataError, RetryLater)):
             return error
         # An error of the code is never hidden by the end of the episode, which may have come later.
         overs = [each for each in leaves(error) if isinstance(each, EpisodeOver)]

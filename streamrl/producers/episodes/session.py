@@ -8,24 +8,27 @@ messages -> History.place -> ids -> Engine.generate -> History.record -> Reply  
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
 import numpy as np
 
 from streamrl.config import EpisodeConfig, RunConfig
-from streamrl.engine import Completion, Finish, Generator, Request
+from streamrl.config.base import SERVER_KINDS
+from streamrl.config.sampling import OPTIONS
+from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
 from streamrl.errors import DataError, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
 from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
-from streamrl.producers.group.request import PartialResponse, first_tokens, join_runs
 from streamrl.producers.sampler import SampleOrder
+from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
 from streamrl.wire import (
@@ -42,8 +45,6 @@ from streamrl.wire import (
     pack_int32,
 )
 
-_ABORTS: Final = 3
-"""Times in a row that the engine may break a turn off without a token."""
 _REFUSED_SECONDS: Final = 0.1
 """How long each call waits after one that found the episode ended, or its conversation too long."""
 _CLOSE_SECONDS: Final = 1.0
@@ -72,6 +73,8 @@ class SampledTurn:
         logprobs: of `tokens`.
         cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
             `context_overflow`.
+        stopped: the text that ended it, which is not in `reply`; empty: none.
+        pieces: `tokens` as text, if somebody asked for it.
     """
 
     reply: Reply
@@ -81,6 +84,8 @@ class SampledTurn:
     tokens: Int32Array
     logprobs: Float32Array
     cut: StopReason | None
+    stopped: str = ""
+    pieces: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +121,7 @@ class EpisodeSession:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._order = order
+        self._longest_reply = config.drawing(evaluation=order.prompt.evaluation).max_new_tokens
         self._history = History(renderer, order.prompt.token_ids)
         self._numbers = count()
         self._noted: dict[str, ToolUse] = {}
@@ -125,7 +131,8 @@ class EpisodeSession:
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
         self._version = 0
-        self.journal = EpisodeJournal(order.journal, deterministic=deterministic)
+        most = config.episode.max_turns
+        self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode)
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
@@ -154,6 +161,7 @@ class EpisodeSession:
         max_tokens: int | None = None,
         *,
         most_calls: int | None = None,
+        **options: Any,
     ) -> SampledTurn:
         """Sample the message that follows `messages`, and record it.
 
@@ -164,6 +172,7 @@ class EpisodeSession:
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
+            options: what this reply has instead of what the run says, of `refused`.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
@@ -179,7 +188,8 @@ class EpisodeSession:
             flight = await self._take_off(messages, tools, max_tokens)
             place = flight.place
             try:
-                completion = await self._completion(place, flight.longest)
+                asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
+                completion, ends = await self._completion(place, flight.longest, options, reply_key(place.ids, asked))
             except BaseException:
                 self._turns -= 1
                 raise
@@ -187,12 +197,20 @@ class EpisodeSession:
                 self._flights.remove(flight)
                 self._landed.set()
         readable = tools if most_calls != 0 else None
-        reply = self._renderer.parse(completion.tokens.tolist(), readable, prompt=place.ids.tolist())
+        tokens = completion.tokens.tolist()
+        reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
+        text, stopped = self._tokenizer.decode(tokens), ""
+        if ends is not None and completion.finish == "stop":
+            text, stopped = ends.split(text, tokens)
+            reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
+            reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
-        number = self._history.record(place, completion, reply, uses=self._uses(place), away=self._away(place, begun))
-        self._history.turns[number].ended_at = asyncio.get_running_loop().time()
+        uses, away = self._uses(place), self._away(place, begun)
+        number = self._history.record(place, completion, reply, uses=uses, away=away, stopped=stopped)
+        turn = self._history.turns[number]
+        turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
         return SampledTurn(
             reply,
             number,
@@ -201,11 +219,31 @@ class EpisodeSession:
             completion.tokens,
             completion.logprobs,
             flight.limit if completion.finish == "length" else None,
+            stopped,
         )
+
+    def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
+        """The option of a reply (`stop`, `json_schema`, `temperature`, ... of `Request`) that it cannot have, and why.
+
+        Empty: it can have all. The log-probabilities of what is trained must be those that it was sampled with.
+        """
+        kind = self._config.engine.kind
+        if "json_schema" in options and kind not in SERVER_KINDS:
+            return "response_format", f"engine.kind {kind} keeps no reply to a schema; vllm and sglang do"
+        if self._order.prompt.evaluation or self._order.greedy:
+            return "", ""
+        draw = self._config.sampling.model_copy(update={name: options[name] for name in OPTIONS & options.keys()})
+        if draw.temperature == 0:
+            return "temperature", "at 0 all samples of a group are alike, which trains nothing"
+        return self._config.untold(draw)
+
+    def pieces(self, turn: SampledTurn) -> list[str]:
+        """The tokens of a reply as text, each by itself."""
+        return [self._all_text([token]) for token in turn.tokens.tolist()]
 
     def text(self, turn: SampledTurn) -> str:
         """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
-        return self._tokenizer.decode(turn.tokens)
+        return self._history.turns[turn.number].text
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
@@ -222,43 +260,23 @@ class EpisodeSession:
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
         """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
-        async with self._owned():
+        async with self._owned(), self._faults():
             if self.journal.restores:
-                results = await self._answers_together(calls, toolbox)
+                results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
             else:
                 results = await _together([self._answer(call, toolbox) for call in calls])
         for call, result in zip(calls, results, strict=True):
             self.used(call.id, result.use)
         return [result.message for result in results]
 
-    async def _answers_together(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
-        """Of an environment whose state is kept: all of them are in the journal, or none."""
-        key = calls_key(calls)
-        async with self._faults():
-            known = await self.journal.results(key)
-        if known is not None:
-            return known
-        results = await _together([self._run(call, toolbox) for call in calls])
-        async with self._faults():
-            await self.journal.add_results(key, results)
-        return results
-
     async def _answer(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
-        if toolbox.keeps_state(call.name):
-            return await self._run(call, toolbox)
-        key = calls_key([call])
-        async with self._faults():
-            known = await self.journal.result(key)
-        if known is not None:
-            return known
-        result = await self._run(call, toolbox)
-        async with self._faults():
-            await self.journal.add_result(key, result)
+        run = partial(self._run, [call], toolbox)
+        [result] = await (run() if toolbox.keeps_state(call.name) else self.journal.answers(calls_key([call]), run))
         return result
 
-    async def _run(self, call: ToolCall, toolbox: Toolbox) -> ToolResult:
-        episode = self._config.episode
-        return await toolbox.call(call, deadline=episode.tool_deadline, longest=episode.max_tool_response)
+    async def _run(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
+        deadline, longest = self.limits.tool_deadline, self.limits.max_tool_response
+        return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before the message that answers it is in `sampled`.
@@ -269,10 +287,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Count the time of the block to a part of the deadline. Blocks of the same part may overlap.
-
-        The block is cancelled when the share of the part is used up: `EpisodeOver` then.
-        """
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
         try:
             async with self.clock.part(name):
                 yield
@@ -340,7 +355,7 @@ class EpisodeSession:
             logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
             runs=runs,
             finish=last.finish or "stop",
-            text=self._tokenizer.decode(last.ids),
+            text=last.text,
             engine=engine,
             seconds=sum(turn.model_seconds for turn in replies),
             greedy=self._order.greedy,
@@ -381,13 +396,13 @@ class EpisodeSession:
 
     def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
         """How many tokens the reply may have, and the limit that says so."""
-        sampling, most = self._config.sampling, self._config.episode.max_sampled_tokens
+        longest, most = self._longest_reply, self._config.episode.max_sampled_tokens
         context = self._config.model.context
         room = context - len(place.ids)
         self.overflowed = room < 1
         if self.overflowed:
             raise ContextOverflow(len(place.ids), context)
-        wanted = min(max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        wanted = min(max_tokens or longest, longest)
         limits: list[tuple[int, StopReason]] = [(wanted, "max_tokens"), (room, "context_overflow")]
         if most is not None:
             if self._tokens >= most:
@@ -430,17 +445,25 @@ class EpisodeSession:
         self.end(stop)
         raise EpisodeOver(stop, f"the episode ended: {why}")
 
-    async def _completion(self, place: NextTurn, longest: int) -> Completion:
-        """What the journal has for this conversation, else what the engine samples."""
-        key = reply_key(place.ids)
+    async def _completion(
+        self, place: NextTurn, longest: int, own: Mapping[str, Any], key: bytes
+    ) -> tuple[Completion, StopTexts | None]:
+        """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
+        number = next(self._numbers)
+        options = self._order.drawn(self._config, number) | dict(own)
+        options["stop"] = tuple(options["stop"])
+        if self._order.greedy:
+            options["temperature"] = 0.0
+        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"]) if options["stop"] else None
+
+        async def sampled() -> Completion:
+            completion = await self._generate(place.ids, longest, number, options)
+            return completion if ends is None else ends.cut(completion)
+
         async with self._faults():
-            completion = await self.journal.reply(key)
-        if completion is None:
-            completion = await self._generate(place.ids, longest)
-            async with self._faults():
-                await self.journal.add_reply(key, completion)
+            completion = await self.journal.reply(key, sampled)
         self._tokens += len(completion.tokens)
-        return completion
+        return completion, ends
 
     @asynccontextmanager
     async def _faults(self) -> AsyncIterator[None]:
@@ -453,28 +476,29 @@ class EpisodeSession:
             self.fault = error
             raise
 
-    async def _generate(self, ids: Int32Array, longest: int) -> Completion:
+    def _all_text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, special=True)
+
+    async def _generate(self, ids: Int32Array, longest: int, number: int, options: dict[str, Any]) -> Completion:
         sticky = self._config.episode.prefix_cache == "sample"
         self._version = self._version or self._engine.load().version
         request = Request(
-            id=f"{self._order.id}-{next(self._numbers)}",
+            id=f"{self._order.id}-{number}",
             tokens=ids,
             max_new_tokens=longest,
-            temperature=0.0 if self._order.greedy else self._config.sampling.temperature,
+            **options,
             affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
         )
         stops = self._renderer.stops
-        response = PartialResponse(request, stops, self._config.model.context)
         self.generating += 1
         try:
-            async with self.part("model"), self._faults():
-                completion = await response.complete(_Asking(self._engine))
+            async with self.part("model"):
+                completion = await self._engine.generate(request)
         finally:
             self.generating -= 1
         if completion.finish == "abort":
-            self.fault = RuntimeError("the engine aborted the request")
-            raise self.fault
+            raise RuntimeError("the engine aborted the request")
         return _up_to_stop(completion, stops)
 
     def _uses(self, place: NextTurn) -> list[ToolUse]:
@@ -503,21 +527,6 @@ async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[To
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
-
-
-class _Asking:
-    """Asks an engine for the rest of a response, until it broke off too often without a token."""
-
-    def __init__(self, engine: Generator) -> None:
-        self._engine = engine
-        self._aborts = 0
-
-    async def __call__(self, request: Request) -> Completion | None:
-        if self._aborts == _ABORTS:
-            return None
-        piece = await self._engine.generate(request)
-        self._aborts = 0 if len(piece.tokens) else self._aborts + 1
-        return piece
 
 
 def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:

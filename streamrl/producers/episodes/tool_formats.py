@@ -108,10 +108,9 @@ def format_of(name: str, template: str) -> ToolFormat:
             name = "llama_json"
         else:
             name = "hermes"
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ConfigError(f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}") from None
+    if name not in FORMATS:
+        raise ConfigError(f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def name_calls(written: Sequence[WrittenCall], ids: Sequence[int], prompt: Sequence[int]) -> tuple[ToolCall, ...]:

@@ -1,7 +1,7 @@
 -- What somebody may have damaged in one key space: types of its keys, fields of its hashes.
--- KEYS    state live roles servers, then others
--- ARGV    a type for each of KEYS, then the prefixes (same slot as the rest) of dropped bitmaps, role hashes, server reports
---         and group hashes; the last one empty: group hashes are left out
+-- KEYS    state live roles, then others
+-- ARGV    a type for each of KEYS, then the prefixes (same slot as the rest) of dropped bitmaps, role hashes and group
+--         hashes; the last one empty: group hashes are left out
 -- returns {key, its type, the right one} of each key of a wrong type, flat state,
 --         {id, has a prompt (1|0), n, m, todo, left, nx, a, v, t, st} of each live group
 -- repeat  reads again; nothing is written
@@ -13,7 +13,7 @@ local function check(key, wanted)
 end
 
 for i, key in ipairs(KEYS) do check(key, ARGV[i]) end
-local dropped, role, report, group = unpack(ARGV, #KEYS + 1)
+local dropped, role, group = unpack(ARGV, #KEYS + 1)
 local state, groups = {}, {}
 if right[KEYS[1]] then
   state = redis.call('HGETALL', KEYS[1])
@@ -22,10 +22,8 @@ if right[KEYS[1]] then
     if why then check(dropped .. why, 'string') end
   end
 end
-for key, prefix in pairs({ [KEYS[3]] = role, [KEYS[4]] = report }) do
-  if right[key] then
-    for _, name in ipairs(redis.call('SMEMBERS', key)) do check(prefix .. name, 'hash') end
-  end
+if right[KEYS[3]] then
+  for _, name in ipairs(redis.call('SMEMBERS', KEYS[3])) do check(role .. name, 'hash') end
 end
 if group ~= '' and right[KEYS[2]] then
   for _, gid in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do

@@ -75,8 +75,8 @@ def _words(words: Sequence[str]) -> list[str]:
 
 def _prepare(config: RunConfig, run_file: str, overrides: Sequence[str], role: Service) -> Service:
     settings = {"redis.password_file": _PASSWORD, "weights.transport": "directory"}
-    if config.episode.processes:
-        settings["rollout.host"] = "0.0.0.0"  # noqa: S104 (the address of a container)
+    if config.engine.managed:
+        settings["engine.host"] = "0.0.0.0"  # noqa: S104 (the address of a container)
     if config.redis.url is None:
         settings["redis.url"] = "redis://redis:6379/0"
     items = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
@@ -97,7 +97,7 @@ def _process(config: RunConfig, kind: str, role: Service) -> Service:
         "environment": threads(config, kind, cluster=True),
         **({"cpus": wanted.cpus} if wanted.cpus else {}),
         # NCCL, and the processes of one server, talk in shared memory, of which Docker gives 64 MiB.
-        **({"shm_size": "8g"} if kind in {"learner", "rollout"} else {}),
+        **({"shm_size": "8g"} if kind in {"learner", "engine"} else {}),
         "restart": f"on-failure:{config.supervisor.max_restarts}",
         "stop_grace_period": f"{drain_seconds(config)}s",
         "depends_on": {"prepare": {"condition": "service_completed_successfully"}},

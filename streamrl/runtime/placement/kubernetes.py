@@ -3,7 +3,7 @@
 ```
 prepare (Job): checks the run file, publishes the run in Redis
    v
-feeder, rollout, reward (Deployments), learner (JobSet, one gang)     each `streamrl run ROLE --run redis://redis#NAME`
+feeder, engine, rollout, reward (Deployments), learner (JobSet, one gang)     each `streamrl run ROLE --run redis://redis#NAME`
                                                                       waits for STREAMRL_RUN_DIGEST to be published
 
 engine (LeaderWorkerSet, with `engine_nodes`), reward-model-NAME (StatefulSet)     vLLM or SGLang, asked by URL
@@ -42,7 +42,7 @@ from streamrl.runtime.placement.rendered import (
 )
 from streamrl.runtime.plan import processes, threads
 from streamrl.servers.launch import words
-from streamrl.servers.reward_models import MODEL_SERVERS
+from streamrl.servers.reward_models import ModelServer
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
 
@@ -50,7 +50,7 @@ HEALTH_PORT: Final = 8090
 WEIGHTS_PORT: Final = 8470
 RENDEZVOUS_PORT: Final = 29400
 SERVER_PORT: Final = 8000
-ENGINE: Final = "engine"
+SERVER: Final = "server"
 _LABEL: Final = "app.kubernetes.io/name"
 _PART: Final = "app.kubernetes.io/component"
 _USER: Final = 1000
@@ -80,7 +80,7 @@ def render(
     manifests: dict[str, list[Manifest]] = {}
     settings: dict[str, Any] = {}
     if engine_nodes > 1:
-        manifests[ENGINE], settings = _engine(config, engine_nodes, folder)
+        manifests[SERVER], settings = _engine(config, engine_nodes, folder)
     for name in config.reward_servers:
         if _service_of(name) in manifests:
             raise ConfigError(f"reward_models.{name}: another has the same name in small letters", "rename one")
@@ -89,7 +89,7 @@ def render(
     config = _beside(config, settings)
     digest = _digest(config, folder)
     overrides = [*overrides, *(f"{key}={orjson.dumps(value).decode()}" for key, value in settings.items())]
-    prepare = _prepare(config, run_file.name, overrides, digest, with_engine=ENGINE in manifests)
+    prepare = _prepare(config, run_file.name, overrides, digest, with_engine=SERVER in manifests)
     manifests |= {"prepare": [prepare], "network": _network(config)}
     if config.redis.url is None:
         manifests["redis"] = _redis(config)
@@ -129,7 +129,7 @@ def _image(config: RunConfig, kind: str) -> str:
     """Rewards need no torch; a replica has its engine in its image, which the checks before the start want to see."""
     if kind == "reward":
         return "streamrl-core"
-    return server_image(config) if kind in {"prepare", "rollout"} else "streamrl-train"
+    return server_image(config) if kind in {"prepare", "engine"} else "streamrl-train"
 
 
 def _kustomization(kind: str) -> Manifest:
@@ -137,7 +137,7 @@ def _kustomization(kind: str) -> Manifest:
 
 
 def _base(config: RunConfig, names: list[str], images: set[str]) -> Manifest:
-    secrets = ["redis-password", "metrics-token", *(["weights-token"] if ENGINE in names else [])]
+    secrets = ["redis-password", "metrics-token", *(["weights-token"] if SERVER in names else [])]
     return {
         **_kustomization("Kustomization"),
         "namespace": namespace(config.name),
@@ -253,7 +253,7 @@ def _runs_programs(config: RunConfig, kind: str) -> bool:
     """Whether a pod runs programs of the model in a sandbox: those of rewards, or of a tool (`prepare` tries that)."""
     if kind == "reward":
         return any(reward.use == "code" and reward.args.get("isolation") != "none" for reward in config.rewards)
-    tools = kind in {"prepare", "rollout", "agent"} and RUN_PYTHON in config.episode.tools
+    tools = kind in {"prepare", "rollout"} and RUN_PYTHON in config.episode.tools
     return tools and config.episode.run_python.get("isolation") != "none"
 
 
@@ -359,7 +359,7 @@ def _prepare(
     words = [word for item in items for word in ("--set", item)]
     arguments = ["up", f"/work/{run_file}", "--run", f"/scratch/{config.name}", "--prepare", *words]
     # The checks compare the servers' environment with the devices that they see.
-    wanted = config.resources("rollout") if config.engine.managed else None
+    wanted = config.resources("engine") if config.engine.managed else None
     container = _container(config, "prepare", arguments, wanted=wanted, probes=False)
     container["env"] += [digest, *([_WEIGHTS_TOKEN] if with_engine else [])]
     pod = _pod(config, "prepare", container, restart="OnFailure")
@@ -443,17 +443,18 @@ def _network(config: RunConfig) -> list[Manifest]:
     """Who reaches what: roles reach Redis, replicas the learner, ranks each other; monitoring reaches the metrics."""
     roles = {"podSelector": {"matchLabels": {_LABEL: "streamrl"}}}
     leader = lead(config)
-    own, rollout = ({"podSelector": _selector(kind)} for kind in (leader, "rollout"))
+    holder = "engine" if config.engines else "rollout"
+    own, follower, rollout = ({"podSelector": _selector(kind)} for kind in (leader, holder, "rollout"))
     monitoring = {"namespaceSelector": {"matchLabels": {"streamrl/monitoring": "true"}}}
 
     policies = [
         _policy("streamrl", {"matchLabels": {_LABEL: "streamrl"}}, _allow(HEALTH_PORT, monitoring)),
         # Ranks talk to each other on ports that gloo and NCCL choose.
-        _policy(leader, _selector(leader), {"from": [own]}, _allow(WEIGHTS_PORT, rollout)),
+        _policy(leader, _selector(leader), {"from": [own]}, _allow(WEIGHTS_PORT, follower)),
     ]
-    if "agent" in processes(config):
-        # Replicas serve agents on any free port, to bearers of the run's token.
-        policies.append(_policy("rollout", _selector("rollout"), {"from": [{"podSelector": _selector("agent")}]}))
+    if config.engine.managed:
+        # Servers listen on any free port, and ask for the token of the run.
+        policies.append(_policy("engine", _selector("engine"), {"from": [rollout]}))
     if config.redis.url is None:
         policies.append(_policy("redis", _selector("redis"), _allow(6379, roles)))
     return policies
@@ -470,19 +471,20 @@ def _gpu(config: RunConfig) -> Manifest:
     patches = []
     if "learner" in processes(config) and not config.resources("learner").gpus:
         patches.append(patch("JobSet", "learner", "/spec/replicatedJobs/0/template/spec/template/spec"))
-    if "rollout" in processes(config) and not config.engine.url and not config.resources("rollout").gpus:
+    generating = "engine" if config.engines else "rollout"
+    if generating in processes(config) and not config.engine.url and not config.resources(generating).gpus:
         checked = [patch("Job", "prepare", "/spec/template/spec")] if config.engine.managed else []
-        patches += [patch("Deployment", "rollout", "/spec/template/spec"), *checked]
+        patches += [patch("Deployment", generating, "/spec/template/spec"), *checked]
     return {**_kustomization("Kustomization"), "resources": ["../../base"], "patches": patches}
 
 
 def _scaling(config: RunConfig) -> list[Manifest]:
     """KEDA scales replicas and workers by our own lag. Its `redis-streams` trigger counts what is done already."""
-    streams = {"rollout": "prompts", "reward": "rollouts"}
+    streams = {"engine" if config.engines else "rollout": "prompts", "reward": "rollouts"}
     found = []
     for kind, stream in streams.items():
         # Servers of others are shared out to the replicas of the start.
-        if kind not in processes(config) or (kind == "rollout" and config.engine.url):
+        if kind not in processes(config) or (kind == "engine" and config.engine.url):
             continue
         query = f'max(streamrl_lag{{run="{config.name}",stream="{stream}"}})'  # every pod tells the same
         found.append(
@@ -547,14 +549,14 @@ def _engine(config: RunConfig, nodes: int, folder: Path) -> tuple[list[Manifest]
             " each node",
             f"set engine.tensor_parallel to a multiple of {nodes}",
         )
-    count = config.rollout.replicas * engine.servers
+    count = engine.servers
     container, ready = _engine_container(config, nodes, folder)
     leader = {**container, "readinessProbe": _answers(ready)}
-    template = {"metadata": {"labels": _meta(ENGINE)["labels"]}}
+    template = {"metadata": {"labels": _meta(SERVER)["labels"]}}
     lws = {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
-        "metadata": _meta(ENGINE),
+        "metadata": _meta(SERVER),
         "spec": {
             "replicas": count,
             # The controller makes the Service of this name, in which `engine-N` is the first pod of group N.
@@ -562,19 +564,19 @@ def _engine(config: RunConfig, nodes: int, folder: Path) -> tuple[list[Manifest]
             "leaderWorkerTemplate": {
                 "size": nodes,
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": {**template, "spec": _pod(config, ENGINE, leader)},
-                "workerTemplate": {**template, "spec": _pod(config, ENGINE, container)},
+                "leaderTemplate": {**template, "spec": _pod(config, SERVER, leader)},
+                "workerTemplate": {**template, "spec": _pod(config, SERVER, container)},
             },
         },
     }
-    own, *askers = ({"podSelector": _selector(kind)} for kind in (ENGINE, "rollout", "prepare"))
+    own, *askers = ({"podSelector": _selector(kind)} for kind in (SERVER, "engine", "rollout", "prepare"))
     policies = [
-        _policy(ENGINE, _selector(ENGINE), {"from": [own]}, _allow(SERVER_PORT, *askers)),
+        _policy(SERVER, _selector(SERVER), {"from": [own]}, _allow(SERVER_PORT, *askers)),
         _policy("engine-weights", _selector(lead(config)), _allow(WEIGHTS_PORT, own)),
     ]
-    urls = [f"http://{ENGINE}-{index}.{ENGINE}:{SERVER_PORT}" for index in range(count)]
-    # A replica computes nothing then.
-    freed = {"cluster.resources.rollout.gpus": 0} if config.resources("rollout").gpus else {}
+    urls = [f"http://{SERVER}-{index}.{SERVER}:{SERVER_PORT}" for index in range(count)]
+    # The role computes nothing then.
+    freed = {"cluster.resources.engine.gpus": 0} if config.resources("engine").gpus else {}
     return [lws, *policies], {**_others("engine", engine, urls), **freed}
 
 
@@ -592,8 +594,8 @@ def _engine_container(config: RunConfig, nodes: int, folder: Path) -> tuple[Mani
     drawn = {"random-seed" if engine.kind == "sglang" else "seed": f"{config.seed % 1_000_000}$(GROUP_INDEX)"}
     model = below(folder, config.model.path)
     flags = dialect.flags(model=model, port=SERVER_PORT, seed=0, cpu=False)
-    wanted = Resources(cpus=config.resources("rollout").cpus, gpus=engine.tensor_parallel // nodes)
-    container = _server(config, "rollout", engine.kind, {**flags, **drawn, **rendezvous}, wanted, *first)
+    wanted = Resources(cpus=config.resources("engine").cpus, gpus=engine.tensor_parallel // nodes)
+    container = _server(config, "engine", engine.kind, {**flags, **drawn, **rendezvous}, wanted, *first)
     group = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
     environ = {**dialect.environ(model, cpu=False), **engine.variables}
     container["env"] += [{"name": "GROUP_INDEX", "valueFrom": group}, _WEIGHTS_TOKEN, *_variables(environ)]
@@ -615,7 +617,7 @@ def _reward_model(config: RunConfig, model: str, folder: Path) -> tuple[list[Man
             f"reward_models.{model}.sleep: nobody tells a server in a pod of its own to sleep",
             f"leave out reward_models.{model}.sleep",
         )
-    kind = MODEL_SERVERS[served.kind](model, served, Path(), cpu=False)
+    kind = ModelServer(model, served, Path(), cpu=False)
     asked = config.resources(REWARD_MODEL_ROLE)
     wanted = asked.model_copy(update={"gpus": asked.gpus or 1.0})
     path = below(folder, served.model)

@@ -66,11 +66,11 @@ def _lacking(config: RunConfig, kind: str) -> str:
     try:
         if kind == "learner":
             need_packages("training", "torch", "transformers", "safetensors")
-        elif kind == "rollout":
+        elif kind == ("engine" if config.engines else "rollout"):
             look_at_engine(config)
         elif kind == "feeder":
             look_at_data(config)
-        if kind in {"learner", "rollout", "agent", "feeder"}:
+        if kind in {"learner", "engine", "rollout", "feeder"}:
             look_at_models(config)
     except StreamrlError as error:
         return f"{error.message}; {error.hint}" if error.hint else error.message

@@ -19,7 +19,7 @@ def shared_settings(config: RunConfig) -> dict[str, str]:
     return {
         "weights.transport": "http",
         "weights.host": everywhere,
-        **({"rollout.host": everywhere} if config.episode.processes else {}),
+        **({"engine.host": everywhere} if config.engine.managed else {}),
     }
 
 

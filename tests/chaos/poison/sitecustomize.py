@@ -1,7 +1,7 @@
 """Loaded by every process of the chaos run (PYTHONPATH): plays engine faults for marked prompts.
 
 A prompt that kills or breaks its engine cannot be made with a real model at will, so the fault is played here; the
-process that dies is the real replica (or the process of the episodes), by a real SIGKILL.
+process that dies is the real replica, by a real SIGKILL.
 """
 
 import os
@@ -23,7 +23,7 @@ def poison(sampler):
     sampler.sample = poisoned
 
 
-if {"rollout", "agent"} & set(getattr(sys, "orig_argv", [])):
+if "rollout" in getattr(sys, "orig_argv", []):
     from streamrl.producers.episodes.sampler import EpisodeSampler
     from streamrl.producers.sampler import SingleTurn
 

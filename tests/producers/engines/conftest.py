@@ -48,11 +48,10 @@ async def start(model_dir: Callable[..., Path]) -> AsyncIterator[Callable[..., A
     """Start engines; they are closed after the test."""
     engines: list[HfEngine] = []
 
-    async def start_engine(decode: str, kind: str = "qwen2", stops: bool = False, **engine: Any) -> HfEngine:
-        made = HfEngine(engine_config(model_dir(kind, stops), decode, **engine), seed=7)
+    async def start_engine(kind: str = "qwen2", stops: bool = False, **engine: Any) -> HfEngine:
+        made = HfEngine(engine_config(model_dir(kind, stops), **engine), seed=7)
         engines.append(made)
         await made.start()
-        assert made.decode == decode
         return made
 
     yield start_engine

@@ -17,12 +17,11 @@ import torch
 import transformers
 
 from streamrl.config import RunConfig
-from streamrl.producers.engines import Completion, Request
+from streamrl.engine import Completion, Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 
-MODES = pytest.mark.parametrize("decode", ["slots", "continuous"])
-KINDS = pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+KINDS = pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "mistral", "gemma3"])
 LONG = 150
 EOS = 2
 VOCABULARY = 24
@@ -54,11 +53,37 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, **COMMON
     ),
+    # a sliding window in every layer
+    "mistral": lambda: transformers.MistralConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        sliding_window=8,
+        **COMMON,
+    ),
+    # a sliding window in every other layer
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **COMMON,
+    ),
 }
 
 
 def random_model(kind: str, seed: int, attention: str = "sdpa") -> Any:
-    """The same weights for the same arguments, also while a decode thread draws from torch's global generator."""
+    """The same weights for the same arguments, whatever was drawn from torch's global generator before."""
     return copy.deepcopy(_made(kind, seed, attention))
 
 
@@ -68,7 +93,7 @@ def _made(kind: str, seed: int, attention: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=attention).eval()
 
 
-def engine_config(path: Path, decode: str, **engine: Any) -> RunConfig:
+def engine_config(path: Path, **engine: Any) -> RunConfig:
     context, deadline, max_hold = (
         engine.pop(name, default) for name, default in (("context", 200), ("deadline", 20), ("max_hold", 900))
     )
@@ -76,7 +101,7 @@ def engine_config(path: Path, decode: str, **engine: Any) -> RunConfig:
         {
             "model": {"path": str(path), "context": context},
             "sampling": {"max_new_tokens": 8},
-            "engine": {"decode": decode, "slots": 8, "device": "cpu", "threads": 1, "kv_cache": "64MiB", **engine},
+            "engine": {"slots": 8, "device": "cpu", "threads": 1, "kv_cache": "64MiB", **engine},
             "weights": {"deadline": deadline},
             "lease": {"max_hold": max_hold},
         }
@@ -105,10 +130,7 @@ class Gate:
 
     def _hold_wanted(self) -> bool:
         decoder: Any = self._engine._decoder
-        if self._engine.decode == "slots":
-            return decoder._holds > 0
-        manager = decoder._manager
-        return manager is not None and manager.background_thread_status.is_pause_requested()
+        return decoder._holds > 0
 
     async def passed(self, forwards: int) -> None:
         """Let exactly this many forwards through; return when the thread stands before the next one."""

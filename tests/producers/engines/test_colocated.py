@@ -18,7 +18,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture
 async def shared(model_dir):
-    engine = HfEngine(engine_config(model_dir("qwen2", stops=False), "slots"), seed=7)
+    engine = HfEngine(engine_config(model_dir("qwen2", stops=False)), seed=7)
     made = ColocatedEngine(engine, stops=frozenset(), context=200, level=1)
     await made.start()
     yield made
@@ -74,24 +74,24 @@ async def test_requests_that_come_while_it_is_away_wait(shared):
     assert len((await task).tokens) == 5
 
 
-async def test_abort_while_away_returns_what_there_is(shared):
+async def test_a_close_while_away_keeps_what_was_sampled(shared):
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 190)))
     await sampled(shared, 5)
     await shared.leave()
-    assert await shared.abort("a") == 1
-    assert await shared.abort("a") == 0
+    await shared.close()
     done = await task
     assert done.finish == "abort"
     assert 5 <= len(done.tokens) < 190
     assert len(done.logprobs) == len(done.tokens)
-    await shared.come_back()
 
 
-async def test_an_abort_of_the_callers_is_no_turn(shared):
+async def test_a_close_ends_what_is_sampled(shared):
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 190)))
     await sampled(shared, 5)
-    assert await shared.abort() == 1
-    assert (await task).finish == "abort"
+    with pytest.raises(ValueError, match="in flight"):
+        await shared.generate(request("a", PROMPT, 5))
+    await shared.close()
+    assert ((await task).finish, len((await task).tokens) >= 5) == ("abort", True)
 
 
 async def test_a_close_while_away_ends_what_waits(shared):

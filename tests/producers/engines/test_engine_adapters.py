@@ -45,9 +45,8 @@ def merged(version, folder):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("decode", ["slots", "continuous"])
-async def test_spans_are_exact_when_the_adapter_changes_in_mid_response(start, tmp_path, decode, dora):
-    engine = await start(decode)
+async def test_spans_are_exact_when_the_adapter_changes_in_mid_response(start, tmp_path, dora):
+    engine = await start()
     found = {number: adapter(number, dora=dora) for number in (1, 2)}
     await engine.apply(found[1])
     async with gated(engine) as gate:
@@ -61,7 +60,7 @@ async def test_spans_are_exact_when_the_adapter_changes_in_mid_response(start, t
 
 
 async def test_nothing_adds_up_over_many_versions(start):
-    engine, fresh = await start("slots"), await start("slots")
+    engine, fresh = await start(), await start()
     for number in range(1, 40):
         await engine.apply(adapter(number))
     await fresh.apply(adapter(39))
@@ -91,7 +90,7 @@ async def test_nothing_adds_up_over_many_versions(start):
     ],
 )
 async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(start, change, match):
-    engine = await start("slots")
+    engine = await start()
     await engine.apply(adapter(1))
     before = {name: tensor.clone() for name, tensor in named(engine._model).items()}
     broken = adapter(2)
@@ -104,7 +103,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(sta
 
 
 async def test_other_modules_than_before_and_other_weights_than_the_first_are_refused(start):
-    engine = await start("slots")
+    engine = await start()
     await engine.apply(adapter(1))
     fewer = adapter(2)
     tensors = {name: tensor for name, tensor in fewer.tensors.items() if "q_proj" in name}

@@ -1,4 +1,4 @@
-"""One suite for both decode loops: what every engine promises (`contract.Engine`)."""
+"""What every engine promises (`streamrl.engine.Engine`), of the one in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from engine_kit import (
     EOS,
     KINDS,
-    MODES,
     VOCABULARY,
     gated,
     held,
@@ -28,10 +27,9 @@ from streamrl.errors import DataError
 # --- log-probabilities and versions ---
 
 
-@MODES
 @KINDS
-async def test_log_probabilities_equal_a_plain_forward_pass(start, decode, kind):
-    engine = await start(decode, kind)
+async def test_log_probabilities_equal_a_plain_forward_pass(start, kind):
+    engine = await start(kind)
     model = random_model(kind, 0)
     asked = [
         (request(f"{length}.{k}.{heat}", prompt(length), 1 + (5 * length + k) % 20, heat), heat)
@@ -50,11 +48,10 @@ async def test_log_probabilities_equal_a_plain_forward_pass(start, decode, kind)
         np.testing.assert_allclose(completion.logprobs, plain(model, one.tokens.tolist(), completion, heat), atol=1e-5)
 
 
-@MODES
 @KINDS
-async def test_swaps_in_mid_request_are_exact(start, decode, kind):
+async def test_swaps_in_mid_request_are_exact(start, kind):
     """Three versions in one response; the oracle replays it with transformers' own cache, old keys and values kept."""
-    engine = await start(decode, kind)
+    engine = await start(kind)
     models = {version: random_model(kind, version) for version in (0, 3, 5)}
     prompts = [prompt(3, 1), prompt(3, 1), prompt(20, 2), prompt(35, 3)]
     async with gated(engine) as gate:
@@ -77,10 +74,9 @@ async def test_swaps_in_mid_request_are_exact(start, decode, kind):
     assert engine.load().version == 5
 
 
-@MODES
-async def test_nothing_of_old_weights_is_served_after_a_swap(start, decode):
+async def test_nothing_of_old_weights_is_served_after_a_swap(start):
     """Prompts of several cache blocks, asked for before, during and after a swap: later ones equal a plain pass."""
-    engine = await start(decode, slots=4)
+    engine = await start(slots=4)
     new = random_model("qwen2", 9)
     shared = prompt(100, 4)
     await asyncio.gather(*(engine.generate(request(f"before {k}", shared, 4)) for k in range(3)))
@@ -100,9 +96,8 @@ async def test_nothing_of_old_weights_is_served_after_a_swap(start, decode):
         np.testing.assert_allclose(completion.logprobs, plain(new, tokens, completion), atol=1e-5)
 
 
-@MODES
-async def test_a_swap_before_the_first_token_leaves_one_run(start, decode):
-    engine = await start(decode)
+async def test_a_swap_before_the_first_token_leaves_one_run(start):
+    engine = await start()
     await engine.pause()
     task = asyncio.create_task(engine.generate(request("a", prompt(4), 5)))
     await asyncio.sleep(0)
@@ -114,29 +109,12 @@ async def test_a_swap_before_the_first_token_leaves_one_run(start, decode):
     np.testing.assert_allclose(completion.logprobs, plain(random_model("qwen2", 2), prompt(4), completion), atol=1e-5)
 
 
-async def test_a_paged_cache_that_is_too_small_changes_no_version(start):
-    """Room for one full request and six want it: transformers throws requests out and computes them again."""
-    engine = await start("continuous", kv_cache="1KiB")
-    asked = [request(str(k), prompt(40, k), 120) for k in range(6)]
-    async with gated(engine) as gate:
-        tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
-        for version in (1, 2, 3):
-            await gate.passed(20)
-            await gate.during(engine.apply(held((1, version), named(random_model("qwen2", version)))))
-    for task in tasks:
-        completion = await task
-        assert len(completion.tokens) == 120
-        assert versions(completion) == sorted(versions(completion))
-        assert versions(completion)[-1] == 3
-
-
 # --- sampling ---
 
 
-@MODES
 @pytest.mark.parametrize("heat", [1.0, 0.5])
-async def test_first_tokens_follow_the_distribution(start, decode, heat):
-    engine = await start(decode, slots=64)
+async def test_first_tokens_follow_the_distribution(start, heat):
+    engine = await start(slots=64)
     model, text, count = random_model("qwen2", 0), prompt(6, 5), 3000
     done = await asyncio.gather(*(engine.generate(request(str(k), text, 1, heat)) for k in range(count)))
     with torch.no_grad():
@@ -150,9 +128,8 @@ async def test_first_tokens_follow_the_distribution(start, decode, heat):
     assert found[~likely].sum() <= 5 + 6 * np.sqrt(expected[~likely].sum() * count)
 
 
-@MODES
-async def test_equal_requests_get_different_responses(start, decode):
-    engine = await start(decode)
+async def test_equal_requests_get_different_responses(start):
+    engine = await start()
     done = await asyncio.gather(*(engine.generate(request(str(k), prompt(5), 20)) for k in range(8)))
     assert len({one.tokens.tobytes() for one in done}) == 8
 
@@ -160,9 +137,8 @@ async def test_equal_requests_get_different_responses(start, decode):
 # --- ends ---
 
 
-@MODES
-async def test_responses_end_at_the_first_end_of_sequence_or_at_their_limit(start, decode):
-    engine = await start(decode, stops=True)
+async def test_responses_end_at_the_first_end_of_sequence_or_at_their_limit(start):
+    engine = await start(stops=True)
     asked = [request(str(k), prompt(1 + k % 9, k), 1 + k % 25) for k in range(120)]
     done = await asyncio.gather(*(engine.generate(one) for one in asked))
     assert {one.finish for one in done} == {"stop", "length"}
@@ -179,9 +155,8 @@ async def test_responses_end_at_the_first_end_of_sequence_or_at_their_limit(star
     assert load.busy_seconds > 0
 
 
-@MODES
-async def test_more_requests_than_slots(start, decode):
-    engine = await start(decode, slots=3)
+async def test_more_requests_than_slots(start):
+    engine = await start(slots=3)
     model = random_model("qwen2", 0)
     asked = [request(str(k), prompt(1 + k % 5, k), 1 + k % 7) for k in range(40)]
     for one, completion in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
@@ -189,9 +164,8 @@ async def test_more_requests_than_slots(start, decode):
         np.testing.assert_allclose(completion.logprobs, plain(model, one.tokens.tolist(), completion), atol=1e-5)
 
 
-@MODES
-async def test_the_context_is_filled_to_the_last_token_and_not_beyond(start, decode):
-    engine = await start(decode, context=50)
+async def test_the_context_is_filled_to_the_last_token_and_not_beyond(start):
+    engine = await start(context=50)
     model = random_model("qwen2", 0)
     for length in (1, 42, 49):
         completion = await engine.generate(request("a", prompt(length), 1000))
@@ -200,9 +174,8 @@ async def test_the_context_is_filled_to_the_last_token_and_not_beyond(start, dec
         np.testing.assert_allclose(completion.logprobs, plain(model, prompt(length), completion), atol=1e-5)
 
 
-@MODES
-async def test_requests_that_can_never_be_served(start, decode):
-    engine = await start(decode, context=50)
+async def test_requests_that_can_never_be_served(start):
+    engine = await start(context=50)
     for bad in (
         request("empty", []),
         request("too long", prompt(50)),
@@ -218,9 +191,8 @@ async def test_requests_that_can_never_be_served(start, decode):
     assert len((await engine.generate(request("good", [3], 4))).tokens) == 4
 
 
-@MODES
-async def test_temperature_0_takes_the_most_probable_token_beside_others_that_draw(start, decode):
-    engine = await start(decode)
+async def test_temperature_0_takes_the_most_probable_token_beside_others_that_draw(start):
+    engine = await start()
     jobs = [("greedy", 0.0), ("drawn", 1.0), ("cool", 0.5), ("greedy too", 0.0)]
     done = await asyncio.gather(*(engine.generate(request(name, prompt(5), 20, heat)) for name, heat in jobs))
     model = random_model("qwen2", 0)
@@ -234,9 +206,8 @@ async def test_temperature_0_takes_the_most_probable_token_beside_others_that_dr
     assert np.isfinite(done[0].logprobs).all()
 
 
-@MODES
-async def test_an_id_belongs_to_one_request_at_a_time(start, decode):
-    engine = await start(decode)
+async def test_an_id_belongs_to_one_request_at_a_time(start):
+    engine = await start()
     first = asyncio.create_task(engine.generate(request("same", prompt(3), 30)))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="same"):

@@ -1,4 +1,4 @@
-"""Both decode loops: abort, cancel, pause, sleep, weights that are refused, death."""
+"""The engine in this process: abort, cancel, pause, sleep, weights that are refused, death."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_kit import LONG, MODES, gated, hanging, held, named, plain, prompt, random_model, request, until, versions
+from engine_kit import LONG, gated, hanging, held, named, plain, prompt, random_model, request, until, versions
 
 from streamrl.errors import Refused, Unreachable, WeightsError
-from streamrl.producers.engines import make_engine
+from streamrl.producers.engines.hf import HfEngine
 
 # --- abort, cancel, pause, sleep ---
 
 
-@MODES
-async def test_abort_returns_what_there_is(start, decode):
-    engine = await start(decode, slots=2)
+async def test_abort_returns_what_there_is(start):
+    engine = await start(slots=2)
     model = random_model("qwen2", 0)
     async with gated(engine) as gate:
         tasks = [asyncio.create_task(engine.generate(request(f"r{k}", prompt(3, k), LONG))) for k in range(3)]
@@ -36,9 +35,8 @@ async def test_abort_returns_what_there_is(start, decode):
     assert (await engine.generate(request("next", prompt(3), 4))).finish == "length"
 
 
-@MODES
-async def test_abort_works_while_paused_and_before_the_first_token(start, decode):
-    engine = await start(decode)
+async def test_abort_works_while_paused_and_before_the_first_token(start):
+    engine = await start()
     await engine.pause()
     task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
     await asyncio.sleep(0)
@@ -50,10 +48,9 @@ async def test_abort_works_while_paused_and_before_the_first_token(start, decode
     assert (await engine.generate(request("b", prompt(3), 4))).finish == "length"
 
 
-@MODES
-async def test_a_result_on_its_way_is_not_called_aborted(start, decode):
+async def test_a_result_on_its_way_is_not_called_aborted(start):
     """The request ends in the very step during which abort is called."""
-    engine = await start(decode)
+    engine = await start()
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await gate.passed(4)
@@ -63,9 +60,8 @@ async def test_a_result_on_its_way_is_not_called_aborted(start, decode):
         assert len(done.tokens) in (4, 5)
 
 
-@MODES
-async def test_cancelling_frees_the_place(start, decode):
-    engine = await start(decode, slots=2)
+async def test_cancelling_frees_the_place(start):
+    engine = await start(slots=2)
     async with gated(engine) as gate:
         long = [asyncio.create_task(engine.generate(request(f"r{k}", prompt(3, k), 190))) for k in range(2)]
         await gate.passed(3)
@@ -86,9 +82,8 @@ async def test_cancelling_frees_the_place(start, decode):
     assert engine.load().running == 0
 
 
-@MODES
-async def test_a_request_cancelled_in_its_first_turn_is_never_run(start, decode):
-    engine = await start(decode)
+async def test_a_request_cancelled_in_its_first_turn_is_never_run(start):
+    engine = await start()
     task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
     await asyncio.sleep(0)
     task.cancel()
@@ -98,9 +93,8 @@ async def test_a_request_cancelled_in_its_first_turn_is_never_run(start, decode)
     assert (await engine.generate(request("a", prompt(3), 3))).finish == "length"
 
 
-@MODES
-async def test_no_step_runs_while_paused(start, decode):
-    engine = await start(decode)
+async def test_no_step_runs_while_paused(start):
+    engine = await start()
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 20)))
         await gate.passed(3)
@@ -117,9 +111,8 @@ async def test_no_step_runs_while_paused(start, decode):
     assert (await more).runs == [(0, 1)]
 
 
-@MODES
-async def test_sleep_and_wake(start, decode):
-    engine = await start(decode)
+async def test_sleep_and_wake(start):
+    engine = await start()
     new = random_model("qwen2", 1)
     async with gated(engine) as gate:
         busy = asyncio.create_task(engine.generate(request("busy", prompt(3), 30)))
@@ -143,9 +136,8 @@ async def test_sleep_and_wake(start, decode):
         np.testing.assert_allclose(done.logprobs, plain(new, prompt(3), done), atol=1e-5)
 
 
-@MODES
-async def test_pause_outlives_sleep(start, decode):
-    engine = await start(decode)
+async def test_pause_outlives_sleep(start):
+    engine = await start()
     await engine.pause()
     await engine.sleep()
     await engine.wake()
@@ -181,9 +173,8 @@ def broken(how: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@MODES
-async def test_weights_are_refused_whole(start, decode):
-    engine = await start(decode)
+async def test_weights_are_refused_whole(start):
+    engine = await start()
     old = random_model("qwen2", 0)
     task = asyncio.create_task(engine.generate(request("flight", prompt(3), 100)))
     for how, says in {
@@ -203,9 +194,8 @@ async def test_weights_are_refused_whole(start, decode):
         np.testing.assert_allclose(completion.logprobs, plain(old, prompt(3), completion), atol=1e-5)
 
 
-@MODES
-async def test_versions_only_grow_and_a_repeat_does_nothing(start, decode):
-    engine = await start(decode)
+async def test_versions_only_grow_and_a_repeat_does_nothing(start):
+    engine = await start()
     first, second = random_model("qwen2", 1), random_model("qwen2", 2)
     tied = named(first)
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
@@ -228,10 +218,9 @@ async def test_versions_only_grow_and_a_repeat_does_nothing(start, decode):
 # --- death and end ---
 
 
-@MODES
 @pytest.mark.parametrize("cause", ["forward raises", "logits are NaN"])
-async def test_the_death_of_the_decode_loop_surfaces(start, decode, cause):
-    engine = await start(decode, slots=2)
+async def test_the_death_of_the_decode_loop_surfaces(start, cause):
+    engine = await start(slots=2)
     await engine.health()
 
     def fail(*_args: object) -> None:
@@ -257,9 +246,8 @@ async def test_the_death_of_the_decode_loop_surfaces(start, decode, cause):
     await engine.close()
 
 
-@MODES
-async def test_close_aborts_what_is_in_flight(start, decode):
-    engine = await start(decode)
+async def test_close_aborts_what_is_in_flight(start):
+    engine = await start()
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
         await gate.passed(5)
@@ -273,9 +261,8 @@ async def test_close_aborts_what_is_in_flight(start, decode):
             await call
 
 
-@MODES
-async def test_close_while_paused(start, decode):
-    engine = await start(decode)
+async def test_close_while_paused(start):
+    engine = await start()
     await engine.pause()
     task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
     await asyncio.sleep(0)
@@ -286,7 +273,7 @@ async def test_close_while_paused(start, decode):
 async def test_nothing_works_before_start(model_dir):
     from engine_kit import engine_config
 
-    engine = make_engine(engine_config(model_dir("qwen2"), "auto"), 0)
+    engine = HfEngine(engine_config(model_dir("qwen2")), 0)
     with pytest.raises(Unreachable, match="not been started"):
         await engine.health()
     assert engine.load().version == 0
@@ -295,7 +282,7 @@ async def test_nothing_works_before_start(model_dir):
 
 
 async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
-    engine = await start("slots", deadline=0.1)
+    engine = await start(deadline=0.1)
     with hanging(engine._model) as hang:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await until(hang.entered.is_set)
@@ -305,9 +292,8 @@ async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
             await task
 
 
-@MODES
-async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(start, decode):
-    engine = await start(decode, deadline=0.2)
+async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(start):
+    engine = await start(deadline=0.2)
     with hanging(engine._model):
         tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 5))) for k in range(3)]
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -317,10 +303,9 @@ async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(star
             await engine.health()
 
 
-@MODES
-async def test_half_of_the_longest_hold_is_too_long_for_a_step(start, decode):
+async def test_half_of_the_longest_hold_is_too_long_for_a_step(start):
     """Whoever gives up after `lease.max_hold` learns that the engine is to blame, not the prompt."""
-    engine = await start(decode, max_hold=0.4)
+    engine = await start(max_hold=0.4)
     engine._watcher.cancel()  # `health` notices by itself as well
     with hanging(engine._model):
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
@@ -333,9 +318,8 @@ async def test_half_of_the_longest_hold_is_too_long_for_a_step(start, decode):
         await asyncio.gather(task, return_exceptions=True)
 
 
-@MODES
-async def test_a_pause_of_any_length_is_no_hang(start, decode):
-    engine = await start(decode, deadline=0.2)
+async def test_a_pause_of_any_length_is_no_hang(start):
+    engine = await start(deadline=0.2)
     await engine.pause()
     task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
     await asyncio.sleep(0.8)
@@ -344,9 +328,8 @@ async def test_a_pause_of_any_length_is_no_hang(start, decode):
     assert (await task).finish == "length"
 
 
-@MODES
-async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller_left(start, decode, monkeypatch):
-    engine = await start(decode, deadline=0.2)
+async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller_left(start, monkeypatch):
+    engine = await start(deadline=0.2)
     free = threading.Event()
     monkeypatch.setattr("streamrl.producers.engines.control.match_weights", lambda *_: free.wait(60))
     task = asyncio.create_task(engine.apply(held((1, 1), {})))
@@ -364,7 +347,7 @@ async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller
 
 async def test_a_version_is_the_pair_of_epoch_and_number(start):
     """Two learners may use one number; what counts is who is newer, and a number never goes down."""
-    engine = await start("slots")
+    engine = await start()
     await engine.apply(held((1, 5), named(random_model("qwen2", 1))))
     await engine.apply(held((2, 5), named(random_model("qwen2", 2))))
     completion = await engine.generate(request("a", prompt(3), 10))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
+import aiohttp
+import msgspec
 from openai import AsyncOpenAI
 
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -44,11 +47,13 @@ class Gated(Script):
 class Served:
     """One sample: `engine`, `session`, `door`, the `url` and `key` of its endpoint, and a `client` without retries."""
 
-    def __init__(self, texts, tokenizer=TOKENIZER, **episode):
+    def __init__(self, texts, tokenizer=TOKENIZER, *, sections=(), evaluation=False, engine=None, **episode):
         agent = {"command": "agent", **episode.pop("agent", {})}
-        config = config_of({"agent": agent, **episode})
-        self.engine = Gated(tokenizer, texts)
-        self.session = EpisodeSession(config, self.engine, renderer_of(tokenizer), tokenizer, order_of(tokenizer))
+        config = config_of({"agent": agent, **episode}, **dict(sections))
+        order = order_of(tokenizer)
+        order = replace(order, prompt=msgspec.structs.replace(order.prompt, evaluation=evaluation))
+        self.engine = engine or Gated(tokenizer, texts)
+        self.session = EpisodeSession(config, self.engine, renderer_of(tokenizer), tokenizer, order)
         self.door = AgentDoor(self.session, config.episode.agent.max_calls, config.model.context)
 
     @contextlib.asynccontextmanager
@@ -82,3 +87,12 @@ class Served:
             else:
                 observed.append(TOKENIZER.decode(turn.observed_ids.tolist()))
         return sampled, observed
+
+
+async def post(served, body, path="chat/completions", **headers):
+    """Status and body of the answer to a raw client."""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {served.key}", **headers}) as client,
+        client.post(f"{served.url}/v1/{path}", json=body) as response,
+    ):
+        return response.status, await response.json()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
-from streamrl.producers.engines import make_engine
+from streamrl.producers.engines import hf
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.tools import Tool
-from streamrl.producers.replica import Replica
-from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.replica import run_rollout
 from streamrl.score import Score
 
 TURNS = 6
@@ -36,12 +36,10 @@ class Noting:
 
 
 async def serve(role):
-    engine = Noting(make_engine(role.config, os.getpid()), role.run_dir / f"sampled-{os.getpid()}.jsonl")
-    await engine.start()
-    try:
-        await Replica(role, engine, Tokenizer.load(role.config.model)).run()
-    finally:
-        await engine.close()
+    real = hf.HfEngine
+    note = role.run_dir / f"sampled-{os.getpid()}.jsonl"
+    hf.HfEngine = lambda config, seed: Noting(real(config, seed), note)
+    await run_rollout(role)
 
 
 async def add(a: int, b: int) -> int:
@@ -74,7 +72,8 @@ class Honest(Episode):
 
 async def die(a: int, b: int) -> int:
     """Take the process along."""
-    os._exit(a + b)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return a + b
 
 
 class Deadly(Honest):
@@ -82,6 +81,22 @@ class Deadly(Honest):
 
     def tool_of(self, task):
         return Tool.of(die, "add") if task.line == 1 else self.tool
+
+
+class Blocking(Honest):
+    """Its tool holds the event loop until the file `gate` is there."""
+
+    def __init__(self, gate):
+        self._gate = Path(gate)
+
+    def tool_of(self, task):
+        return Tool.of(self.add)
+
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        while not self._gate.exists():
+            time.sleep(0.01)  # noqa: ASYNC251 (as code that should not)
+        return a + b
 
 
 class Counter:

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from functools import partial
-from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
 from producer_kit import until
 
-from streamrl import listening
 from streamrl.errors import Unreachable
+from streamrl.producers.episodes.endpoint import server
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
 from streamrl.wire import NOTHING, PROMPT
 
 from .chat_kit import KEEPS_THINKING, LOOK_UP, answered, asked, make_tokenizer
-from .endpoint_kit import ASKED, Served
+from .endpoint_kit import ASKED, Served, post
 from .episode_kit import call
 
 CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
 BROKEN = call('{"name": "look_up", "arguments": {"word": ')
 USED = {"keep": "used"}
 FLAT = {"type": "function", **LOOK_UP["function"]}
-
-
-@pytest.fixture
-async def serve():
-    """Open samples; they are closed after the test."""
-    stack = contextlib.AsyncExitStack()
-
-    async def open_sample(*texts, **episode):
-        return await stack.enter_async_context(Served(texts, **episode).open())
-
-    async with stack:
-        yield open_sample
 
 
 # --- the ways to ask: each plays a call of a tool and its answer, and returns what was said ---------------------------
@@ -171,10 +156,16 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n": 2}, "`n` is not supported"),
-        ({"logprobs": True}, "`logprobs`"),
-        ({"stop": ["x"]}, "`stop`"),
-        ({"response_format": {"type": "json_object"}}, "`response_format`"),
+        ({"n": 0}, "n"),
+        ({"logprobs": True, "top_logprobs": 2}, "`top_logprobs`.* only those of the sampled tokens"),
+        ({"response_format": {"type": "json_object"}}, "`response_format`.* engine.kind hf keeps no reply to a schema"),
+        ({"response_format": {"type": "grammar"}}, "`response_format`.* its type is 'grammar'"),
+        ({"tools": [LOOK_UP], "tool_choice": "required"}, r"`tool_choice`.*forces.*ignore: \[tool_choice\]"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look_up"}}}, "`tool_choice`"),
+        ({"temperature": 0}, r"`temperature`.* samples of a group are alike.*ignore: \[temperature\]"),
+        ({"temperature": -1}, "temperature"),
+        ({"seed": 1}, "`seed`"),
+        ({"presence_penalty": 0.5}, "`presence_penalty`"),
         ({"tools": [{"type": "function", "function": {**LOOK_UP["function"], "strict": True}}]}, "`strict`"),
         ({"reasoning_effort": "high"}, "`reasoning_effort`"),
         ({"extra_body": {"stop_token_ids": [1]}}, "`stop_token_ids`"),
@@ -207,7 +198,7 @@ SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
         ("messages", {**HI, "tools": [SERVER_TOOL]}, "'web_search_20250305'"),
         ("messages", {**HI, "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "`mcp_servers`"),
         ("messages", {**HI, "messages": [*ASKED, {"role": "assistant", "content": "{"}]}, "`prefill`"),
-        ("messages", {**HI, "stop_sequences": ["x"]}, "`stop_sequences`"),
+        ("messages", {**HI, "tool_choice": {"type": "any"}}, "`tool_choice`"),
         ("messages", {**HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking`"),
         ("messages", {**HI, "tools": [{"name": "f", "input_schema": {}, "strict": True}]}, "`strict`"),
         ("responses", {"input": "x", "max_tool_calls": 2}, "`max_tool_calls`"),
@@ -216,7 +207,9 @@ SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
         ("responses", {"input": "x", "truncation": "auto"}, "`truncation`"),
         ("responses", {"input": "x", "reasoning": {"effort": "low"}}, "`reasoning`"),
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "`previous_response_id`"),
-        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "`text`"),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "`response_format`"),
+        ("responses", {"input": "x", "text": {"verbosity": "low"}}, "`text.verbosity`"),
+        ("responses", {"input": "x", "tool_choice": "required"}, "`tool_choice`"),
     ],
 )
 async def test_options_of_other_apis_that_cannot_be_obeyed_are_refused_by_name(serve, path, body, said):
@@ -230,7 +223,7 @@ async def test_options_of_other_apis_that_cannot_be_obeyed_are_refused_by_name(s
     [
         (
             "chat/completions",
-            {"n": 1, "stop": [], "logprobs": False, "temperature": 0, "top_k": 5, "response_format": {"type": "text"}},
+            {"n": 1, "stop": [], "logprobs": False, "temperature": 1, "top_k": -1, "response_format": {"type": "text"}},
         ),
         ("chat/completions", {"stop": None, "store": False, "user": "me", "tool_choice": "auto", "no_such": None}),
         ("messages", {"stop_sequences": [], "thinking": {"type": "disabled"}, "top_k": 5, "metadata": {}}),
@@ -287,15 +280,6 @@ async def test_an_agent_without_tools_gets_its_own_protocol_as_text(serve):
     served = await serve(CALLED)
     message = (await served.ask()).choices[0].message
     assert (message.content, message.tool_calls) == (CALLED, None)
-
-
-async def post(served, body, path="chat/completions", **headers):
-    """Status and body of the answer to a raw client."""
-    async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {served.key}", **headers}) as client,
-        client.post(f"{served.url}/v1/{path}", json=body) as response,
-    ):
-        return response.status, await response.json()
 
 
 async def test_bodies_that_are_no_call(serve):
@@ -388,32 +372,6 @@ async def test_calls_that_wait_for_a_place_are_told_of_the_end(serve):
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert [end.status_code for end in ends] == [410] * 3
     assert len(served.engine.requests) == 1
-
-
-async def test_a_flood_of_connections_is_refused_and_those_before_it_go_on(serve, monkeypatch):
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 2)
-    served = await serve("one", "two")
-    await served.ask()  # the client keeps this connection
-    address = urlsplit(served.url)
-    reader, held = await asyncio.open_connection(address.hostname, address.port)
-    held.write(b"GET /v1/models HTTP/1.1\r\n")  # the rest never comes
-    await until(partial(refuses, served.url), seconds=10)
-    await served.ask([*ASKED, asked("again")])
-    held.close()
-    await until(partial(welcomes, served.url), seconds=10)
-    assert await reader.read() == b""
-
-
-async def welcomes(url):
-    return not await refuses(url)
-
-
-async def refuses(url):
-    """Whether a new connection is refused; it may be closed before the request is read."""
-    with contextlib.suppress(aiohttp.ClientConnectionError):
-        async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/models") as response:
-            return response.status == 503
-    return True
 
 
 async def test_a_call_has_its_place_before_its_body_is_read(serve):
@@ -517,9 +475,9 @@ async def test_an_sdk_that_lost_the_answer_gets_the_same_turn(serve):
     served.engine.open.clear()
     tries, ask = asyncio.Semaphore(0), served.door.ask
 
-    async def counted(*given):
+    def counted(*given):
         tries.release()
-        return await ask(*given)
+        return ask(*given)
 
     served.door.ask = counted
     async with served.made(max_retries=3, timeout=1) as client:
@@ -618,6 +576,18 @@ async def test_a_reply_that_nobody_got_is_dropped_and_counted(serve):
     await served.ask()
     assert (await served.said())[0] == ["six"]
     assert (served.session.sample().dropped, served.session.sample().auxiliary) == (1, 0)
+
+
+async def test_a_stream_that_its_client_has_left_is_dropped(serve, monkeypatch):
+    monkeypatch.setattr(server, "_PING_SECONDS", 0.02)
+    served = await serve("lost", "six")
+    served.engine.open.clear()
+    stream = await served.ask([asked("hurry")], stream=True)
+    await stream.close()
+    await until(lambda: all(pending.left for known in served.door._asked.values() for pending in known))
+    served.engine.open.set()
+    await served.ask()
+    assert (await served.said())[0] == ["six"]
 
 
 async def test_siblings_that_nobody_used_are_dropped_on_demand_unless_rewarded(serve):

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from streamrl.config import RunConfig
+from streamrl.errors import RetryLater
 from streamrl.producers.episodes import journal as journal_module
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.episode import Episode
-from streamrl.producers.episodes.journal import BeginEntry, EpisodeJournal, LedgerJournal
+from streamrl.producers.episodes.journal import BeginEntry
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.sampler import EpisodeSampler
-from streamrl.producers.episodes.tools import ToolResult
-from streamrl.producers.sampler import CannotNow
+from streamrl.producers.sampler import TurnJournal
 from streamrl.queues import open_ledgers
-from streamrl.wire import ToolUse
 from tests.queues.ledger_kit import admit, faults, lease, take, until
 
 from .chat_kit import HERMES, make_tokenizer
@@ -93,7 +92,7 @@ class Lives:
 
     @contextlib.asynccontextmanager
     async def playing(self, engine):
-        order = order_of(self.tokenizer, journal=LedgerJournal(self.lease, 0, self.progress.append))
+        order = order_of(self.tokenizer, journal=TurnJournal(self.lease, 0, self.progress.append))
         async with EpisodeSampler(self.config, engine, self.tokenizer, self.episode, "r") as sampler:
             task = asyncio.create_task(sampler.sample(order))
             try:
@@ -139,6 +138,26 @@ async def test_recorded_turns_and_answers_are_taken_from_the_journal(ledger):
     assert await ledger.emit(lives.lease, 0, b"payload")
     assert (await ledger.trace(0))["journaled"] == {}
     assert await faults(ledger) == []
+
+
+class Drawn(Episode):
+    """Two turns, the first with options of its own."""
+
+    def __init__(self):
+        self.options = {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
+
+    async def run(self, task, chat):
+        turn = await chat.session.sampled(task.messages, **self.options)
+        await chat.session.sampled([*task.messages, turn.reply.message, {"role": "user", "content": "and?"}])
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0.6}, {"stop": ["y"]}, {"max_tokens": 8}, {"json_schema": "{}"}])
+async def test_a_reply_with_other_options_is_no_recorded_one(ledger, other):
+    lives = Lives(ledger, Drawn())
+    await lives.die("a")
+    lives.episode.options |= other
+    engine, sample = await lives.live(*"bc")
+    assert (sample.replayed, len(engine.requests)) == ((0, 2) if other else (1, 1))
 
 
 async def test_without_determinism_an_episode_begins_again_each_time(ledger):
@@ -390,8 +409,7 @@ async def test_a_sample_whose_environment_cannot_go_on_begins_again(ledger, refu
     assert (sample.replayed, sample.restarts, sample.score.value) == (0, 1, 3.0)
     assert sample.token_ids.tolist() == said(engine, call(put("c")), DONE)
     assert sample.stop == "completed"
-    begin = journal_module._decode((await ledger.read_journal(lives.lease, 0)).turns[0])
-    assert begin == BeginEntry(1)
+    assert (await ledger.read_journal(lives.lease, 0)).turns[0] == msgspec.msgpack.encode(BeginEntry(1))
 
 
 async def test_a_process_that_lost_the_sample_gives_it_up(ledger):
@@ -402,7 +420,7 @@ async def test_a_process_that_lost_the_sample_gives_it_up(ledger):
     await take(ledger, "prompts", lives.lease, "the next one")
     before = await ledger.read_journal(lives.lease, 0)
     async with lives.playing(engine) as task:
-        with pytest.raises(CannotNow, match="another process has taken the sample over"):
+        with pytest.raises(RetryLater, match="another process has taken the sample over"):
             await task
     assert (engine.requests, await ledger.read_journal(lives.lease, 0)) == ([], before)
 
@@ -418,9 +436,9 @@ async def test_one_of_both_methods_is_a_tool(ledger):
     assert "empty" in answers(sample)[0]
 
 
-async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
-    """It was declared deterministic and is not: what was answered stays, the rest is forgotten, and that is counted."""
-    lives = Lives(ledger, None)
+def fickle(ledger, **limits):
+    """An episode that was declared deterministic and is not: its second question is another one in each process."""
+    lives = Lives(ledger, None, **limits)
 
     class Fickle(Episode):
         async def run(self, task, chat):
@@ -430,15 +448,42 @@ async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
                 messages.append({"role": "user", "content": f"life {lives.lives}"})
 
     lives.episode = Fickle()
+    return lives
+
+
+async def test_code_that_goes_another_way_samples_anew_from_there(ledger):
+    lives = fickle(ledger)
     await lives.die("a", "b", "c")
-    assert (await ledger.trace(0))["journaled"] == {0: 4}
-    await lives.die("d", version=2)  # the first turn is answered, the second is not the same question
-    left = [journal_module._decode(entry) for entry in (await ledger.read_journal(lives.lease, 0)).turns]
-    assert left[0] == BeginEntry(1)
-    assert [entry.runs for entry in left[1:]] == [[(0, 1)], [(0, 2)]]
+    await lives.die("d", version=2)
+    assert (await ledger.trace(0))["journaled"] == {0: 5}
     engine, sample = await lives.live("e", "f", "g", version=3)
-    assert (sample.replayed, sample.restarts) == (1, 2)
+    assert (sample.replayed, sample.restarts) == (1, 0)
     assert sample.token_ids.tolist() == said(engine, "a", "e", "f", "g")
+    assert sample.token_versions[[0, -1]].tolist() == [1, 3]
+
+
+async def test_code_that_kills_its_process_on_another_way_each_time_is_found_to_be_the_cause(ledger):
+    """A recorded turn clears the sample of earlier deaths, so there are no more of them than an episode may have."""
+    lives = fickle(ledger, max_turns=4)
+    await lives.die("a", "b")
+    for life in range(4):
+        await lives.die(f"other {life}")
+    assert (await ledger.trace(0))["journaled"] == {0: 5}, "begin and four turns"
+    [(_, _, _, deaths)] = await ledger.connection.read("XPENDING", ledger.keys.prompts, "g", "-", "+", 1)
+    assert deaths == 3, "of the last two processes and the lease of the present one"
+
+
+async def test_a_record_of_the_version_before_is_read(ledger):
+    """Its entries said more: which calls had no answer yet."""
+    lives = Lives(ledger, ToolEpisode([shift]))
+    await lives.die(call(SHIFT))
+    turns = (await ledger.read_journal(lives.lease, 0)).turns
+    await ledger.forget_journal(lives.lease, 0)
+    for number, turn in enumerate(turns[:2]):
+        entry = msgspec.msgpack.decode(turn) | ({"waiting": []} if number else {})
+        await ledger.journal(lives.lease, 0, number, msgspec.msgpack.encode(entry))
+    _, sample = await lives.live(DONE)
+    assert (RAN, sample.replayed, sample.restarts) == ([5, 5], 1, 0)
 
 
 async def test_a_call_that_ran_beside_recorded_ones_is_no_other_way(ledger):
@@ -488,33 +533,17 @@ async def test_a_journal_that_is_full_ends_early(ledger, monkeypatch):
     assert sample.restarts == 0
 
 
-async def test_a_full_journal_takes_no_answer_that_came_at_the_same_time(ledger, monkeypatch):
-    """It would stand after a gap."""
-    monkeypatch.setattr(journal_module, "_MOST_BYTES", 700)
-    await admit(ledger, 0)
-    (held,) = await lease(ledger, "prompts")
-    kept = EpisodeJournal(LedgerJournal(held, 0, lambda _: None), deterministic=True)
-    results = {
-        key: ToolResult({"role": "tool", "content": text}, ToolUse(name="shift", outcome="ok", seconds=0.1))
-        for key, text in {b"a": "6", b"b": "7" * 700, b"c": "8"}.items()
-    }
-    assert [await kept.result(key) for key in results] == [None, None, None]
-    await asyncio.gather(*(kept.add_result(key, result) for key, result in results.items()))
-    left = [msgspec.msgpack.decode(entry) for entry in (await ledger.read_journal(held, 0)).turns]
-    assert [entry.get("key") for entry in left] == [None, b"a"]
-
-
 async def test_a_cancelled_write_leaves_no_gap(ledger):
     """What its writer did not wait for may be in Redis or not: the next turn comes after it, and once."""
     await admit(ledger, 0)
     (held,) = await lease(ledger, "prompts")
-    kept = LedgerJournal(held, 0, lambda _: None)
+    kept = TurnJournal(held, 0, lambda _: None)
     await kept.turn(b"a")
     await ledger.journal(held, 0, 1, b"of a cancelled writer")
     await kept.turn(b"b")
     await kept.turn(b"c")
     assert (await ledger.read_journal(held, 0)).turns == [b"a", b"of a cancelled writer", b"b", b"c"]
-    again = LedgerJournal(held, 0, lambda _: None)
+    again = TurnJournal(held, 0, lambda _: None)
     await again.turn(b"a")  # a repeat after a lost reply
     await again.turn(b"d")
     assert (await ledger.read_journal(held, 0)).turns[-2:] == [b"c", b"d"]

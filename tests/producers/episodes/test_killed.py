@@ -1,9 +1,10 @@
-"""Replicas that are killed with SIGKILL in the middle of episodes: nothing is lost, and no token is there twice."""
+"""Replicas that are killed or held in the middle of episodes: nothing is lost, and no token is there twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from functools import partial
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from transformers import Qwen2ForCausalLM
 
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues.keys import GROUP
 from streamrl.runtime.audit import audit, structural_faults
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.wire import PROMPT, Prompt, Sample, decode, encode
@@ -100,7 +102,7 @@ async def test_tools_of_an_environment_with_a_state_do_not_run_again(run, tmp_pa
 
 async def samples_of_lives(run, folder):
     """Kill replicas in the middle of episodes, and let a last one finish them; what holds of all samples is checked."""
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=4, threads=1)
     run.set("sampling", group_size=SAMPLES, max_new_tokens=16)
     run.set("lease", seconds=1.0, max_deliveries=KILLS + 2)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt
@@ -141,7 +143,7 @@ async def samples_of_lives(run, folder):
 @pytest.mark.timeout(300)
 async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(run, tmp_path):
     folder = save_talker(tmp_path / "talker", calls=(ADD,))
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=4, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=4, threads=1)
     run.set("sampling", group_size=1, max_new_tokens=16).set("episode", run=f"{WHERE}:Deadly", max_turns=TURNS)
     run.set("lease", seconds=1.0, max_deliveries=3)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt
@@ -162,6 +164,54 @@ async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(r
         made = [group_id for group_id in range(GROUPS) if (await train.trace(group_id)).get("payloads")]
     assert made == [0, 2, 3]
     assert {letter.group_id for letter in letters} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run, tmp_path):
+    folder, gate = save_talker(tmp_path / "talker", calls=(ADD,), ends=False), tmp_path / "gate"
+    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=8, threads=1)
+    run.set("sampling", group_size=SAMPLES, max_new_tokens=16).set("lease", seconds=1.0)
+    run.set("episode", run=f"{WHERE}:Blocking", args={"gate": str(gate)}, max_turns=TURNS)
+    prompt = order_of(Tokenizer.load(run.config.model)).prompt
+    replicas = []
+    async with run.open() as ledgers:
+        train = ledgers.train
+
+        async def held_seconds():
+            shown = (await ledgers.roles.read()).get("rollout.0", {})
+            told = re.search(r"event loop for (\d+) s at .*killed_replica.py:\d+ in add$", shown.get("trouble", ""))
+            return int(told[1]) if told and shown["state"] == "blocked" else 0
+
+        async def ready(name):
+            return (await ledgers.roles.read()).get(name, {}).get("state") == "ready"
+
+        for group_id in range(GROUPS):
+            await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
+        await publish(run, ledgers, folder)
+        try:
+            replicas.append(run.spawn(f"{WHERE}:serve", "rollout.0"))
+            await until_async(held_seconds, 90)
+            replicas.append(run.spawn(f"{WHERE}:serve", "rollout.1"))
+            await until_async(lambda: ready("rollout.1"), 90)
+            before = await held_seconds()
+
+            async def long_held():
+                return await held_seconds() >= before + 4  # four leases, in which rollout.1 takes what has expired
+
+            await until_async(long_held, 90)
+            pending = await train.connection.read("XPENDING", train.keys.prompts, GROUP, "-", "+", 10)
+            assert {(owner.split(b"-")[0], deliveries) for _, owner, _, deliveries in pending} == {(b"rollout.0", 1)}
+            assert len(pending) == GROUPS
+            gate.touch()
+            await until_async(lambda: all_emitted(train), 120)
+            await until_async(lambda: ready("rollout.0"), 30)
+            assert [replica.poll() for replica in replicas] == [None, None]
+        finally:
+            for replica in replicas:
+                kill(replica)
+        flat = [sample for group_id in range(GROUPS) for sample in await read(train, group_id)]
+    assert {(sample.engine, sample.restarts) for sample in flat} == {("rollout.0", 0)}
 
 
 async def dead_or_done(replica, ledger):

@@ -68,6 +68,38 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     assert len({request.id for request in engine.requests}) == 2
 
 
+async def test_a_text_ends_a_reply_and_the_conversation_goes_on_behind_its_tokens():
+    session, engine = session_of(["think\nObservation: it rains", "done;", call(ADD)], sampling={"stop": (";",)})
+    turn = await session.sampled(CHAT, stop=["\nObservation:", "never"])
+    assert (turn.reply.content, turn.finish, turn.cut) == ("think", "stop", None)
+    said = TOKENIZER.decode(turn.tokens)
+    assert said.startswith("think\nObservation:")
+    assert not TOKENIZER.decode(turn.tokens[:-1]).endswith("Observation:")
+    assert session.text(turn) == "think"
+    chat = [*CHAT, turn.reply.message, asked("Observation: it rains")]
+    second = await session.sampled(chat)  # the texts of the run
+    assert (second.reply.content, TOKENIZER.decode(second.tokens)) == ("done", "done;")
+    assert [request.stop for request in engine.requests] == [("\nObservation:", "never"), (";",)]
+    before = [*engine.requests[0].tokens, *turn.tokens]
+    assert engine.requests[1].tokens[: len(before)].tolist() == before
+    rest = TOKENIZER.decode(engine.requests[1].tokens[len(before) :], special=True)
+    assert rest == "<|im_end|>\n<|im_start|>user\nObservation: it rains<|im_end|>\n<|im_start|>assistant\n"
+    sample = session.sample()
+    assert (sample.text, sample.finish) == ("done", "stop")
+    assert [len(turn.messages) for turn in sample.turns if turn.sampled] == [1, 2]
+    third = await session.sampled([*chat, second.reply.message, asked("add")], [LOOK_UP], stop=())
+    assert third.reply.calls[0].name == "add"
+
+
+async def test_how_replies_are_drawn_is_asked_of_the_engine():
+    order = order_of(TOKENIZER, seed="7/g0/0")
+    session, engine = session_of(["a", "b"], order=order, sampling={"top_p": 0.9, "min_tokens": 2})
+    first = await replied(session, CHAT)
+    await replied(session, [*CHAT, first.message, asked("and?")])
+    assert [(request.top_p, request.min_tokens) for request in engine.requests] == [(0.9, 2)] * 2
+    assert len({request.seed for request in engine.requests} - {None}) == 2
+
+
 async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
     session, _ = session_of(["three"])
     await replied(session, CHAT)
@@ -98,30 +130,11 @@ async def test_the_cache_of_older_weights_can_be_refused():
     assert engine.requests[0].cache_version is None
 
 
-async def test_a_turn_that_breaks_off_goes_on_with_what_there_is():
-    session, engine = session_of([None, None, b"two and", " one"], order=order_of(TOKENIZER))
-    engine.generate = breaking(engine)
-    reply = await replied(session, CHAT)
-    assert reply.content == "two and one"
-    assert len(engine.requests[3].tokens) == len(engine.requests[0].tokens) + len(engine.ids("two and"))
-    session, engine = session_of([None] * 3)
-    with pytest.raises(RuntimeError, match="aborted"):
-        await replied(session, CHAT)
-    with pytest.raises(RuntimeError, match="aborted"):
-        await replied(session, CHAT)
-
-
-def breaking(engine):
-    """The engine's `generate`, whose cut responses broke off."""
-    generate = type(engine).generate
-
-    async def generate_or_break(request):
-        from dataclasses import replace
-
-        completion = await generate(engine, request)
-        return replace(completion, finish="abort") if completion.finish == "length" else completion
-
-    return generate_or_break
+async def test_a_turn_that_the_engine_breaks_off_is_a_fault_of_the_engine():
+    session, _ = session_of([None])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="aborted"):
+            await replied(session, CHAT)
 
 
 async def test_a_token_that_ends_a_turn_ends_it_also_where_the_engine_goes_on():
@@ -292,15 +305,18 @@ async def test_the_death_of_the_engine_is_kept_whatever_the_code_makes_of_it():
     assert len(engine.requests) == 1
 
 
-async def test_the_part_that_used_up_its_time_is_named():
-    session, engine = session_of([], {"deadline": 0.4, "shares": {"model": 0.25}})
+async def test_time_is_kept_for_the_score_and_what_ran_out_of_it_is_named():
+    session, engine = session_of([], {"deadline": 0.4, "scoring_share": 0.75})
     engine.generate = lambda _: asyncio.Event().wait()
-    with pytest.raises(EpisodeOver, match=r"model took its share of 0.1 s \(episode.shares.model\)"):
+    late = r"ran out of time during model \(episode.deadline 0.4 s, 0.3 s of it for the score\)"
+    with pytest.raises(EpisodeOver, match=late):
         await replied(session, CHAT)
     assert session.stop == "rollout_timeout"
-    session, engine = session_of([], {"deadline": 0.2, "shares": {"scoring": 0.5}})
-    with pytest.raises(EpisodeOver, match=r"0\.1 s were over during tools"):
+    with pytest.raises(EpisodeOver, match=late):
         async with session.part("tools"):
             await asyncio.Event().wait()
     async with session.part("scoring"):
-        pass
+        await asyncio.sleep(0)
+    with pytest.raises(EpisodeOver, match=late):
+        async with session.part("scoring"):
+            await asyncio.Event().wait()

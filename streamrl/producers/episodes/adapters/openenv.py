@@ -16,32 +16,24 @@ import aiohttp
 import orjson
 from typing_extensions import override
 
-from streamrl.errors import ConfigError, StreamrlError, Unreachable
+from streamrl.errors import ConfigError, RetryLater, Unreachable
 from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
-    ActionPattern,
+    Actions,
     EnvironmentStep,
-    RunningEnvironment,
+    NonBlocking,
     SteppedEpisode,
     StepRewards,
     seed_of,
 )
-from streamrl.producers.episodes.environment import begin
 from streamrl.producers.episodes.episode import Task
-from streamrl.producers.episodes.rendering import Message
-from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.producers.episodes.tools import as_text
-from streamrl.producers.sampler import CannotNow
 
 _CONNECT_SECONDS: Final = 10.0
 PATIENCE: Final = 5.0
 """Seconds without a server that takes one more session, after which a prompt is handed back."""
 _PAUSE: Final = 0.5
 _HINT: Final = "start the environment's server, and name it in `url`"
-
-
-class OpenEnvError(StreamrlError):
-    """The environment's server answered with an error."""
 
 
 class OpenEnvEpisode(SteppedEpisode):
@@ -56,11 +48,9 @@ class OpenEnvEpisode(SteppedEpisode):
         url: of the server, `http://HOST:PORT`.
         field: field of the action that the reply is; None: the reply is the whole action, as JSON.
         fields: other fields of each action.
-        pattern: regular expression whose first group holds what the policy writes of the action; the last place where
-            it is found counts. Without it that is the whole reply, without spaces around it.
+        pattern: see `Actions`; None: the whole reply is what the policy writes of the action.
         observation: field of the observation that the model reads; None: the whole observation, as JSON.
         invalid_reward: of a reply that is no action.
-        seed: another one gives other seeds to all lines that have none.
         token_file: file with the token that is sent as `Authorization: Bearer`.
         rewards: see `SteppedEpisode`.
     """
@@ -74,164 +64,122 @@ class OpenEnvEpisode(SteppedEpisode):
         pattern: str | None = None,
         observation: str | None = None,
         invalid_reward: float = 0.0,
-        seed: int = 0,
         token_file: str | None = None,
         rewards: StepRewards = "turns",
     ) -> None:
         super().__init__(rewards)
-        self.url = url.rstrip("/")
-        self.field = field
-        self.fields = dict(fields or {})
-        self.pattern = ActionPattern(pattern)
-        self.observation = observation
-        self.invalid_reward = invalid_reward
-        self._seed = seed
+        self._url = url.rstrip("/")
+        self._actions = Actions(pattern, invalid_reward)
+        self._field = field
+        self._fields = dict(fields or {})
+        self._observation = observation
         self._token_file = None if token_file is None else Path(token_file)
-        self._http: aiohttp.ClientSession | None = None
+        self._headers: Mapping[str, str] = {}
 
     @override
     async def open(self) -> None:
         """Ask for the environment's schema, so that a wrong address or field ends the run at its start."""
         token = await asyncio.to_thread(read_key, "token_file", self._token_file)
-        client = HttpClient(self.url, token, _HINT, key_option="token_file")
+        client = HttpClient(self._url, token, _HINT, key_option="token_file")
+        self._headers = client.headers
         try:
             schema = await client.call(Call("GET", "/schema", repeatable=True), _CONNECT_SECONDS)
         finally:
             await client.close()
-        for role, names in (("action", [self.field, *self.fields]), ("observation", [self.observation])):
+        for role, names in (("action", [self._field, *self._fields]), ("observation", [self._observation])):
             known = schema.get(role, {}).get("properties", {}) if isinstance(schema, dict) else {}
             if missing := [name for name in names if name is not None and name not in known]:
-                what = f"the {role} of the environment at {self.url} has no {', '.join(missing)}"
+                what = f"the {role} of the environment at {self._url} has no {', '.join(missing)}"
                 raise ConfigError(what, f"there are: {', '.join(known) or 'none'}")
-        self._http = aiohttp.ClientSession(
-            headers=client.headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            trust_env=behind_proxy(self.url),
-        )
 
     @override
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+    async def play(self, task: Task, max_turns: int) -> NonBlocking:
+        times = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        proxies = behind_proxy(self._url)
+        async with (
+            aiohttp.ClientSession(headers=self._headers, timeout=times, trust_env=proxies) as http,
+            contextlib.aclosing(_Connection(http, self._url)) as connection,
+        ):
+            said = await self._begun(connection, task)
+            reply = yield EnvironmentStep(self._shown(said))
+            while True:
+                reply = yield await self._step(connection, reply)
 
-    @override
-    def environment(self, task: Task, max_turns: int) -> RunningEnvironment:
-        assert self._http is not None
-        return _OpenEnvSession(self._http, self, seed_of(task, self._seed), task)
-
-    @override
-    def action(self, session: EpisodeSession, turn: SampledTurn) -> str:
-        return turn.reply.content
-
-    def made(self, text: str) -> dict[str, Any] | None:
-        """The action that a reply stands for; None: it is none."""
-        found = self.pattern.found(text)
-        if found is None or self.field is not None:
-            return None if found is None else {**self.fields, str(self.field): found}
-        try:
-            action = orjson.loads(found)
-        except orjson.JSONDecodeError:
-            return None
-        return {**self.fields, **action} if isinstance(action, dict) else None
-
-    def shown(self, observation: Mapping[str, Any]) -> str:
-        if self.observation is not None:
-            return as_text(observation.get(self.observation))
-        return as_text({name: value for name, value in observation.items() if name != "metadata" or value})
-
-    def refusal(self, why: str) -> EnvironmentStep:
-        return EnvironmentStep([{"role": "user", "content": f"error: this is no action{why}"}], self.invalid_reward)
-
-
-class _OpenEnvSession:
-    """A receive is always under way, because aiohttp answers the server's pings in it."""
-
-    def __init__(self, http: aiohttp.ClientSession, episode: OpenEnvEpisode, seed: int, task: Task) -> None:
-        self._http = http
-        self._episode = episode
-        self._seed = seed
-        self._task = task
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._next: asyncio.Task[aiohttp.WSMessage] | None = None
-
-    async def reset(self) -> list[Message]:
-        """CannotNow: the server is away, or has no free session, for a while: the prompt is handed back."""
+    async def _begun(self, connection: _Connection, task: Task) -> dict[str, Any]:
+        """What `reset` answers. RetryLater: the server is away, or has no free session, for a while."""
+        options = task.metadata.get("options") or {}
         end = asyncio.get_running_loop().time() + PATIENCE
         while True:
             try:
-                return await self._begin()
+                await connection.open()
+                return await connection.ask("reset", {"seed": seed_of(task), **options})
             except Unreachable as error:
-                await self.close()
+                await connection.aclose()
                 if asyncio.get_running_loop().time() >= end:
-                    raise CannotNow(error.message, error.hint) from error
+                    raise RetryLater(error.message, error.hint) from error
             await asyncio.sleep(_PAUSE)
 
-    async def _begin(self) -> list[Message]:
+    async def _step(self, connection: _Connection, reply: str) -> EnvironmentStep:
+        action: Any = self._actions.found(reply)
+        if action is not None and self._field is not None:
+            action = {self._field: action}
+        elif action is not None:
+            with contextlib.suppress(orjson.JSONDecodeError):
+                action = orjson.loads(action)
+        if not isinstance(action, dict):
+            return self._actions.refusal("; write it as JSON" if self._field is None else "")
+        said = await connection.ask("step", {**self._fields, **action})
+        if "errors" in said:
+            wrong = (f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in said["errors"])
+            return self._actions.refusal(f": {'; '.join(wrong)}")
+        reward = None if said["reward"] is None else float(said["reward"])
+        return EnvironmentStep(self._shown(said), reward, "completed" if said["done"] else None)
+
+    def _shown(self, said: Mapping[str, Any]) -> str:
+        observation = said["observation"]
+        if self._observation is not None:
+            return as_text(observation.get(self._observation))
+        return as_text({name: value for name, value in observation.items() if name != "metadata" or value})
+
+
+class _Connection:
+    """A session of a server. A receive is always under way, because aiohttp answers the server's pings in it."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._next: asyncio.Task[aiohttp.WSMessage] | None = None
+
+    async def open(self) -> None:
         try:
-            self._socket = await self._http.ws_connect(f"{self._episode.url}/ws", max_msg_size=MAX_MESSAGE)
+            self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unreachable(f"no connection to the environment at {self._episode.url}: {error}", _HINT) from error
-        self._receive(self._socket)
-        said = await self._ask("reset", {"seed": self._seed, **(self._task.metadata.get("options") or {})})
-        text = self._episode.shown(_observed(said))
-        begin(self._task, f"\n\n{text}" if self._task.text and text else text)
-        return self._task.messages
+            raise Unreachable(f"no connection to the environment at {self._url}: {error}", _HINT) from error
+        self._next = asyncio.create_task(self._socket.receive())
 
-    async def step(self, action: str) -> EnvironmentStep:
-        made = self._episode.made(action)
-        if made is None:
-            what = "; write it as JSON" if self._episode.field is None else ""
-            return self._episode.refusal(f"{what}{self._episode.pattern}")
-        said = await self._ask("step", made)
-        if said.get("code") == "VALIDATION_ERROR":
-            wrong = [f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in said.get("errors", ())]
-            return self._episode.refusal(f": {'; '.join(wrong) or said.get('message')}")
-        text = self._episode.shown(_observed(said))
-        reward = said.get("reward")
-        return EnvironmentStep(
-            [{"role": "user", "content": text}],
-            None if reward is None else float(reward),
-            "completed" if said.get("done") else None,
-        )
-
-    async def close(self) -> None:
-        if self._socket is not None:
+    async def aclose(self) -> None:
+        if self._socket is not None and self._next is not None:
             await self._socket.close()
-        if self._next is not None:
             self._next.cancel()
             await asyncio.wait([self._next])
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Unreachable: the connection is lost; OpenEnvError: the environment failed."""
-        socket, pending = self._socket, self._next
-        assert socket is not None
-        assert pending is not None
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of the answer. Unreachable: no session, or it is lost; RuntimeError: the environment failed."""
+        assert self._socket is not None
+        assert self._next is not None
         with contextlib.suppress(ConnectionError):  # a server without room says so before it closes
-            await socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
-        message = await pending
+            await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+        message = await self._next
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise Unreachable(f"the environment at {self._episode.url} closed the connection", _HINT)
-        self._receive(socket)
+            raise Unreachable(f"the environment at {self._url} closed the connection", _HINT)
+        self._next = asyncio.create_task(self._socket.receive())
         said = orjson.loads(message.data)
-        answer: dict[str, Any] = said.get("data") or {}
-        if said.get("type") == "error" and answer.get("code") != "VALIDATION_ERROR":
-            raise _failure(answer)
+        answer: dict[str, Any] = said["data"]
+        code = answer["code"] if said["type"] == "error" else None
+        if code == "CAPACITY_REACHED":
+            hint = "raise max_concurrent_envs of its server, or lower the episodes of the replicas"
+            raise Unreachable(f"the environment answers {code}: {answer['message']}", hint)
+        if code not in (None, "VALIDATION_ERROR"):
+            raise RuntimeError(f"the environment answers {code}: {answer['message']}")
         return answer
-
-    def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._next = asyncio.create_task(socket.receive(), name="openenv")
-
-
-def _observed(said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The observation in an answer. OpenEnvError: there is none, because `reset` refused its arguments."""
-    observation = said.get("observation")
-    if not isinstance(observation, dict):
-        raise _failure(said)
-    return observation
-
-
-def _failure(answer: Mapping[str, Any]) -> StreamrlError:
-    what = f"the environment answers {answer.get('code', 'without an observation')}: {answer.get('message')}"
-    if answer.get("code") == "CAPACITY_REACHED":
-        return Unreachable(what, "raise max_concurrent_envs of its server, or lower the episodes of the replicas")
-    return OpenEnvError(what)

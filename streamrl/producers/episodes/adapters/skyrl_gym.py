@@ -10,18 +10,13 @@ from typing import Any
 from typing_extensions import override
 
 from streamrl.errors import ConfigError, DataError, need_packages
-from streamrl.producers.episodes.adapters.stepped import (
-    EnvironmentStep,
-    SteppedEnvironment,
-    StepRewards,
-    ThreadedEpisode,
-)
+from streamrl.producers.episodes.adapters.stepped import Blocking, EnvironmentStep, SteppedEpisode, StepRewards
 from streamrl.producers.episodes.episode import Task
-from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
+from streamrl.wire import StopReason
 
 
-class SkyRLGymEpisode(ThreadedEpisode):
+class SkyRLGymEpisode(SteppedEpisode):
     """`skyrl_gym.make(environment, env_config=config, extras=line)` for each sample.
 
     `extras` are the fields of the line of the data set, as SkyRL gives them: `reward_spec`, `extra_info`, `data`, ...
@@ -53,13 +48,10 @@ class SkyRLGymEpisode(ThreadedEpisode):
     @override
     async def open(self) -> None:
         """Import what registers environments, so that a wrong id ends the run at its start."""
-        await asyncio.to_thread(self._import)
-
-    def _import(self) -> None:
+        for module in ("skyrl_gym", *self._modules):
+            await asyncio.to_thread(importlib.import_module, module)
         import skyrl_gym
 
-        for module in self._modules:
-            importlib.import_module(module)
         if self._id is not None and self._id not in skyrl_gym.registry:
             known = ", ".join(sorted(skyrl_gym.registry))
             raise ConfigError(
@@ -67,7 +59,21 @@ class SkyRLGymEpisode(ThreadedEpisode):
             )
 
     @override
-    def make(self, task: Task, max_turns: int) -> SteppedEnvironment:
+    def play(self, task: Task, max_turns: int) -> Blocking:
+        instance = self._made(task, max_turns)
+        try:
+            conversation, _ = instance.init(task.messages)
+            reply = yield EnvironmentStep(list(conversation))
+            while True:
+                step = instance.step(reply)
+                # An environment that says nothing lets the policy go on, which a chat template wants a message for.
+                answer, said = list(step["observations"]) or "", step.get("postprocessed_action")
+                stop: StopReason | None = "completed" if step["done"] else None
+                reply = yield EnvironmentStep(answer, step["reward"], stop, None if said == reply else said)
+        finally:
+            instance.close()
+
+    def _made(self, task: Task, max_turns: int) -> Any:
         import omegaconf
         import skyrl_gym
 
@@ -79,31 +85,8 @@ class SkyRLGymEpisode(ThreadedEpisode):
             extras |= {field: {"ground_truth": task.answer} for field in ("reward_spec", "reward_model")}
         if "max_turns" not in extras.get("extra_info", {}):
             extras.setdefault("max_turns", max_turns)
-        instance = skyrl_gym.make(name, env_config=omegaconf.OmegaConf.create(self._config), extras=extras)
-        return _SkyRLGymInstance(instance, task)
+        return skyrl_gym.make(name, env_config=omegaconf.OmegaConf.create(self._config), extras=extras)
 
     @override
     def action(self, session: EpisodeSession, turn: SampledTurn) -> str:
         return session.text(turn)
-
-
-class _SkyRLGymInstance:
-    def __init__(self, instance: Any, task: Task) -> None:
-        self._instance = instance
-        self._task = task
-
-    def reset(self) -> list[Message]:
-        conversation, _ = self._instance.init(self._task.messages)
-        return list(conversation)
-
-    def step(self, action: str) -> EnvironmentStep:
-        step = self._instance.step(action)
-        said = step.get("postprocessed_action")
-        # An environment that says nothing lets the policy go on, which a chat template wants a message for.
-        messages = list(step["observations"]) or [{"role": "user", "content": ""}]
-        return EnvironmentStep(
-            messages, step["reward"], "completed" if step["done"] else None, None if said == action else said
-        )
-
-    def close(self) -> None:
-        self._instance.close()

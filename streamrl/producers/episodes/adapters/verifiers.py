@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
-from streamrl.errors import DataError, PluginError, StreamrlError, need_packages
+from streamrl.errors import DataError, need_packages
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import MODEL
 from streamrl.producers.episodes.endpoint.door import AgentDoor
@@ -34,10 +34,6 @@ _CONTEXT: Final = 1 << 18
 _LOCAL: Final = {"type": "subprocess"}
 _STOPS: Final[dict[str, StopReason]] = {"max_turns": "max_turns", "agent_timeout": "rollout_timeout"}
 """Limits of verifiers that have a name here; its other stops complete an episode."""
-
-
-class VerifiersFailed(StreamrlError):
-    """A rollout of verifiers ended with an error."""
 
 
 class VerifiersEpisode(Episode):
@@ -64,11 +60,7 @@ class VerifiersEpisode(Episode):
         self._id = taskset
         self._config = dict(config or {})
         self._agent = {"runtime": _LOCAL, **(agent or {})}
-        self._open = contextlib.AsyncExitStack()
-        self._endpoint: AgentEndpoint | None = None
-        self._taskset: Any = None
-        self._seat: Any = None
-        self._tools: Mapping[str, Any] = {}
+        self._resources = contextlib.AsyncExitStack()
 
     @override
     async def open(self) -> None:
@@ -77,32 +69,28 @@ class VerifiersEpisode(Episode):
         from verifiers.v1.mcp import serve_shared
         from verifiers.v1.runtimes import runtime_is_local
 
-        tools = self._taskset.toolsets(self._taskset.config)
-        serving = serve_shared(tools, harness_is_local=runtime_is_local(self._seat.runtime))
-        self._endpoint = await self._open.enter_async_context(AgentEndpoint.open(_HOST))
-        self._tools = await self._open.enter_async_context(serving)
-
-    @override
-    async def close(self) -> None:
-        await self._open.aclose()
+        toolsets = self._taskset.toolsets(self._taskset.config)
+        serving = serve_shared(toolsets, harness_is_local=runtime_is_local(self._seat.runtime))
+        self._endpoint = await self._resources.enter_async_context(AgentEndpoint.open(_HOST))
+        self._tools = await self._resources.enter_async_context(serving)
 
     def _load(self) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.configs.env import default_agent_harness
 
-        try:
-            config = vf.taskset_config_type(self._id).model_validate({**self._config, "id": self._id})
-            self._taskset = vf.load_taskset(config)
-            seat = vf.AgentConfig.model_validate(self._agent)
-            harness = seat.harness or default_agent_harness(self._id)
-            vf.load_harness(harness)
-        except (ImportError, ValueError, TypeError, AttributeError) as error:
-            raise PluginError(f"verifiers cannot load taskset {self._id}: {error}") from error
-        self._seat = seat.model_copy(update={"harness": harness, "model": seat.model or MODEL})
+        config = {**self._config, "id": self._id}
+        self._taskset: Any = vf.load_taskset(vf.taskset_config_type(self._id).model_validate(config))
+        seat = vf.AgentConfig.model_validate(self._agent)
+        harness = seat.harness or default_agent_harness(self._id)
+        vf.load_harness(harness)
+        self._seat: Any = seat.model_copy(update={"harness": harness, "model": seat.model or MODEL})
+
+    @override
+    async def close(self) -> None:
+        await self._resources.aclose()
 
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
-        assert self._endpoint is not None
         session = chat.session
         played = self._task(task)
         door = AgentDoor(session, _MAX_CALLS, _CONTEXT)
@@ -111,13 +99,11 @@ class VerifiersEpisode(Episode):
                 trace = await self._player(key, session.limits.max_turns).run(played, tools=self._tools)
             finally:
                 await door.close()
-        if session.fault is not None:
-            raise session.fault
         if not trace.ok:
             if session.stop is not None:
                 raise EpisodeOver(session.stop)
             last = trace.last_error
-            raise VerifiersFailed(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
+            raise RuntimeError(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
         if trace.stop_condition in _STOPS:
             session.end(_STOPS[trace.stop_condition])
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -128,7 +114,6 @@ class VerifiersEpisode(Episode):
         """The agent of one sample. The client of verifiers overwrites one header or the other, by the API it speaks."""
         import verifiers.v1 as vf
 
-        assert self._endpoint is not None
         headers = {"Authorization": f"Bearer {key}", "x-api-key": key}
         client = vf.EvalClientConfig(base_url=f"{self._endpoint.url}/v1", api_key_var="", headers=headers)
         most = min(max_turns, self._seat.max_turns or max_turns)
@@ -138,15 +123,12 @@ class VerifiersEpisode(Episode):
         """The task of a line. DataError: its fields are none of the taskset's `TaskData`."""
         from pydantic import ValidationError
 
-        kind = self._taskset.task_type()
-        fields = row(task)
-        if self._taskset.system_prompt is not None:
-            fields["system_prompt"] = self._taskset.system_prompt
+        fields, kind = row(task), self._taskset.task_type()
         data = kind.data_type()
+        known = {name: fields[name] for name in data.model_fields if fields.get(name) is not None}
         try:
-            known = data.model_validate(
-                {name: fields[name] for name in data.model_fields if fields.get(name) is not None}
-            )
+            played = kind(data.model_validate(known), self._taskset.config.task)
         except ValidationError as error:
             raise DataError(f"line {task.line} of the data set is no {data.__name__}: {error}") from error
-        return kind(known, self._taskset.config.task)
+        prompt = self._taskset.system_prompt
+        return played if prompt is None else played.with_system_prompt(prompt)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import orjson
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
-    IGNORED,
+    HARMLESS,
     MODEL,
     OVERFLOW,
     AgentApi,
     AgentCall,
+    CallBody,
     CallRefused,
     Content,
     Options,
@@ -24,17 +25,18 @@ from streamrl.producers.episodes.endpoint.calls import (
     function_schema,
     read_call,
     refuse,
+    refuse_choice,
     said,
+    stop_texts,
 )
 from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _OPTIONS: Final[Options] = {
-    **IGNORED,
+    **HARMLESS,
     "cache_control": None,
     "mcp_servers": ([],),
-    "stop_sequences": ([],),
     "thinking": ({"type": "disabled"},),
 }
 
@@ -52,7 +54,7 @@ class _Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     model: str = MODEL
     system: Content = None
@@ -60,9 +62,12 @@ class _Body(msgspec.Struct):
     tool_choice: dict[str, Any] | None = None
     max_tokens: Tokens | None = None
     stream: bool = False
+    stop_sequences: list[str] | None = None
 
 
 class AnthropicMessages(AgentApi):
+    ping: ClassVar[bytes] = event({"type": "ping"}, "ping")
+
     @override
     def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
         asked = read_call(body, _Body, _OPTIONS, ignored)
@@ -77,11 +82,20 @@ class AnthropicMessages(AgentApi):
         refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
         choice = asked.tool_choice or {}
-        most = 0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") else None
-        return AgentCall(messages, schemas, asked.model, asked.max_tokens, most, asked.stream)
+        refuse_choice(choice.get("type"), ignored)
+        return AgentCall(
+            messages,
+            schemas,
+            asked.model,
+            asked.max_tokens,
+            0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") else None,
+            asked.stream,
+            options=asked.options(ignored, stop=stop_texts("stop_sequences", asked.stop_sequences, ignored)),
+        )
 
     @override
-    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+        (turn,) = turns
         text, reasoning, calls = said(turn)
         content: list[dict[str, Any]] = []
         if reasoning:
@@ -90,25 +104,27 @@ class AnthropicMessages(AgentApi):
             content.append({"type": "text", "text": text})
         for call_id, function, arguments in calls:
             content.append({"type": "tool_use", "id": call_id, "name": function, "input": _object(arguments)})
+        reason = "tool_use" if calls else "stop_sequence" if turn.stopped else "end_turn"
+        reason = "max_tokens" if turn.finish == "length" else reason
         return {
             "id": f"msg_{name}",
             "type": "message",
             "role": "assistant",
             "model": call.model,
             "content": content,
-            "stop_reason": "max_tokens" if turn.finish == "length" else "tool_use" if calls else "end_turn",
-            "stop_sequence": None,
+            "stop_reason": reason,
+            "stop_sequence": turn.stopped if reason == "stop_sequence" else None,
             "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.tokens)},
             "streamrl": {"turn": turn.number},
         }
 
     @override
     def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
-        begun = {**answer, "content": [], "stop_reason": None}
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
         told: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(answer["content"]):
             told += _block_events(index, block)
-        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
         told += [{"type": "message_delta", "delta": ended, "usage": answer["usage"]}, {"type": "message_stop"}]
         return (event(data, data["type"]) for data in told)
 

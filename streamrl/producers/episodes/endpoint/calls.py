@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import orjson
 
+from streamrl.config.episode import CALL_DRAWS
 from streamrl.errors import StreamrlError
 from streamrl.producers.episodes.rendering import Message, ToolSchema
 from streamrl.producers.episodes.session import SampledTurn
@@ -21,12 +23,11 @@ Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Options: TypeAlias = Mapping[str, Collection[Any] | None]
 """What a body may have besides the fields that are obeyed: values that ask for nothing, None: whatever it is. Any other
 option is refused by its name."""
-_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_PENALTIES: Final = {"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,)}
 _ACCOUNTS: Final = ("metadata", "safety_identifier", "service_tier", "store", "user")
 _CACHES: Final = ("prompt_cache_key", "prompt_cache_retention")
-IGNORED: Final = dict.fromkeys((*_SAMPLING, *_PENALTIES, *_ACCOUNTS, *_CACHES))
-"""How tokens are sampled belongs to the run; the others do not change an answer."""
+HARMLESS: Final[Options] = {**_PENALTIES, **dict.fromkeys((*_ACCOUNTS, *_CACHES))}
+"""Penalties that punish nothing, and what does not change an answer."""
 OVERFLOW: Final = "context_length_exceeded"
 """Code of a call whose conversation is too long: the agent may go on with a shorter one."""
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -47,7 +48,8 @@ class AgentCall:
     """What an agent asks for: the next message of a conversation.
 
     `model` is the name that it used. `most_calls` are calls of tools that it may get, None: any number. `usage` asks
-    for a last event with the counts of tokens.
+    for a last event with the counts of tokens. `options` are those of `EpisodeSession.sampled`. `answers` is how many
+    answers it gets, with `logprobs` those of all sampled tokens.
     """
 
     messages: list[Message]
@@ -57,17 +59,39 @@ class AgentCall:
     most_calls: int | None = None
     stream: bool = False
     usage: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    answers: int = 1
+    logprobs: bool = False
+
+
+class CallBody(msgspec.Struct, kw_only=True):
+    """What bodies of all APIs have: how the reply is drawn."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+    def options(self, ignored: Collection[str], **more: Any) -> dict[str, Any]:
+        """Those of the session, without the ones that the run ignores or the agent leaves to it."""
+        drawn = {name: getattr(self, name) for name in CALL_DRAWS if name not in ignored}
+        if drawn.get("top_k") == -1:  # as servers spell it: all tokens
+            drawn["top_k"] = 0
+        return {name: value for name, value in (drawn | more).items() if value is not None}
 
 
 class AgentApi(Protocol):
     """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
 
+    ping: ClassVar[bytes] = b": it is still being sampled\n\n"
+    """What an open stream of events gets while there is nothing to say."""
+
     def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
         """CallRefused: the body is no call, or asks for what cannot be done and is not `ignored`."""
         ...
 
-    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
-        """The answer to a call; `name` is unique among the answers of a sample."""
+    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+        """The answer to a call; `name` is unique among the answers of a sample. Only `n` of chat asks for several."""
         ...
 
     def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
@@ -101,11 +125,39 @@ def read_call(body: bytes, kind: type[_Body], options: Options, ignored: Collect
     return asked
 
 
-def refuse(name: str, asked: bool, ignored: Collection[str]) -> None:
+def refuse(name: str, asked: bool, ignored: Collection[str], why: str = "") -> None:
     """CallRefused if it is asked for: ignoring it would give the agent something else, unless the run says so."""
     if asked and name not in ignored:
         hint = f"leave it out, or let the run ignore it (episode.agent.ignore: [{name}])"
-        raise CallRefused(400, f"`{name}` is not supported here: {hint}", "unsupported_parameter")
+        said = f"`{name}` is not supported here{why and f', because {why}'}: {hint}"
+        raise CallRefused(400, said, "unsupported_parameter")
+
+
+def refuse_choice(choice: object, ignored: Collection[str]) -> None:
+    """CallRefused for a `tool_choice` that wants a call."""
+    why = "nothing forces the model to call a tool"
+    refuse("tool_choice", choice not in (None, "auto", "none"), ignored, why)
+
+
+def stop_texts(name: str, asked: str | Sequence[str] | None, ignored: Collection[str]) -> list[str] | None:
+    """Texts that end the reply; None: those of the run. Empty ones end nothing."""
+    texts = [text for text in ([asked] if isinstance(asked, str) else asked or ()) if text]
+    return texts if texts and name not in ignored else None
+
+
+def json_schema(form: Mapping[str, Any] | None, ignored: Collection[str]) -> str | None:
+    """The JSON schema that the reply has to fit, of `response_format`; None: it may be any text."""
+    kind = (form or {}).get("type", "text")
+    if form is None or kind == "text" or "response_format" in ignored:
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    refuse("response_format", kind != "json_schema", ignored, f"its type is {kind!r}, not json_schema or json_object")
+    schema = form.get("json_schema", form)
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        raise CallRefused(400, "`response_format` has no schema")
+    return json.dumps(schema)
 
 
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:

@@ -1,47 +1,45 @@
 """OpenAI's `POST /v1/chat/completions`.
 
-How tokens are sampled belongs to the run. `tool_choice` is not enforced, except that with `none` calls of tools are not
-read: they stay text. Of several calls `parallel_tool_calls: false` gives the first.
+With `tool_choice: none` calls of tools are not read: they stay text. `parallel_tool_calls: false` gives the first call.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
-    IGNORED,
+    HARMLESS,
     MODEL,
     AgentApi,
     AgentCall,
+    CallBody,
     Content,
     Options,
     Tokens,
     assistant,
     event,
     function_schema,
+    json_schema,
     read_call,
     refuse,
+    refuse_choice,
     said,
+    stop_texts,
 )
 from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _OPTIONS: Final[Options] = {
-    **IGNORED,
+    **HARMLESS,
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
-    "response_format": ({"type": "text"},),
-    "stop": ([], ""),
-    "top_logprobs": (0,),
 }
 
 
@@ -76,7 +74,7 @@ class _Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class _Body(msgspec.Struct):
+class _Body(CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     model: str = MODEL
     tools: list[_Tool] | None = None
@@ -86,6 +84,11 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Tokens | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class ChatCompletions(AgentApi):
@@ -94,6 +97,9 @@ class ChatCompletions(AgentApi):
         asked = read_call(body, _Body, _OPTIONS, ignored)
         functions = [tool.function for tool in asked.tools or ()]
         refuse("strict", any(function.strict for function in functions), ignored)
+        refuse_choice(asked.tool_choice, ignored)
+        refuse("top_logprobs", bool(asked.top_logprobs), ignored, "only those of the sampled tokens are known")
+        stop, schema = stop_texts("stop", asked.stop, ignored), json_schema(asked.response_format, ignored)
         return AgentCall(
             [_message(message) for message in asked.messages],
             [function_schema(each.name, each.description, each.parameters) for each in functions],
@@ -102,41 +108,58 @@ class ChatCompletions(AgentApi):
             0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
             bool(asked.stream),
             bool((asked.stream_options or {}).get("include_usage")),
+            asked.options(ignored, stop=stop, json_schema=schema),
+            1 if "n" in ignored else asked.n or 1,
+            bool(asked.logprobs) and "logprobs" not in ignored,
         )
 
     @override
-    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
-        text, reasoning, calls = said(turn)
-        finish = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+        prompt, sampled = turns[0].prompt_tokens, sum(len(turn.tokens) for turn in turns)
         return {
             "id": f"chatcmpl-{name}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": call.model,
-            "choices": [{"index": 0, "message": assistant(text, calls, reasoning), "finish_reason": finish}],
-            "usage": {
-                "prompt_tokens": turn.prompt_tokens,
-                "completion_tokens": len(turn.tokens),
-                "total_tokens": turn.prompt_tokens + len(turn.tokens),
-            },
-            "streamrl": {"turn": turn.number},
+            "choices": [_choice(index, turn) for index, turn in enumerate(turns)],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+            "streamrl": {"turn": turns[0].number},
         }
 
     @override
     def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
         base = {key: answer[key] for key in ("id", "created", "model", "streamrl")}
         base["object"] = "chat.completion.chunk"
-        choice = answer["choices"][0]
-        message = dict(choice["message"])
-        calls = [{"index": index, **tool_call} for index, tool_call in enumerate(message.pop("tool_calls", ()))]
-        deltas = [{"role": message.pop("role")}, *({key: value} for key, value in message.items() if value)]
-        deltas += [{"tool_calls": [tool_call]} for tool_call in calls]
-        for delta in deltas:
-            yield event({**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-        yield event({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+        for choice in answer["choices"]:
+            about = {"index": choice["index"], "finish_reason": None}
+            message = dict(choice["message"])
+            calls = [{"index": index, **tool_call} for index, tool_call in enumerate(message.pop("tool_calls", ()))]
+            deltas = [{"role": message.pop("role")}, *({key: value} for key, value in message.items() if value)]
+            deltas += [{"tool_calls": [tool_call]} for tool_call in calls]
+            for delta in deltas:
+                yield event({**base, "choices": [{**about, "delta": delta}]})
+            ended = {key: value for key, value in choice.items() if key != "message"}
+            yield event({**base, "choices": [{**ended, "delta": {}}]})
         if call.usage:
             yield event({**base, "choices": [], "usage": answer["usage"]})
         yield b"data: [DONE]\n\n"
+
+
+def _choice(index: int, turn: SampledTurn) -> dict[str, Any]:
+    text, reasoning, calls = said(turn)
+    choice: dict[str, Any] = {"index": index, "message": assistant(text, calls, reasoning)}
+    choice["finish_reason"] = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+    choice["streamrl"] = {"turn": turn.number}
+    if turn.pieces:
+        tokens = zip(turn.pieces, turn.logprobs.tolist(), strict=True)
+        content = [{"token": piece, "logprob": logprob, "bytes": _bytes(piece)} for piece, logprob in tokens]
+        choice["logprobs"] = {"content": [{**one, "top_logprobs": []} for one in content], "refusal": None}
+    return choice
+
+
+def _bytes(piece: str) -> list[int] | None:
+    """Of a token; None if it is a part of a character."""
+    return None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
 
 
 def _message(given: _Message) -> Message:

@@ -20,15 +20,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from secrets import token_hex
 from typing import Final, TypeAlias
 
 import orjson
 
+from streamrl.errors import unwrapped
 from streamrl.producers.episodes.clock import EpisodeOver
-from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused
+from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, refuse
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn
 from streamrl.score import finite
@@ -47,7 +48,7 @@ _ALWAYS_BYTES: Final = 1 << 16
 class PendingCall:
     """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
 
-    task: asyncio.Task[SampledTurn]
+    task: asyncio.Task[list[SampledTurn]]
     clients: list[Gone] = field(default_factory=list)
     heard: bool = False
 
@@ -81,7 +82,8 @@ class AgentDoor:
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
         self._waiting = 0
         self._asked: dict[bytes, list[PendingCall]] = {}
-        self._tasks: set[asyncio.Task[SampledTurn]] = set()
+        self._tasks: set[asyncio.Task[list[SampledTurn]]] = set()
+        self._lost: set[int] = set()
         self._answered: dict[int, _Answered] = {}
         self._closed = False
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
@@ -93,7 +95,7 @@ class AgentDoor:
 
     @contextlib.asynccontextmanager
     async def place(self, gone: Gone) -> AsyncIterator[None]:
-        """Hold the place of one call during the block, in which its body is read: bodies are what a flood is made of.
+        """Hold the place of one call during the block, in which its body is read too.
 
         It waits until a place is free. CallRefused: meanwhile the episode has ended, or the client has left.
         """
@@ -108,20 +110,21 @@ class AgentDoor:
         finally:
             self._count(-1)
 
-    async def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
-        """Answer a call, which has a place: returns when its `task` is done, which may have failed.
+    def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
+        """Begin to answer a call, which has a place until its `task` is done.
 
         Raises:
-            CallRefused: the episode has ended, or the call is far too long.
+            CallRefused: the episode has ended, the call is far too long, or has an option that it cannot have.
         """
         self._check_length(body)
+        option, why = self._session.refused(call.options)
+        refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
         known = self._asked.setdefault(key, [])
         asked = _repeated(known, headers)
         if asked is None:
             asked = self._begin(call, headers, known)
         asked.clients.append(gone)
-        await asyncio.wait([asked.task])
         return asked
 
     def count(self, call: AgentCall, body: bytes) -> int:
@@ -171,12 +174,12 @@ class AgentDoor:
 
     def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
         mark = headers.get("X-Streamrl-Auxiliary", "").strip()
-        task = asyncio.create_task(self._sample(call, mark), name="agent-call")
+        task = asyncio.create_task(self._sampled(call, mark), name="agent-call")
         asked = PendingCall(task)
         known.append(asked)
         self._tasks.add(task)
 
-        def ended(_: asyncio.Task[SampledTurn]) -> None:
+        def ended(_: asyncio.Task[list[SampledTurn]]) -> None:
             self._tasks.discard(task)
             if task.cancelled() or task.exception() is not None:
                 known.remove(asked)  # a repeat may fare better
@@ -184,9 +187,24 @@ class AgentDoor:
         task.add_done_callback(ended)
         return asked
 
+    async def _sampled(self, call: AgentCall, mark: str) -> list[SampledTurn]:
+        """All answers to a call; those that are there when another one fails are lost."""
+        tasks: list[asyncio.Task[SampledTurn]] = []
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as group:
+                    tasks += [group.create_task(self._sample(call, mark)) for _ in range(call.answers)]
+        except BaseException:
+            done = [task for task in tasks if not task.cancelled() and task.exception() is None]
+            self._lost |= {task.result().number for task in done}
+            raise
+        return [task.result() for task in tasks]
+
     async def _sample(self, call: AgentCall, mark: str) -> SampledTurn:
         try:
-            turn = await self._session.sampled(call.messages, call.tools, call.max_tokens, most_calls=call.most_calls)
+            turn = await self._session.sampled(
+                call.messages, call.tools, call.max_tokens, most_calls=call.most_calls, **call.options
+            )
         except ContextOverflow:
             raise
         except EpisodeOver:
@@ -198,7 +216,7 @@ class AgentDoor:
         self._note_bad_calls(call, turn)
         fresh = not any(message["role"] == "assistant" for message in call.messages)
         self._answered[turn.number] = _Answered(mark, bool(call.tools), _first(call.messages), fresh)
-        return turn
+        return replace(turn, pieces=self._session.pieces(turn)) if call.logprobs else turn
 
     def _note_bad_calls(self, call: AgentCall, turn: SampledTurn) -> None:
         """Whatever the agent answers to a call that cannot be carried out, the record says what was wrong with it."""
@@ -221,7 +239,7 @@ class AgentDoor:
 
     def _unheard(self) -> set[int]:
         done = (asked for known in self._asked.values() for asked in known if asked.task.done())
-        return {asked.task.result().number for asked in done if asked.left}
+        return self._lost | {turn.number for asked in done if asked.left for turn in asked.task.result()}
 
 
 def _repeated(known: Sequence[PendingCall], headers: Mapping[str, str]) -> PendingCall | None:

@@ -13,10 +13,11 @@ import msgspec
 from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint.calls import (
-    IGNORED,
+    HARMLESS,
     MODEL,
     AgentApi,
     AgentCall,
+    CallBody,
     CallRefused,
     Content,
     Options,
@@ -24,8 +25,10 @@ from streamrl.producers.episodes.endpoint.calls import (
     assistant,
     event,
     function_schema,
+    json_schema,
     read_call,
     refuse,
+    refuse_choice,
     said,
 )
 from streamrl.producers.episodes.messages import text_of
@@ -33,13 +36,11 @@ from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
 _SPOKEN: Final = ("message", "function_call", "reasoning")
-_PLAIN: Final = {"format": {"type": "text"}}
 _OPTIONS: Final[Options] = {
-    **IGNORED,
+    **HARMLESS,
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": None,
-    "text": ({}, _PLAIN, {"verbosity": "medium"}, {**_PLAIN, "verbosity": "medium"}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -68,7 +69,12 @@ class _Function(msgspec.Struct):
     strict: bool | None = None
 
 
-class _Body(msgspec.Struct):
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class _Body(CallBody):
     input: str | list[_Item]
     model: str = MODEL
     instructions: str | None = None
@@ -77,6 +83,7 @@ class _Body(msgspec.Struct):
     parallel_tool_calls: bool | None = None
     max_output_tokens: Tokens | None = None
     stream: bool | None = None
+    text: _Text | None = None
 
 
 class Responses(AgentApi):
@@ -93,11 +100,22 @@ class Responses(AgentApi):
             raise CallRefused(400, f"there is no tool of type {other!r} here; only functions", "unsupported_parameter")
         refuse("strict", any(tool.strict for tool in tools), ignored)
         schemas = [function_schema(tool.name, tool.description, tool.parameters) for tool in tools]
-        most = 0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None
-        return AgentCall(messages, schemas, asked.model, asked.max_output_tokens, most, bool(asked.stream))
+        refuse_choice(asked.tool_choice, ignored)
+        text = asked.text or _Text()
+        refuse("text.verbosity", text.verbosity not in (None, "medium"), ignored)
+        return AgentCall(
+            messages,
+            schemas,
+            asked.model,
+            asked.max_output_tokens,
+            0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
+            bool(asked.stream),
+            options=asked.options(ignored, json_schema=json_schema(text.format, ignored)),
+        )
 
     @override
-    def answer(self, call: AgentCall, turn: SampledTurn, name: str) -> dict[str, Any]:
+    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+        (turn,) = turns
         text, reasoning, calls = said(turn)
         cut = turn.finish == "length"
         status = "incomplete" if cut else "completed"

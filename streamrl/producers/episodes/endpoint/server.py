@@ -10,7 +10,8 @@ POST /v1/streamrl/reward      {"reward": 0.5} for the episode; with "turn": N fo
 ```
 The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. Errors have the
 shape of the API: 400 cannot be done or too long for the context, 401 wrong key, 408 slow body, 410 the episode has
-ended, 413 body too long, 503 the engine failed. A streamed answer is sampled first, and then sent as its events.
+ended, 413 body too long, 503 the engine failed. A streamed answer is sampled first, and then sent as its events; until
+then the stream gets comments, so that no client and no proxy takes it for dead. What fails later is its last event.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from streamrl.errors import DataError
 from streamrl.listening import listen
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.anthropic import AnthropicMessages
-from streamrl.producers.episodes.endpoint.calls import MODEL, OVERFLOW, AgentApi, CallRefused, decoded
+from streamrl.producers.episodes.endpoint.calls import MODEL, OVERFLOW, AgentApi, CallRefused, decoded, event
 from streamrl.producers.episodes.endpoint.chat_completions import ChatCompletions
 from streamrl.producers.episodes.endpoint.door import AgentDoor, Gone, PendingCall
 from streamrl.producers.episodes.endpoint.responses import Responses
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_CALL_BYTES: Final = 8 << 20
 MAX_REWARD_BYTES: Final = 1 << 12
 _READ_SECONDS: Final = 30.0
+_PING_SECONDS: Final = 5.0
+_STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
 _REMEMBERED: Final = 4096
 """Keys of ended samples that are told apart from wrong ones."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -110,16 +113,25 @@ class AgentEndpoint:
             async with door.place(gone):
                 body = await _body(request)
                 call = api.read(body, door.ignored)
-                asked = await door.ask(call, request.path.encode() + b"\n" + body, request.headers, gone)
-            turn = _turn(asked)
-            said = api.answer(call, turn, f"{door.name}-{turn.number}")
-            response = _answer(said)
-            if call.stream:
-                headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
-                response = web.Response(body=b"".join(api.events(call, said)), headers=headers)
+                asked = door.ask(call, request.path.encode() + b"\n" + body, request.headers, gone)
+                stream = web.StreamResponse(headers=_STREAM)
+                while not (await asyncio.wait([asked.task], timeout=_PING_SECONDS if call.stream else None))[0]:
+                    with contextlib.suppress(ConnectionError):
+                        await stream.prepare(request)
+                        await stream.write(api.ping)
+            try:
+                turns = _turns(asked)
+            except CallRefused as refused:
+                if not stream.prepared:
+                    raise
+                with contextlib.suppress(ConnectionError):
+                    await stream.write_eof(event(api.error(refused), "error"))
+                return stream
+            said = api.answer(call, turns, f"{door.name}-{turns[0].number}")
+            response = stream if call.stream else _answer(said)
             with contextlib.suppress(ConnectionError):  # the client has left, and may ask again
                 await response.prepare(request)
-                await response.write_eof()
+                await response.write_eof(b"".join(api.events(call, said)) if call.stream else b"")
                 asked.heard = True
             return response
 
@@ -153,8 +165,8 @@ _APIS: Final[dict[str, AgentApi]] = {
 }
 
 
-def _turn(asked: PendingCall) -> SampledTurn:
-    """The turn of a call that was answered. CallRefused: why it was not."""
+def _turns(asked: PendingCall) -> list[SampledTurn]:
+    """The turns of a call that was answered. CallRefused: why it was not."""
     if asked.task.cancelled():
         raise CallRefused(410, "the episode of this key has ended", "episode_over")
     try:

@@ -62,7 +62,7 @@ async def real_model(episode, folder, **settings):
     config = config_of(
         {"run": "adapters:Under_test", **settings},
         model={"path": str(folder), "context": 1024},
-        engine={"decode": "slots", "slots": 2, "threads": 1},
+        engine={"slots": 2, "threads": 1},
     )
     engine = HfEngine(config, seed=0)
     await engine.start()

@@ -12,6 +12,12 @@ server = MCPServer("crooked", log_level="CRITICAL")
 calls = 0
 
 
+def note():
+    """At the start, and when `hang` hangs."""
+    with open(sys.argv[3], "a") as file:  # noqa: PTH123
+        file.write(f"{os.getpid()}\n")
+
+
 @server.tool()
 def add(a: int, b: int) -> int:
     """Add two numbers."""
@@ -55,6 +61,7 @@ async def hang() -> str:
     """Take a minute."""
     import anyio
 
+    note()
     await anyio.sleep(60)
     return "late"
 
@@ -67,9 +74,8 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    transport, port, pids = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    with open(pids, "a") as file:  # noqa: PTH123
-        file.write(f"{os.getpid()}\n")
+    transport, port = sys.argv[1], int(sys.argv[2])
+    note()
     if transport == "never":
         time.sleep(60)
     elif transport == "http":

@@ -112,7 +112,7 @@ async def test_an_error_of_a_step_fails_the_sample_with_its_cause_and_closes():
 
 
 async def test_a_step_that_hangs_fails_the_sample_and_close_waits_for_it(monkeypatch):
-    monkeypatch.setattr("streamrl.producers.episodes.adapters.stepped._CLOSING", 0.05)
+    monkeypatch.setattr("streamrl.producers.episodes.environment._CLOSE_SECONDS", 0.05)
     with pytest.raises(EpisodeFailed, match=r"a step of GymnasiumEpisode took longer than 0\.2 s"):
         await played(GymnasiumEpisode("Guess-v0"), ["hang"], tool_deadline=0.2)
     instance = Guess.made[-1]
@@ -160,9 +160,9 @@ async def test_a_truncated_environment_ends_with_its_limit():
 @pytest.mark.parametrize(
     ("episode", "why"),
     [
-        ({"environment": "Guess-v9"}, "gymnasium cannot make Guess-v9"),
-        ({"environment": "absent_module:Guess-v0"}, "gymnasium cannot make absent_module"),
-        ({"environment": "Guess-v0", "actions": ["up"]}, "takes text"),
+        ({"environment": "Guess-v9"}, "cannot be opened: VersionNotFound: Environment version `v9`"),
+        ({"environment": "absent_module:Guess-v0"}, "cannot be opened: .*absent_module"),
+        ({"environment": "Guess-v0", "actions": ["up"]}, "there is no action for up"),
         ({"environment": "FrozenLake-v1", "actions": {"up": 4}}, "there is no action for up"),
         ({"environment": "FrozenLake-v1", "observation": "render"}, "does not render text"),
         ({"environment": "Pendulum-v1"}, "the policy writes Text or Discrete"),
@@ -170,7 +170,7 @@ async def test_a_truncated_environment_ends_with_its_limit():
 )
 async def test_what_cannot_work_ends_the_run_at_its_start(episode, why):
     with pytest.raises(ConfigError, match=why):
-        await GymnasiumEpisode(**episode).open()
+        await played(GymnasiumEpisode(**episode), [])
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

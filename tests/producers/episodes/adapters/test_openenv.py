@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError, Unreachable
+from streamrl.errors import ConfigError, RetryLater, Unreachable
 from streamrl.producers.episodes.adapters import openenv
 from streamrl.producers.episodes.adapters.openenv import OpenEnvEpisode
 from streamrl.producers.episodes.sampler import EpisodeFailed
-from streamrl.producers.sampler import CannotNow
 from tests.waits import until
 
 from ..episode_kit import Script  # noqa: TID252 (tests are no package)
@@ -128,7 +127,7 @@ async def test_a_server_without_room_is_named_and_the_prompt_handed_back(server,
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-    with pytest.raises(CannotNow, match="CAPACITY_REACHED"):
+    with pytest.raises(RetryLater, match="CAPACITY_REACHED"):
         next(iter(done)).result()
 
 

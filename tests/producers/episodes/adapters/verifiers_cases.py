@@ -76,10 +76,10 @@ async def test_what_goes_wrong_fails_the_sample_and_says_so():
 
 
 async def test_a_wrong_taskset_or_harness_ends_the_run_at_its_start():
-    with pytest.raises(PluginError, match="verifiers cannot load taskset chess-v1: taskset 'chess-v1' not found"):
-        await VerifiersEpisode("chess-v1").open()
+    with pytest.raises(PluginError, match=r"VerifiersEpisode cannot be opened: .*taskset 'chess-v1' not found"):
+        await played(VerifiersEpisode("chess-v1"), [])
     with pytest.raises(PluginError, match="harness 'chess' not found"):
-        await VerifiersEpisode("sums-v1", agent={"harness": {"id": "chess"}}).open()
+        await played(VerifiersEpisode("sums-v1", agent={"harness": {"id": "chess"}}), [])
 
 
 async def test_a_real_model_plays(tmp_path):

@@ -1,1 +1,0 @@
-"""An engine in this process, served to runs on other hosts: `streamrl engines serve`."""

@@ -1,0 +1,222 @@
+"""Leased prompts become samples.
+
+```
+prompts -> lease -> the samples that are missing -> Sampler.sample -> emit      (one task a sample)
+```
+A response that was emitted is never generated again. While the weights are more than `max_staleness` steps old no
+prompt is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import count
+from typing import Final
+
+from streamrl.engine import Generator
+from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
+from streamrl.producers.episodes.sampler import sampler_of
+from streamrl.producers.meter import Meter
+from streamrl.producers.sampler import SampleOrder, TurnJournal, seed_of
+from streamrl.producers.tokenizer import Tokenizer
+from streamrl.queues import Lease, Leases, Role
+from streamrl.sandbox import Sandbox
+from streamrl.waits import first_of
+from streamrl.wire import Prompt, decode, encode
+
+logger = logging.getLogger(__name__)
+_ATTEMPTS: Final = 3
+_LOOKAHEAD: Final = 4
+"""One more sample is leased for each so many slots: the next ones are there before a slot is free."""
+DRAIN_SHARE: Final = 0.22
+"""Share of the run's drain time for the requests in flight; the rest is for the roles behind."""
+
+
+def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
+    """Return how many prompts a process may hold: enough for every slot of its engine, and a quarter more.
+
+    Prompts need unequal numbers of samples (a held-out one, or a group of which some exist already, needs fewer), so
+    samples are counted, not prompts.
+
+    Args:
+        held: prompts held now.
+        unopened: prompts whose missing samples are not known yet; each counts as a whole group.
+        samples: samples that the others still miss.
+        slots: samples that can be made at the same time; 0: it takes none now.
+        group_size: samples of a whole group.
+    """
+    free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
+    return held + max(0, math.ceil(free / group_size))
+
+
+class RolloutWorker:
+    """Serves two ledgers, training and held-out.
+
+    Args:
+        behind: how many steps the newest weights that generate are behind the published ones.
+        news: returns when that may have changed.
+        figures: more of them for the metrics of the role.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        engine: Generator,
+        tokenizer: Tokenizer,
+        *,
+        behind: Callable[[], int],
+        news: Callable[[], Awaitable[None]],
+        figures: Callable[[], Mapping[str, int | float]] = dict,
+    ) -> None:
+        config = role.config
+        self._role = role
+        self._config = config
+        self._engine = engine
+        self._behind = behind
+        self._news = news
+        self._more = figures
+        self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
+        self._numbers = count()
+        self._missing = 0
+        self._opened = 0
+        self._stale = False
+        self._leases = Leases(
+            [role.ledgers.train, role.ledgers.evaluation],
+            "prompts",
+            role.name,
+            config.lease,
+            width=self._width,
+            handle=self.answer,
+            drain=DRAIN_SHARE * config.supervisor.drain_deadline,
+            first=role.ledgers.evaluation,  # a round should end before many newer versions exist
+        )
+
+    async def run(self) -> None:
+        """Answer prompts until `role.stop` is set; then requests in flight are finished or handed back."""
+        async with asyncio.TaskGroup() as group:
+            metering = group.create_task(Meter(self._role, self._engine.load, self._figures).run())
+            async with self._sampler:
+                self._role.ready()
+                await self._leases.run(self._role.stop)
+            metering.cancel()
+
+    async def answer(self, lease: Lease) -> None:
+        """Generate the samples of a leased prompt that are still missing, and emit each as it ends.
+
+        Cancelling gives up what is in flight; a repeat, in any process, generates only what is missing then.
+        RetryLater: the weights stay too old, or no engine or program is available.
+        """
+        work = await lease.ledger.open_work(lease)
+        if work is None:
+            return
+        try:
+            prompt = decode(work.prompt, Prompt)
+        except WireError as error:
+            await lease.ledger.fail_prompt(lease, "not a prompt", str(error))
+            return
+        if not lease.ledger.evaluation:
+            await self._wait_for_weights()
+        self._opened += 1
+        self._missing += len(work.missing)
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as group:
+                    for sample in work.missing:
+                        group.create_task(self._answer_one(lease, prompt, sample)).add_done_callback(self._ended)
+        finally:
+            self._opened -= 1
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._missing -= 1
+        self._leases.recount()
+
+    def _width(self) -> int:
+        held = self._leases.leased
+        if self._is_stale():
+            return held
+        capacity = self._sampler.capacity(self._engine.load().capacity)
+        return lease_width(held, held - self._opened, self._missing, capacity, self._config.sampling.responses)
+
+    def _figures(self) -> dict[str, int | float]:
+        self._role.status["trouble"] = self._sampler.trouble()
+        if Sandbox.weakness:
+            self._role.status["sandbox"] = Sandbox.weakness
+        return {**self._more(), **self._sampler.figures()}
+
+    def _say_blocked(self, why: str, seconds: float) -> None:
+        """Keep the leases while the event loop is held, for as long as a supervisor would let this process live."""
+        slow = seconds < self._config.supervisor.liveness_deadline
+        self._role.say_blocked(why, self._leases.renew_meanwhile if slow else None)
+
+    def _is_stale(self) -> bool:
+        behind = self._behind()
+        stale = behind > self._config.max_staleness
+        if stale != self._stale:
+            self._stale = stale
+            self._role.status["stale"] = int(stale)
+            extra = {"steps_behind": behind, "max_staleness": self._config.max_staleness}
+            if stale:
+                logger.warning("takes no more prompts: the weights are too old", extra=extra)
+            else:
+                logger.info("takes prompts again", extra=extra)
+        return stale
+
+    async def _wait_for_weights(self) -> None:
+        """Wait while the weights are too old: a read may return prompts that were admitted after a newer version.
+
+        `RetryLater`: no newer version was applied within `weights.deadline` (another replica may have it) or before the
+        stop.
+        """
+        if not self._is_stale():
+            return
+        await first_of(self._fresh_weights(), self._role.stop.wait(), seconds=self._config.weights.deadline)
+        if self._is_stale():
+            raise RetryLater("the weights of this replica are too old")
+
+    async def _fresh_weights(self) -> None:
+        while self._is_stale():
+            await self._news()
+
+    async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
+        why, detail = "", ""
+        # The greedy response has the index after the group's samples; held-out prompts have none.
+        greedy = not lease.ledger.evaluation and sample >= self._config.sampling.group_size
+        for attempt in range(_ATTEMPTS):
+            try:
+                payload = encode(await self._sampler.sample(self._order(lease, prompt, sample, greedy)))
+            except (Unreachable, RetryLater):
+                raise
+            except (DataError, WireError) as error:
+                why, detail = error.message, ""
+                break
+            except DeadlineExceeded as error:
+                await self._engine.health()  # a hanging engine must not turn prompts into dead letters
+                why, detail = error.message, ""
+                break
+            except Exception as error:  # noqa: BLE001  (a healthy engine's error belongs to the request)
+                await self._engine.health()
+                why, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
+            else:
+                await lease.ledger.emit(lease, sample, payload)
+                return
+            logger.warning(
+                "generation failed",
+                extra={"group": lease.group_id, "sample": sample, "attempt": attempt + 1, "why": why},
+            )
+        await lease.ledger.fail_sample(lease, sample, why, detail)
+
+    def _order(self, lease: Lease, prompt: Prompt, sample: int, greedy: bool) -> SampleOrder:
+        evaluation = lease.ledger.evaluation
+        group = f"{'e' if evaluation else 'g'}{lease.group_id}"
+        return SampleOrder(
+            prompt,
+            id=f"{self._role.name}-{next(self._numbers)}",
+            affinity=group,
+            greedy=greedy,
+            seed=seed_of(self._config, f"{group}/{sample}", evaluation=evaluation),
+            journal=TurnJournal(lease, sample, self._leases.progressed),
+        )

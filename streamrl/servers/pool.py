@@ -1,0 +1,442 @@
+"""The engines of a run as one generator, for rollout workers: `engine.N` announce themselves in their heartbeats.
+
+```
+heartbeats of engine.N -> ServerPool.follow -> AnnouncedEngine        (url, version, load, slots)
+generate -> choose -> read_response -> Completion                      (sticky by affinity; a lost call goes elsewhere)
+```
+A response that an engine did not finish is sampled again as a whole: none has tokens of two engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+from typing_extensions import override
+
+from streamrl.config import RunConfig
+from streamrl.config.base import is_loopback
+from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
+from streamrl.errors import DataError, RetryLater, StreamrlError, Unreachable, WeightsError
+from streamrl.http import BadAnswer, HttpClient, Lost
+from streamrl.queues.ledgers import Ledgers
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.request import Response, read_response
+from streamrl.waits import first_of
+from streamrl.weight_sync.manifest import decode
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_LOOK_SECONDS: Final = 0.25
+_COUNT_SECONDS: Final = 5.0
+_GONE_SECONDS: Final = 2.0
+"""Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
+_CONNECT_SECONDS: Final = 1.0
+_REFUSED_SECONDS: Final = 10.0
+"""For which an engine may answer 503 to a request."""
+_DEADLY: Final = 3
+"""Engines that may die under one request before it gave a token: after so many it is taken for the cause."""
+_PATIENCE: Final = 60.0
+_PATIENCE_SHARE: Final = 0.25
+"""Of `episode.deadline`, at most: an episode that is given back begins its time anew."""
+_AFFINITIES: Final = 10_000
+FULL: Final = 0.9
+"""Cache use from which an engine gets nothing while others have room."""
+_BLOCK: Final = 16
+"""Tokens of one block of a prefix cache; a shorter prefix is not kept by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that may get a request: tokens that it has to do, its slots, and the use of its cache (0 to 1)."""
+
+    tokens: int
+    slots: int
+    cache_use: float = 0.0
+
+    @property
+    def burden(self) -> float:
+        return self.tokens / self.slots
+
+
+def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together: int, before: int | None = None) -> int:
+    """Return the index of the engine for a request: the least busy one, those with a full cache last.
+
+    A request whose prefix is at `before` stays there while that costs less than what it waits for: that engine may be
+    busier than the least busy one by as much as a whole group.
+
+    Args:
+        candidates: at least one.
+        cost: tokens of the request, prompt and longest response.
+        shared: tokens that it has in common with the requests that went to `before`.
+        together: requests that usually share a prefix.
+        before: where requests with the same prefix went; None: nowhere.
+    """
+    best = min(range(len(candidates)), key=lambda at: (candidates[at].cache_use >= FULL, candidates[at].burden))
+    if before is None or shared < _BLOCK:
+        return best
+    kept = candidates[before]
+    if kept.cache_use >= FULL > candidates[best].cache_use:
+        return best
+    return before if kept.burden - candidates[best].burden <= together * cost / kept.slots else best
+
+
+class Affinities:
+    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten.
+
+    `GROUP/SAMPLE` is the affinity of a sample with several turns. It begins where its group is, and stays there.
+    """
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._names
+
+    def get(self, key: str) -> str | None:
+        return self._names.get(key) or self._names.get(key.partition("/")[0])
+
+    def set(self, key: str, name: str) -> None:
+        for each in filter(None, {key, key.partition("/")[0]}):
+            self._names[each] = name
+            self._names.move_to_end(each)
+            if len(self._names) > _AFFINITIES:
+                self._names.popitem(last=False)
+
+
+class AnnouncedEngine:
+    """One life of an engine as its heartbeat describes it; `fields` are those of the last one that was read."""
+
+    def __init__(self, config: RunConfig, name: str, fields: Mapping[str, str], key: str | None) -> None:
+        self.name = name
+        self.url = fields["url"]
+        self.life = fields["salt"]
+        self.fields = fields
+        self.missing_since: float | None = None
+        self.answers = False
+        self.tokens = 0
+        self._dialect = make_dialect(config)
+        self._client = HttpClient(self.url, key, f"see logs/{name}.log")
+        self._gone = asyncio.Event()
+        self._aborts: set[asyncio.Task[object]] = set()
+        self._told = False
+
+    @property
+    def step(self) -> int:
+        return int(self.fields["step"])
+
+    @property
+    def version(self) -> int:
+        return int(self.fields["version"])
+
+    @property
+    def slots(self) -> int:
+        return int(self.fields["slots"])
+
+    @property
+    def cache_use(self) -> float:
+        return float(self.fields.get("cache_use", 0.0))
+
+    @property
+    def usable(self) -> bool:
+        return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
+
+    async def knock(self) -> None:
+        """Find out whether it answers here."""
+        try:
+            await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
+        except BadAnswer as error:
+            self.answers = error.status == 503  # while its weights change
+        except StreamrlError as error:
+            if not self._told:
+                extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
+                logger.warning("an engine does not answer", extra=extra)
+            self._told = True
+        else:
+            self.answers, self._told = True, False
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
+        vocabulary = int(self.fields["vocabulary"]) or None
+        limit = RequestLimits(int(self.fields["context"]), vocabulary or 1 << 31).check(request)
+        wire_id = uuid.uuid4().hex  # never used twice, and of one length because SGLang aborts by prefix
+        call = self._dialect.generation(
+            replace(request, id=wire_id, max_new_tokens=limit),
+            version=self.version,
+            salt=self.life,
+            adapter=self.fields["adapter"] or None,
+        )
+        response = Response(request, self.version, self.fields["adapter"])
+        cost = len(request.tokens) + limit
+        self.tokens += cost
+        reading = asyncio.create_task(
+            read_response(self._client, self._dialect, call, response, seconds=_REFUSED_SECONDS, vocabulary=vocabulary)
+        )
+        try:
+            await first_of(asyncio.wait([reading]), self._gone.wait())
+            if not reading.done():
+                raise LostResponse(f"{self.name} is gone", begun=not response.tokens)
+            return reading.result()
+        except Lost as error:
+            raise LostResponse(error.message, begun=error.sent and not response.tokens) from error
+        except BadAnswer as error:  # within its stream: the server dies, maybe of another request
+            if not response.tokens:
+                raise
+            raise LostResponse(error.message, begun=False) from error
+        finally:
+            self.tokens -= cost
+            if not reading.done():
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                self._abort(wire_id)
+
+    def _abort(self, wire_id: str) -> None:
+        """Tell an engine that does not notice a closed connection; nobody waits for it."""
+        for call in self._dialect.abort(wire_id):
+            task = asyncio.create_task(self._client.call(call, _CONNECT_SECONDS, retry=False))
+            self._aborts.add(task)
+            task.add_done_callback(lambda done: self._aborts.discard(done) or done.cancelled() or done.exception())
+
+    async def leave(self) -> None:
+        """End the calls in flight: this life of the engine is over."""
+        self._gone.set()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_CONNECT_SECONDS)
+        await self._client.close()
+
+
+class LostResponse(Unreachable):
+    """An engine did not finish a response. `begun`: it had the request and gave no token, so it may have died of it."""
+
+    def __init__(self, message: str, hint: str = "", begun: bool = False) -> None:
+        super().__init__(message, hint)
+        self.begun = begun
+
+
+class ServerPool(Generator):
+    """All engines of a run, as their heartbeats come and go; `follow` keeps the list while it is open."""
+
+    def __init__(self, config: RunConfig, ledgers: Ledgers, key: str | None) -> None:
+        self._config = config
+        self._ledgers = ledgers
+        self._key = key
+        self._known: dict[str, AnnouncedEngine] = {}
+        self._out_of_reach: set[str] = set()
+        self._affinities = Affinities()
+        self._looked = asyncio.Condition()
+        self._newest_step = self._step = 0
+        self._knows_newest = False
+        self._workers = 1
+        self._calls = self._tokens = self._lost = 0
+        self._busy = self._busy_since = 0.0
+        self._patience = min(_PATIENCE, _PATIENCE_SHARE * config.episode.deadline)
+
+    @contextlib.asynccontextmanager
+    async def follow(self) -> AsyncIterator[None]:
+        """Know the engines and the newest version for this block."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                works = self._keep_looking(), self._watch_versions(), self._count_workers()
+                following = [tasks.create_task(work) for work in works]
+                yield
+                for task in following:
+                    task.cancel()
+        finally:
+            for engine in self._known.values():
+                await engine.leave()
+
+    async def first(self) -> None:
+        """Return when an engine can be called, and the newest version is known."""
+        while not (self._usable() and self._knows_newest):
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Return when the heartbeats were read once more."""
+        async with self._looked:
+            await self._looked.wait()
+
+    def behind(self) -> int:
+        """How many steps the newest engine is behind the newest version that is published."""
+        self._step = max((engine.step for engine in self._usable()), default=self._step)
+        return self._newest_step - self._step
+
+    def figures(self) -> dict[str, int | float]:
+        """Responses that were sampled again because their engine was lost."""
+        return {"lost_calls": self._lost}
+
+    # --- Generator ---------------------------------------------------------------------------------------------------
+
+    @override
+    async def generate(self, request: Request) -> Completion:
+        # `RetryLater`: no engine for a while. `DataError`: several died of this request.
+        loop = asyncio.get_running_loop()
+        deaths, end = 0, loop.time() + self._patience
+        while True:
+            engine = await self._found(partial(self._choose, request), end)
+            self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
+            try:
+                with self._busy_with_one():
+                    completion = await engine.generate(request)
+            except Unreachable as error:
+                engine.answers = False  # until it answers again
+                failed = isinstance(error, BadAnswer) and error.status == 500
+                deaths += failed or (isinstance(error, LostResponse) and error.begun)
+                self._lost += 1
+                if not isinstance(error, BadAnswer):  # one that answers so may do it for ever
+                    end = loop.time() + self._patience
+                extra = {"request": request.id, "engine": engine.name, "why": error.message}
+                logger.info("a response is sampled again", extra=extra)
+                if deaths == _DEADLY:
+                    raise DataError(
+                        f"{deaths} engines were lost under request {request.id!r} before it gave a token:"
+                        f" {error.message}"
+                    ) from error
+            else:
+                self._tokens += len(completion.tokens)
+                return completion
+
+    @override
+    def load(self) -> EngineLoad:
+        usable = self._fresh(self._usable())
+        since = asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0
+        return EngineLoad(
+            running=self._calls,
+            waiting=0,
+            tokens_sampled=self._tokens,
+            busy_seconds=self._busy + since,
+            version=max((engine.version for engine in usable), default=0),
+            capacity=math.ceil(sum(engine.slots for engine in usable) / self._workers),
+            cache_use=max((engine.cache_use for engine in usable), default=0.0),
+            servers=len(usable),
+        )
+
+    @override
+    async def health(self) -> None:
+        await self._found(self._usable, asyncio.get_running_loop().time() + self._patience)
+
+    @contextlib.contextmanager
+    def _busy_with_one(self) -> Iterator[None]:
+        """Count a call that an engine has; busy is the time with any."""
+        loop = asyncio.get_running_loop()
+        if not self._calls:
+            self._busy_since = loop.time()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._busy += loop.time() - self._busy_since
+
+    # --- the choice --------------------------------------------------------------------------------------------------
+
+    def _usable(self) -> list[AnnouncedEngine]:
+        return [engine for engine in self._known.values() if engine.usable]
+
+    def _fresh(self, usable: list[AnnouncedEngine]) -> list[AnnouncedEngine]:
+        oldest = self._newest_step - self._config.max_staleness
+        return [engine for engine in usable if engine.step >= oldest]
+
+    async def _found(self, find: Callable[[], _T | None], end: float) -> _T:
+        """What `find` finds among the engines, asked anew when they change. `RetryLater`: nothing by then."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < end:
+            if found := find():
+                return found
+            if any(engine.fields["blocked"] == "1" for engine in self._known.values()):
+                end = loop.time() + self._patience  # they come back: the caller's own deadline holds
+            await first_of(self.changed(), seconds=end - loop.time())
+        raise RetryLater(f"no engine answered for {self._patience:g} s")
+
+    def _choose(self, request: Request) -> AnnouncedEngine | None:
+        """The least busy one with new enough weights. A conversation stays where it is, and may go on anywhere."""
+        usable = self._usable()
+        before = self._affinities.get(request.affinity)
+        found = self._fresh(usable)
+        if request.affinity in self._affinities and "/" in request.affinity:
+            found = found or usable
+            found += [engine for engine in usable if engine.name == before and engine not in found]
+        if not found:
+            return None
+        at = choose(
+            [Candidate(engine.tokens, engine.slots, engine.cache_use) for engine in found],
+            cost=len(request.tokens) + request.max_new_tokens,
+            shared=len(request.tokens),
+            together=self._config.sampling.responses,
+            before=next((at for at, engine in enumerate(found) if engine.name == before), None),
+        )
+        return found[at]
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    async def _watch_versions(self) -> None:
+        seen = 0
+        while True:
+            found = await self._ledgers.weights.after(seen, 1.0)
+            if found is not None:
+                seen = found[0]
+                with contextlib.suppress(WeightsError):  # engines refuse it too
+                    self._newest_step = decode(found[1]).step
+                    self._knows_newest = True
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await self._look()
+            async with self._looked:
+                self._looked.notify_all()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        board = await self._ledgers.roles.read("engine.")
+        now = asyncio.get_running_loop().time()
+        for name, fields in board.items():
+            if "url" in fields and _reachable(fields["url"], fields["host"]):
+                await self._meet(name, fields)
+            elif "url" in fields and name not in self._out_of_reach:
+                self._out_of_reach.add(name)
+                hint = "set engine.host to an address that other hosts reach"
+                logger.warning("an engine listens on its own host alone", extra={"engine": name, "hint": hint})
+        for engine in [each for each in self._known.values() if "url" not in board.get(each.name, {})]:
+            # counted from here, because a Redis that was away says nothing about its engines
+            engine.missing_since = engine.missing_since or now
+            if engine.missing_since + _GONE_SECONDS <= now:
+                await self._part_with(engine)
+        await asyncio.gather(*(engine.knock() for engine in self._known.values() if not engine.answers))
+
+    async def _count_workers(self) -> None:
+        """The workers share the slots of the engines."""
+        while True:
+            self._workers = max(1, len(await self._ledgers.roles.read("rollout.")))
+            await asyncio.sleep(_COUNT_SECONDS)
+
+    async def _meet(self, name: str, fields: Mapping[str, str]) -> None:
+        known = self._known.get(name)
+        if known is not None and known.life != fields["salt"]:
+            if float(fields["started"]) < float(known.fields["started"]):
+                return  # an older process of this name, which still says that it is there
+            await self._part_with(known)
+            known = None
+        if known is None:
+            known = self._known[name] = AnnouncedEngine(self._config, name, fields, self._key)
+            logger.info("engine found", extra={"engine": name, "url": known.url})
+        known.fields, known.missing_since = fields, None
+
+    async def _part_with(self, engine: AnnouncedEngine) -> None:
+        logger.info("engine gone", extra={"engine": engine.name, "url": engine.url})
+        del self._known[engine.name]
+        await engine.leave()
+
+
+def _reachable(url: str, host: str) -> bool:
+    """Whether this host can reach it: not one on the loopback interface of another host."""
+    return host == socket.gethostname() or not is_loopback(urlsplit(url).hostname or "")

@@ -1,0 +1,104 @@
+"""One response of a server: its stream, read into a `Completion`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streamrl.engine import Completion, Finish, Request, Runs
+from streamrl.errors import StreamrlError, WireError
+from streamrl.http import Call, HttpClient, Lost
+from streamrl.servers.dialect import Chunk, Dialect
+
+_TAIL_SECONDS = 0.5
+"""For what a server says after the last token; the response is whole without it."""
+
+
+@dataclass(slots=True)
+class Response:
+    """What has come of one response.
+
+    `version` is that of the server when it was asked; with an `adapter` it is that of all tokens, because a server
+    samples them with the one that the request names, and names no version for it.
+    """
+
+    request: Request
+    version: int
+    adapter: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cached: int | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """`WireError`: unequal counts, or a log-probability that is not finite."""
+        name = f"request {self.request.id!r}"
+        if len(chunk.tokens) != len(chunk.logprobs):
+            raise WireError(f"{name}: {len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities")
+        if not all(map(math.isfinite, chunk.logprobs)):
+            raise WireError(f"{name}: a log-probability is not finite")
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+        if self.cached is None:  # a server that puts a request back may count anew
+            self.cached = chunk.cached_tokens
+
+    def completion(self, finish: Finish, runs: Runs | None, seconds: float, vocabulary: int | None) -> Completion:
+        """`WireError`: no tokens, tokens outside the vocabulary, or runs that are none of theirs."""
+        name = f"request {self.request.id!r}"
+        tokens = np.asarray(self.tokens, dtype=np.int64)
+        if not len(tokens):
+            raise WireError(f"{name} ended ({finish}) without a token")
+        if tokens.min() < 0 or tokens.max() >= (vocabulary or 1 << 31):
+            raise WireError(f"{name}: sampled a token outside the vocabulary of {vocabulary}")
+        if runs is not None and not _are_runs(runs, len(tokens)):
+            raise WireError(f"{name}: {runs} are not the runs of {len(tokens)} tokens")
+        return Completion(
+            tokens=tokens.astype(np.int32),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            runs=[(0, self.version)] if runs is None else runs,
+            finish=finish,
+            prompt_tokens=len(self.request.tokens),
+            seconds=seconds,
+            cached_tokens=min(self.cached or 0, len(self.request.tokens)),
+        )
+
+
+async def read_response(
+    client: HttpClient, dialect: Dialect, call: Call, response: Response, *, seconds: float, vocabulary: int | None
+) -> Completion:
+    """Send the call of a response and read its stream to the end, which has no deadline.
+
+    `seconds` limit how long the server may refuse it. Errors as `HttpClient.stream`; `Lost` also when the server gave
+    the response up: no response has tokens of two servers. Cancelling closes the connection.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with aclosing(client.stream(call, seconds)) as messages:
+        async for message in messages:
+            chunk = dialect.chunk(message, received=len(response.tokens))
+            response.add(chunk)
+            if chunk.finish is None:
+                continue
+            if chunk.finish == "abort":
+                break
+            took = loop.time() - began
+            try:
+                async with asyncio.timeout(_TAIL_SECONDS):
+                    async for counts in messages:  # to the end, so that the connection can be used again
+                        if chunk.counts_follow:
+                            response.add(dialect.chunk(counts, received=len(response.tokens)))
+            except (TimeoutError, StreamrlError):
+                pass
+            runs = None if response.adapter else chunk.runs
+            return response.completion(chunk.finish, runs, took, vocabulary)
+    raise Lost(f"{client.url} gave up a response")
+
+
+def _are_runs(runs: Runs, count: int) -> bool:
+    starts, versions = [first for first, _ in runs], [version for _, version in runs]
+    grow = all(a < b for a, b in itertools.pairwise(starts)) and versions == sorted(versions)
+    return bool(runs) and starts[0] == 0 and starts[-1] < count and grow

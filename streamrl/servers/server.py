@@ -1,0 +1,180 @@
+"""One server that generates: started by streamrl or attached at its URL, checked, controlled, and asked."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self
+
+from streamrl.config import RunConfig
+from streamrl.engine import Completion, Request, RequestLimits
+from streamrl.errors import ConfigError
+from streamrl.http import HttpClient, read_key
+from streamrl.isolation.watchdog import Watchdog
+from streamrl.servers.check import Facts, connect
+from streamrl.servers.control import ServerControl
+from streamrl.servers.dialect import ServerMetrics
+from streamrl.servers.environments import on_cpu
+from streamrl.servers.kinds import make_dialect
+from streamrl.servers.process import ManagedServer, ServerSettings, points_back
+from streamrl.servers.request import Response, read_response
+from streamrl.weight_sync.files import read_token
+from streamrl.weight_sync.tensors import Version
+
+logger = logging.getLogger(__name__)
+METRICS_SECONDS: Final = 5.0
+
+
+async def _nothing() -> None: ...
+
+
+def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
+    """The key of the servers of a run: the one that people gave, else the token of the run where streamrl starts them.
+
+    `ConfigError`: its file cannot be read.
+    """
+    if config.engine.api_key_file is None and config.engine.managed:
+        return read_token(run_dir)
+    return read_key("engine.api_key_file", config.engine.api_key_file)
+
+
+class Server:
+    """One life of a server, with its client.
+
+    Args:
+        config: of the run; `engine` says what is started, or which URLs run already.
+        run_dir: for logs and for adapters.
+        name: of the role, for the log.
+        index: which of `engine.url` and of `engine.devices`.
+        seed: of its sampling.
+        key: that it asks for; None: none.
+        announce: awaited when what others must know of it has changed.
+
+    Attributes:
+        salt: names this life of it; requests share keys and values only within one.
+    """
+
+    control: ServerControl
+    client: HttpClient
+    facts: Facts
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        name: str,
+        index: int = 0,
+        *,
+        seed: int,
+        key: str | None = None,
+        announce: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
+        if config.engine.url and index >= len(config.engine.url):
+            raise ConfigError(f"{name} has no server: engine.url names {len(config.engine.url)}", "add its URL")
+        self._config, self._run_dir, self._name, self._index = config, run_dir, name, index
+        self._announce, self._key = announce, key
+        self._stack = AsyncExitStack()
+        self.dialect = make_dialect(config)
+        self.salt = uuid.uuid4().hex
+        self.process: ManagedServer | None = None
+        if not config.engine.url:
+            devices = config.engine.devices
+            self.process = ManagedServer(
+                self.dialect,
+                ServerSettings.of_engine(config, key),
+                run_dir,
+                f"{name}.server",
+                devices[index % len(devices)] if devices else "",
+                seed=seed,
+            )
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """`ConfigError`: no environment, or it does not fit the run; `Unreachable`: it ended, or was late."""
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End a server that streamrl started, with its children; resume one that runs already. Repeatable."""
+        await self._stack.aclose()
+
+    async def _open(self) -> None:
+        config, process = self._config, self.process
+        engine = config.engine
+        if process is None:
+            url, hint = engine.url[self._index], "check that it runs and that engine.url is right"
+        else:
+            self._stack.push_async_callback(process.stop)
+            url, hint = await process.start(), f"its log: {process.log}"
+        self.client = HttpClient(url, self._key, hint)
+        self._stack.push_async_callback(self.client.close)
+        self.facts = await self._check()
+        watchdog = None
+        if process is None:
+            calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume()]
+            watchdog = await Watchdog.start(url, self.client.headers, calls)
+        self.control = ServerControl(
+            self.client,
+            self.dialect,
+            config.weights.deadline,
+            self._announce,
+            watchdog=watchdog,
+            folder=self._run_dir / "adapters" / self._name,
+            max_staleness=config.max_staleness,
+            sleep_level=0 if on_cpu(engine) else 1,
+        )
+        self._stack.push_async_callback(self.control.close)
+        logger.info("engine server ready", extra={"url": url, "server": self.dialect.kind})
+
+    async def _check(self) -> Facts:
+        process = self.process
+        try:
+            return await connect(self.client, self.dialect, self._config, external=process is None)
+        except ConfigError as error:
+            if process is None or not points_back(error.message):
+                raise
+            await process.stop()  # then its log is complete
+            if not (cause := process.root_cause()):
+                raise
+            raise ConfigError(f"{process.name} fails: {cause}", f"the whole log: {process.log}") from error
+
+    async def apply(self, version: Version) -> None:
+        """Put a version in force. Errors as of `ServerControl.apply`."""
+        await self.control.apply(version)
+
+    async def metrics(self) -> ServerMetrics:
+        """Errors as of `HttpClient.call`."""
+        answer = await self.client.call(self.dialect.metrics(), METRICS_SECONDS, retry=False)
+        return self.dialect.read_metrics(answer)
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response. Errors as of `read_response`; `DataError`: the request can never be served."""
+        limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
+        control = self.control
+        call = self.dialect.generation(
+            replace(request, id=uuid.uuid4().hex, max_new_tokens=limit),
+            version=control.pair[1],
+            salt=self.salt,
+            adapter=control.adapter or None,
+        )
+        return await read_response(
+            self.client,
+            self.dialect,
+            call,
+            Response(request, control.pair[1], control.adapter),
+            seconds=self._config.weights.deadline,
+            vocabulary=self.facts.vocabulary,
+        )
