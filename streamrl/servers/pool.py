@@ -205,7 +205,12 @@ class AnnouncedEngine:
         for call in self._dialect.abort(wire_id):
             task = asyncio.create_task(self._client.call(call, _CONNECT_SECONDS, retry=False))
             self._aborts.add(task)
-            task.add_done_callback(lambda done: self._aborts.discard(done) or done.cancelled() or done.exception())
+            task.add_done_callback(self._told_abort)
+
+    def _told_abort(self, task: asyncio.Task[object]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("an abort did not reach its engine", extra={"engine": self.name, "why": str(error)})
 
     async def leave(self) -> None:
         """End the calls in flight: this life of the engine is over."""
