@@ -90,6 +90,8 @@ OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
         (["engine.servers=2"], "engine.servers"),
         (["engine.api_key_file=/tmp/key"], "api_key_file"),
         (["engine.kind=openai", "engine.url=[http://a:1]", "rollout.placement=colocated"], "colocated"),
+        (["cluster.resources={agent: {gpus: 1}}"], "names no role by agent"),
+        (["engine.kind=vllm", "cluster.resources={rollout: {gpus: 1}}"], "name engine instead"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
         (["sampling.top_p=0"], "sampling.top_p"),
         (["sampling.stop=['']"], "sampling.stop"),

@@ -86,7 +86,7 @@ class DataConfig(Section):
 
 
 class EngineConfig(Section):
-    """The engine that generates for a rollout replica."""
+    """What generates: servers, each with a role `engine.N`, or transformers in the rollout workers."""
 
     kind: Literal["hf", ServerKind, "openai"] = Field(
         "hf",
@@ -113,9 +113,7 @@ class EngineConfig(Section):
     tensor_parallel: Positive = Field(1, description="devices (CPU: processes) that one server spreads the model over")
     api_key_file: Path | None = Field(None, description="file with the key of the servers; it is in no argv and no log")
     start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
-    stream_interval: Positive = Field(
-        32, description="tokens between two messages of a server; what it sent survives its death"
-    )
+    stream_interval: Positive = Field(32, description="tokens between two messages of a server")
     slots: Positive = Field(64, description="responses decoded at the same time, at most")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of the engine")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights while generating")
@@ -170,9 +168,9 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Rollout replicas."""
+    """Rollout workers."""
 
-    replicas: Positive = Field(1, description="number of replicas the supervisor starts")
+    replicas: Positive = Field(1, description="number of workers the supervisor starts")
     placement: Literal["standalone", "colocated"] = Field(
         "standalone",
         description="standalone: engines have their own devices; colocated: they share them with the learner, in turn",
@@ -247,7 +245,7 @@ class SupervisorConfig(Section):
     max_backoff: Duration = Field(30.0, description="longest pause before a restart")
     start_deadline: Duration = Field(
         300.0,
-        description="longest time from start to ready of one role; a replica on servers also has engine.start_deadline",
+        description="longest time from start to ready of one role; an engine also has engine.start_deadline",
     )
     drain_deadline: Duration = Field(60.0, description="longest time of the whole drain after the first Ctrl-C")
     liveness_deadline: Duration = Field(60.0, description="a ready role whose event loop is silent this long is killed")
@@ -285,9 +283,16 @@ class ClusterConfig(Section):
     )
     resources: dict[str, Resources] = Field(
         default_factory=dict,
-        description="of each process by role (learner, rollout, agent, reward, feeder, reward_model); without an entry"
+        description="of each process by role (learner, engine, rollout, reward, feeder, reward_model); without an entry"
         " a role asks for a GPU for each device if its device is cuda",
     )
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> ClusterConfig:
+        known = ("learner", "engine", "rollout", "reward", "feeder", "reward_model", "recorder", "player")
+        if unknown := sorted(set(self.resources) - set(known)):
+            raise ValueError(f"cluster.resources names no role by {unknown[0]}; roles: {', '.join(known)}")
+        return self
 
 
 class RunConfig(Section):
@@ -404,6 +409,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_engines(self) -> RunConfig:
+        asked = self.cluster.resources
+        if self.engines and "engine" not in asked and "rollout" in asked and asked["rollout"].gpus:
+            raise ValueError("cluster.resources.rollout asks for GPUs, and role engine generates: name engine instead")
         if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
         return self

@@ -31,7 +31,7 @@ JUDGE = {
 RUNS: dict[str, dict[str, Any]] = {
     "replicas": {"rollout": {"replicas": 3}, "reward_worker": {"replicas": 2}},
     "ranks": {"learner": {"ranks": 2, "groups_per_step": 8}},
-    "devices": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"rollout": {"gpus": 1, "cpus": 4}}}},
+    "devices": {"engine": {"kind": "vllm"}, "cluster": {"resources": {"engine": {"gpus": 1, "cpus": 4}}}},
     "reward model": JUDGE,
     "redis elsewhere": {"redis": {"url": "rediss://queue.example:6380/1"}},
     "recording": {"recording": {"mode": "write"}},
