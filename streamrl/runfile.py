@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from streamrl.atomic import write_whole
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
-from streamrl.config.base import MODEL, Section
+from streamrl.config.base import MODEL, SERVER_KINDS, Section
 from streamrl.config.presets import lay_beneath
 from streamrl.config.words import explain
 from streamrl.errors import ConfigError
@@ -121,12 +121,25 @@ def _as_of_now(saved: Any) -> Any:
             critic["kind"] = "model"
     if (engine := sections.get("engine", {})).get("kind") == "hf":
         engine |= {"url": (), "api_key_file": None}
+    if "host" not in engine:
+        _engines_of_now(sections)
     if isinstance(shares := sections.get("episode", {}).pop("shares", None), dict):
         sections["episode"].setdefault("scoring_share", shares.get("scoring", 0.1))
     if "files" in (archive := sections.get("archive", {})):
         archive["max_bytes"] = None  # it kept so many files, whatever their size
         archive.pop("files")
     return saved
+
+
+def _engines_of_now(sections: dict[str, dict[str, Any]]) -> None:
+    """From when replicas started servers: now each server is one of a role of its own, which has the GPUs."""
+    engine, resources = sections.get("engine", {}), sections.get("cluster", {}).get("resources") or {}
+    resources.pop("agent", None)
+    if engine.get("kind") in SERVER_KINDS:
+        if not engine.get("url"):
+            engine["servers"] = engine.get("servers", 1) * sections.get("rollout", {}).get("replicas", 1)
+        if "rollout" in resources:
+            resources["engine"] = resources.pop("rollout")
 
 
 _SCHEMA_HINT = "`streamrl config schema` lists every key with its type, range and meaning"

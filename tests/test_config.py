@@ -190,6 +190,17 @@ def test_bounds_follow_promise_two(staleness, groups, every, budget, hard_cap, i
     assert load(None, bounds, {}).config.hard_cap == in_background
 
 
+def test_servers_that_replicas_started_are_engines_now(tmp_path: Path):
+    path = tmp_path / "run.json"
+    save(load(None, ["engine.kind=vllm", "engine.servers=2", "rollout.replicas=3"], {}), path)
+    saved = orjson.loads(path.read_bytes())
+    del saved["config"]["engine"]["host"]
+    saved["config"]["cluster"]["resources"] = {"rollout": {"gpus": 1}, "agent": {"cpus": 1}}
+    path.write_bytes(orjson.dumps(saved))
+    config = read_saved(path).config
+    assert (config.engines, config.rollout.replicas, list(config.cluster.resources)) == (6, 3, ["engine"])
+
+
 def test_servers_have_one_name_and_count_as_slots():
     shared = ["engine.kind=vllm", "engine.slots=8", "rollout.replicas=2"]
     config = load(None, [*shared, "engine.url=[http://a:1/, https://b]"], {}).config

@@ -340,7 +340,7 @@ class RunConfig(Section):
     def reads_text(self) -> bool:
         """Whether engines have to know texts, and not only token ids."""
         draws = self.sampling, self.drawing(evaluation=True)
-        return self.episode.agent is not None or any(draw.stop or draw.min_tokens for draw in draws)
+        return bool(self.episode.agent or self.episode.run) or any(draw.stop or draw.min_tokens for draw in draws)
 
     @property
     def budget(self) -> int:

@@ -222,6 +222,8 @@ class Evaluation:
             status["accuracy_version"] = version
             tally = self._log.rounds[version]
             status["accuracy"] = tally.right / tally.scored
+            for name in [name for name in status if name.startswith(("avg_at_", "pass_at_"))]:
+                del status[name]  # a round in which no prompt has all its samples has none
             status.update(at_k(tally.prompts, self._config.samples))
 
     @property

@@ -157,8 +157,9 @@ class VllmDialect(Dialect):
         return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
 
     def _check_logprobs(self, mode: str) -> None:
-        draw, agent = self._config.sampling, self._config.episode.agent
-        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or (agent is not None and agent.draws)
+        draw, episode = self._config.sampling, self._config.episode
+        calls = episode.run is not None or (episode.agent is not None and episode.agent.draws)
+        changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or calls
         if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
             raise Refused(
                 f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` or an agent"

@@ -177,9 +177,12 @@ class EpisodeSession:
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
             EpisodeOver: a limit of the episode is reached, or it has ended.
-            DataError: the messages cannot be rendered.
+            DataError: the messages cannot be rendered, or `options` has one that `refused` names.
             Unreachable: the engine died.
         """
+        option, why = self.refused(options)
+        if option:
+            raise DataError(f"{option}: {why}")
         # Code that goes on after a refusal must not keep the event loop busy.
         await asyncio.sleep(_REFUSED_SECONDS if self._refused or self.overflowed else 0)
         self._check_open()
@@ -201,7 +204,7 @@ class EpisodeSession:
         reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
         text, stopped = self._tokenizer.decode(tokens), ""
-        if ends is not None and completion.finish == "stop":
+        if ends is not None and ends.ends(tokens):
             text, stopped = ends.split(text, tokens)
             reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
             reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)

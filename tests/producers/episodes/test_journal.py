@@ -151,7 +151,7 @@ class Drawn(Episode):
         await chat.session.sampled([*task.messages, turn.reply.message, {"role": "user", "content": "and?"}])
 
 
-@pytest.mark.parametrize("other", [{}, {"temperature": 0.6}, {"stop": ["y"]}, {"max_tokens": 8}, {"json_schema": "{}"}])
+@pytest.mark.parametrize("other", [{}, {"temperature": 0.6}, {"stop": ["y"]}, {"max_tokens": 8}, {"top_k": 5}])
 async def test_a_reply_with_other_options_is_no_recorded_one(ledger, other):
     lives = Lives(ledger, Drawn())
     await lives.die("a")

@@ -100,6 +100,20 @@ async def test_how_replies_are_drawn_is_asked_of_the_engine():
     assert len({request.seed for request in engine.requests} - {None}) == 2
 
 
+async def test_a_text_within_the_least_length_ends_no_reply_that_ends_by_itself():
+    session, _ = session_of(["Yes. I do"], sampling={"stop": ["."], "min_tokens": 6})
+    first = await replied(session, CHAT)
+    assert (first.message["content"], session.sample().text) == ("Yes. I do", "Yes. I do")
+
+
+async def test_an_option_whose_log_probabilities_nobody_tells_is_refused_to_every_caller():
+    session, _ = session_of(["a"])
+    with pytest.raises(DataError, match="temperature: at 0 all samples"):
+        await session.sampled(CHAT, temperature=0.0)
+    with pytest.raises(DataError, match="keeps no reply to a schema"):
+        await session.sampled(CHAT, json_schema={"type": "object"})
+
+
 async def test_one_turn_on_the_prompt_costs_what_a_single_answer_costs():
     session, _ = session_of(["three"])
     await replied(session, CHAT)

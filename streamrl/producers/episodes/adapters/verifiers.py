@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
+from streamrl.config.episode import CALL_DRAWS
 from streamrl.errors import DataError, need_packages
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import MODEL
@@ -30,6 +31,8 @@ _HOST: Final = "127.0.0.1"
 """Calls come from this process, wherever the harness runs: verifiers passes them on."""
 _MAX_CALLS: Final = 32
 _CONTEXT: Final = 1 << 18
+_IGNORED: Final = ("strict", "seed", "frequency_penalty", "presence_penalty", *CALL_DRAWS)
+"""Options that a harness sends of itself, and that are the run's to say."""
 """Tokens of the longest conversation; the body of a call is bounded by the server."""
 _LOCAL: Final = {"type": "subprocess"}
 _STOPS: Final[dict[str, StopReason]] = {"max_turns": "max_turns", "agent_timeout": "rollout_timeout"}
@@ -93,7 +96,7 @@ class VerifiersEpisode(Episode):
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         session = chat.session
         played = self._task(task)
-        door = AgentDoor(session, _MAX_CALLS, _CONTEXT)
+        door = AgentDoor(session, _MAX_CALLS, _CONTEXT, _IGNORED)
         with self._endpoint.serving(door) as key:
             try:
                 trace = await self._player(key, session.limits.max_turns).run(played, tools=self._tools)

@@ -76,7 +76,7 @@ class AgentDoor:
     those of other samples. `ignored` are options of calls that the run ignores.
     """
 
-    def __init__(self, session: EpisodeSession, most: int, context: int) -> None:
+    def __init__(self, session: EpisodeSession, most: int, context: int, ignored: Collection[str] = ()) -> None:
         self._session = session
         self._places = asyncio.Semaphore(most)
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
@@ -90,7 +90,7 @@ class AgentDoor:
         self.idle.set()
         agent = session.limits.agent
         self._used = agent is not None and agent.keep == "used"
-        self.ignored: Collection[str] = agent.ignore if agent is not None else ()
+        self.ignored = agent.ignore if agent is not None else ignored
         self.name = token_hex(4)
 
     @contextlib.asynccontextmanager
