@@ -170,7 +170,7 @@ async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(r
 @pytest.mark.timeout(300)
 async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run, tmp_path):
     folder, gate = save_talker(tmp_path / "talker", calls=(ADD,), ends=False), tmp_path / "gate"
-    run.set("model", path=str(folder), context=1024).set("engine", decode="slots", slots=8, threads=1)
+    run.set("model", path=str(folder), context=1024).set("engine", slots=8, threads=1)
     run.set("sampling", group_size=SAMPLES, max_new_tokens=16).set("lease", seconds=1.0)
     run.set("episode", run=f"{WHERE}:Blocking", args={"gate": str(gate)}, max_turns=TURNS)
     prompt = order_of(Tokenizer.load(run.config.model)).prompt
