@@ -76,7 +76,7 @@ async def test_responses_are_sampled_by_the_adapter_that_they_began_with(bench: 
         response = await adapting.end(begun)
         adapting.judge(tokens, response)
         assert response.runs == [(0, first)]
-    assert len(server.control._adapters) == at_once
+    assert len(server.control._adapters) == 6, "they stay for long: a request may wait at the server"
 
 
 async def test_an_adapter_that_the_server_cannot_take_is_refused_with_a_way_out(adapting: Bench):
