@@ -45,23 +45,13 @@ _ABORT_PAUSE: Final = 0.05
 
 @asynccontextmanager
 async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
-    """Start an engine when the device lock admits it, and let it leave and come back within the block.
-
-    An `ExceptionGroup` says that it could not: the block is cancelled then, and the process has to end.
-    """
+    """Start an engine when the device lock admits it, and let it leave and come back within the block."""
     config = role.config
     stops = await asyncio.to_thread(stop_tokens_of, config.model.path)
     shared = ColocatedEngine(engine, stops=stops, context=config.model.context, level=1 if _has_devices(config) else 0)
     switch = EngineDevices(role.ledgers.device_lock, role.name, wake=shared.come_back, sleep=shared.leave)
-    try:
-        await switch.start(shared.start)
-        async with asyncio.TaskGroup() as tasks:
-            switching = tasks.create_task(switch.run(), name="device lock")
-            yield shared
-            switching.cancel()
-    finally:
-        await shared.close()
-        await role.ledgers.device_lock.leave(role.name)
+    async with switch.engine(shared.start, shared.close):
+        yield shared
 
 
 def _has_devices(config: RunConfig) -> bool:

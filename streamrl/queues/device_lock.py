@@ -9,7 +9,8 @@ the lock back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from typing_extensions import override
@@ -167,7 +168,25 @@ class EngineDevices:
         self._lock, self._name = lock, name
         self._wake, self._sleep = wake, sleep
 
-    async def start(self, work: Callable[[], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def engine(
+        self, start: Callable[[], Awaitable[object]], close: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Start an engine when the lock admits it, follow the lock within the block, and close it before it leaves.
+
+        An `ExceptionGroup` says that it could not move: the block is cancelled then, and the process has to end.
+        """
+        try:
+            await self.start(start)
+            async with asyncio.TaskGroup() as tasks:
+                switching = tasks.create_task(self.run(), name="device lock")
+                yield
+                switching.cancel()
+        finally:
+            await close()
+            await self._lock.leave(self._name)
+
+    async def start(self, work: Callable[[], Awaitable[object]]) -> None:
         while not await self._may_come():  # noqa: ASYNC110 (the lock is in Redis)
             await asyncio.sleep(_ASK_SECONDS)
         await self._renewing(work)
@@ -193,7 +212,7 @@ class EngineDevices:
     async def _may_come(self) -> bool:
         return self._lock.settled and await self._lock.use(self._name, on_devices=False)
 
-    async def _renewing(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _renewing(self, work: Callable[[], Awaitable[object]]) -> None:
         """Work that may outlast a lease: the engine counts as using the devices meanwhile."""
 
         async def renew() -> None:

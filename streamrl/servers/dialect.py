@@ -160,8 +160,8 @@ class Dialect(Startable):
     def update(self, version: Version, label: str) -> Sequence[Call]:
         """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
 
-        A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown:
-        `prefetch` and `update` are sent once more, still paused; if that fails the server counts as dead.
+        A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown,
+        and the server counts as dead.
 
         Raises:
             WeightsError: the version cannot reach such a server.

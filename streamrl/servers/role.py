@@ -139,21 +139,9 @@ class EngineRole:
             async with server:
                 yield server
             return
-        switch = EngineDevices(
-            role.ledgers.device_lock,
-            role.name,
-            wake=self._wake,
-            sleep=self._sleep,
-        )
-        try:
-            await switch.start(server.start)
-            async with asyncio.TaskGroup() as tasks:
-                switching = tasks.create_task(switch.run(), name="device lock")
-                yield server
-                switching.cancel()
-        finally:
-            await server.close()
-            await role.ledgers.device_lock.leave(role.name)
+        switch = EngineDevices(role.ledgers.device_lock, role.name, wake=self._wake, sleep=self._sleep)
+        async with switch.engine(server.start, server.close):
+            yield server
 
     async def _wake(self) -> None:
         await self._server.control.wake()
