@@ -176,7 +176,6 @@ class EngineLoad:
         cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
         preemptions: requests that were put back for want of that memory since the start; only grows.
         servers: servers that can serve now; 1 for an engine in this process.
-        reading: number of the reading that `waiting` and `preemptions` are from; None: they are of now.
     """
 
     running: int
@@ -188,7 +187,6 @@ class EngineLoad:
     cache_use: float = 0.0
     preemptions: int = 0
     servers: int = 1
-    reading: int | None = None
 
 
 class Generator(Protocol):
