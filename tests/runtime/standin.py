@@ -16,7 +16,7 @@ from pathlib import Path
 name, *behaviours = sys.argv[1:]
 status = int(os.environ["STREAMRL_STATUS_FD"])
 lifeline = int(os.environ["STREAMRL_LIFELINE_FD"])
-asked = threading.Event()
+asked = False
 journal = os.open("journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -25,8 +25,16 @@ def note(event):
 
 
 def on_term(number, frame):
+    global asked  # `threading.Event.set` would wait for ever for the lock of an `Event.wait` that it interrupts
     note("term")
-    asked.set()
+    asked = True
+
+
+def asked_within(seconds):
+    end = time.monotonic() + seconds
+    while not asked and time.monotonic() < end:
+        time.sleep(0.01)
+    return asked
 
 
 def first_time():
@@ -58,14 +66,14 @@ for behaviour in behaviours:
     elif verb == "beat":
         tell("BEAT=1")
     elif verb == "beats":
-        while not asked.wait(0.1):
+        while not asked_within(0.1):
             tell("BEAT=1")
             note("beat")
     elif verb == "serve":
-        while not asked.wait(0.02):
+        while not asked_within(1.0):
             pass
     elif verb == "finish":
-        asked.wait(float(value))
+        asked_within(float(value))
     elif verb == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif verb == "hang":
@@ -89,7 +97,7 @@ for behaviour in behaviours:
             print(f"line {number} " + "x" * 100)
         sys.stdout.flush()
     elif verb == "wait-for":
-        while not Path(value).exists() and not asked.is_set():
+        while not Path(value).exists() and not asked:
             time.sleep(0.01)
     elif verb == "grandchild":
         if os.fork() == 0:
