@@ -13,8 +13,8 @@ from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption, change_line, expect_server_url
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers, ledgers_to_look
 from streamrl.config import RewardModelConfig
-from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.errors import ExitCode, UsageError
+from streamrl.queues.reward_servers import RewardServer, RewardServers
 
 _DOWN: Final = "down"
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
-
-from typing_extensions import override
+from typing import Final
 
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.queues.connection import Connection
@@ -24,9 +22,13 @@ _RENEWALS: Final = 3
 """Renewals in the time of one lease."""
 
 
-class EngineLock(Protocol):
-    seconds: float
-    """Length of a lease."""
+class DeviceLock:
+    """`seconds` is the length of a lease."""
+
+    def __init__(self, connection: Connection, keys: Keys, seconds: float) -> None:
+        self._connection = connection
+        self._keys = [keys.device_lock, keys.device_engines]
+        self.seconds = seconds
 
     @property
     def settled(self) -> bool:
@@ -35,34 +37,15 @@ class EngineLock(Protocol):
         A Redis that was away may have forgotten which side is on the devices, and the holder could not renew yet:
         neither side may load in that time.
         """
-        ...
+        return self._connection.since_error() >= self.seconds
 
     async def use(self, engine: str, *, on_devices: bool) -> bool:
         """Whether an engine may use the devices; renews if it is on them. False: it has to get off and `leave`."""
-        ...
-
-    async def leave(self, engine: str) -> None:
-        """Record that an engine has left the devices. A repeat does nothing."""
-
-
-class DeviceLock(EngineLock):
-    def __init__(self, connection: Connection, keys: Keys, seconds: float) -> None:
-        self._connection = connection
-        self._keys = [keys.device_lock, keys.device_engines]
-        self.seconds = seconds
-
-    @property
-    @override
-    def settled(self) -> bool:
-        return self._connection.since_error() >= self.seconds
-
-    @override
-    async def use(self, engine: str, *, on_devices: bool) -> bool:
         milliseconds = int(self.seconds * 1000)
         return bool(await self._connection.call("device_use", self._keys, [engine, milliseconds, int(on_devices)]))
 
-    @override
     async def leave(self, engine: str) -> None:
+        """Record that an engine has left the devices. A repeat does nothing."""
         await self._connection.call("device_leave", self._keys[1:], [engine])
 
     async def take(self, learner: str) -> int:
@@ -152,21 +135,22 @@ class LearnerDevices:
 
 
 class EngineDevices:
-    """An engine's side: moves it off the devices when the learner asks, and back afterwards.
+    """An engine's side: moves it off the devices when the learner asks or it is not `wanted`, and back afterwards.
 
-    Repeats of `wake` and `sleep` do nothing.
+    Repeats of `wake` and `sleep` do nothing. `lock` is None where the learner does not share the devices.
     """
 
     def __init__(
         self,
-        lock: EngineLock,
+        lock: DeviceLock | None,
         name: str,
         *,
         wake: Callable[[], Awaitable[None]],
         sleep: Callable[[], Awaitable[None]],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self._lock, self._name = lock, name
-        self._wake, self._sleep = wake, sleep
+        self._wake, self._sleep, self._wanted = wake, sleep, wanted
 
     @asynccontextmanager
     async def engine(
@@ -184,7 +168,7 @@ class EngineDevices:
                 switching.cancel()
         finally:
             await close()
-            await self._lock.leave(self._name)
+            await self._leave()
 
     async def start(self, work: Callable[[], Awaitable[object]]) -> None:
         while not await self._may_come():  # noqa: ASYNC110 (the lock is in Redis)
@@ -200,25 +184,31 @@ class EngineDevices:
         awake = True
         while True:
             if awake:
-                if not await self._lock.use(self._name, on_devices=True):
+                granted = self._lock is None or await self._lock.use(self._name, on_devices=True)
+                if not (granted and self._wanted()):
                     await self._renewing(self._sleep)
                     awake = False
-                    await self._lock.leave(self._name)
+                    await self._leave()
             elif await self._may_come():
                 await self._renewing(self._wake)
                 awake = True
             await asyncio.sleep(_ASK_SECONDS)
 
     async def _may_come(self) -> bool:
-        return self._lock.settled and await self._lock.use(self._name, on_devices=False)
+        lock = self._lock
+        return self._wanted() and (lock is None or (lock.settled and await lock.use(self._name, on_devices=False)))
+
+    async def _leave(self) -> None:
+        if self._lock is not None:
+            await self._lock.leave(self._name)
 
     async def _renewing(self, work: Callable[[], Awaitable[object]]) -> None:
         """Work that may outlast a lease: the engine counts as using the devices meanwhile."""
 
         async def renew() -> None:
-            while True:
-                await asyncio.sleep(self._lock.seconds / _RENEWALS)
-                await self._lock.use(self._name, on_devices=True)
+            while (lock := self._lock) is not None:
+                await asyncio.sleep(lock.seconds / _RENEWALS)
+                await lock.use(self._name, on_devices=True)
 
         async with asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(renew())

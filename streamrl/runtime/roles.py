@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RUNNERS: Final = {
-    "reward_model": ("streamrl.runtime.reward_model", "run_reward_model"),
+    "reward_model": ("streamrl.servers.reward_models", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
-    "engine": ("streamrl.servers.role", "run_engine"),
+    "engine": ("streamrl.servers.engine", "run_engine"),
     "rollout": ("streamrl.producers.replica", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.leader", "run_learner"),

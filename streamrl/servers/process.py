@@ -27,7 +27,8 @@ PORTS: Final = range(20_000, 32_000)
 """Below those from which the kernel takes the local ends of connections."""
 _CANDIDATES: Final = 200
 _READY_PAUSE: Final = 0.2
-_READY_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 5.0
+"""For a question that a server answers at once whatever it does."""
 _SAY_SECONDS: Final = 10.0
 """Between two lines that say how long a server starts already."""
 _CAUSE_BYTES: Final = 1 << 20
@@ -184,7 +185,7 @@ class ManagedServer:
                     logger.warning("server is starting", extra={"server": self.name, "why": why})
                 answers = True
                 try:
-                    await client.call(self._dialect.ready(), min(_READY_SECONDS, seconds - waited), retry=False)
+                    await client.call(self._dialect.ready(), min(ANSWER_SECONDS, seconds - waited), retry=False)
                 except (Unreachable, DataError, WireError):
                     answers = False
                     await first_of(process.wait(), seconds=_READY_PAUSE)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request, RequestLimits
@@ -20,13 +20,12 @@ from streamrl.servers.control import ServerControl
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.environments import on_cpu
 from streamrl.servers.kinds import make_dialect
-from streamrl.servers.process import ManagedServer, ServerSettings, points_back
+from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, points_back
 from streamrl.servers.request import Response, read_response
 from streamrl.weight_sync.files import read_token
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
-METRICS_SECONDS: Final = 5.0
 
 
 async def _nothing() -> None: ...
@@ -157,7 +156,7 @@ class Server:
 
     async def metrics(self) -> ServerMetrics:
         """Errors as of `HttpClient.call`."""
-        answer = await self.client.call(self.dialect.metrics(), METRICS_SECONDS, retry=False)
+        answer = await self.client.call(self.dialect.metrics(), ANSWER_SECONDS, retry=False)
         return self.dialect.read_metrics(answer)
 
     async def generate(self, request: Request) -> Completion:

@@ -19,7 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion
 from streamrl.errors import Unreachable
 from streamrl.queues import Ledgers, open_ledgers, open_role
-from streamrl.servers import role as roles
+from streamrl.servers import engine
 from streamrl.servers.pool import ServerPool
 from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.publisher import Publisher
@@ -66,7 +66,7 @@ class Run:
     async def life(self) -> AsyncIterator[asyncio.Task[None]]:
         """One life of role `engine.0` on the server of the bench, which goes on after a stop at the end."""
         async with open_role("engine.0", self.config, self._run_dir) as role:
-            task = self._life = asyncio.create_task(roles.run_engine(role))
+            task = self._life = asyncio.create_task(engine.run_engine(role))
             try:
                 yield task
             finally:
@@ -126,7 +126,7 @@ async def run_of(
         bench.server.told = announce
         return bench.server
 
-    monkeypatch.setattr(roles, "Server", server)
+    monkeypatch.setattr(engine, "Server", server)
     make_token(redis_run.run_dir)
     bench.server.kept = True
     async with open_ledgers(config, redis_run.run_dir) as ledgers:

@@ -24,10 +24,10 @@ from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers import RewardContext
 from streamrl.consumers.models import ModelClient, open_models
 from streamrl.consumers.models.reward_model import RewardModel
-from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.http import BadRequest
 from streamrl.queues import Ledger, Ledgers
+from streamrl.queues.reward_servers import RewardServers
 from streamrl.runtime.instance import RoleState
 from tests.consumers.samples import seen
 from tests.engines.critic_kit import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.queues import Ledgers
+from streamrl.queues.reward_servers import RewardServer, RewardServers
 from tests.queues.ledger_kit import admit, lease
 
 A, B = "http://a:1", "http://b:1"

@@ -16,9 +16,9 @@ from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import ROLE_KINDS, plan, processes, role_names, starts_after
 from streamrl.runtime.preflight import look_at_reward_models
 from streamrl.servers import environments
-from tests.runtime.played_model_server import make_environment
 from tests.runtime.test_roles import make_config, save_run
 from tests.runtime.test_supervisor import Run, unit
+from tests.servers.played_model_server import make_environment
 
 MODELS = {
     "critic": {"model": "c", "servers": 2, "start_deadline": 777.0},

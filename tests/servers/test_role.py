@@ -23,7 +23,8 @@ from streamrl.queues.role import open_role
 from streamrl.servers import role as roles
 from streamrl.servers import server as servers
 from streamrl.servers.dialect import ServerMetrics
-from streamrl.servers.role import Liveness, run_engine
+from streamrl.servers.engine import run_engine
+from streamrl.servers.role import Liveness
 from streamrl.weight_sync.files import make_token
 
 IDLE, BUSY, MORE = ServerMetrics(), ServerMetrics(running=1), ServerMetrics(running=1, tokens_sampled=9)
@@ -64,7 +65,7 @@ def dialect(run, monkeypatch):
     dialect = make_dialect()
     dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1", "TOY_ABOUT": about(vocabulary=128)}
     monkeypatch.setattr(servers, "make_dialect", lambda _: dialect)
-    monkeypatch.setattr(roles, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(roles, "POLL_SECONDS", 0.05)
     make_token(run.run_dir)
     run.set("engine", kind="vllm", slots=6, start_deadline=60)
     run.set("supervisor", term_grace=2, drain_deadline=200)
@@ -158,7 +159,7 @@ async def test_it_is_announced_with_its_first_version_and_with_each_other_one(ru
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_death_of_its_server_and_a_hang_end_the_role(run, dialect, monkeypatch, number):
-    monkeypatch.setattr(servers, "METRICS_SECONDS", 0.3)
+    monkeypatch.setattr(servers, "ANSWER_SECONDS", 0.3)
     run.set("lease", seconds=0.6, max_hold=3)
     async with engine_on(run) as engine:
         await Learner.of(run, engine.role.ledgers)

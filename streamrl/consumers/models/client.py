@@ -23,11 +23,11 @@ from streamrl.config import RewardModelConfig, RunConfig
 from streamrl.consumers.calls import failed_servers
 from streamrl.consumers.models.rate_limit import Quota, RateLimit, RateTurn, limit_of
 from streamrl.consumers.models.router import Claim, PoolServer, PoolServerState, RequestOutcome, Router
-from streamrl.consumers.models.servers import RewardServer, RewardServers
 from streamrl.consumers.reward import AskedModel, RewardContext
 from streamrl.errors import RewardBusy, RewardUnavailable, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key, without
 from streamrl.queues.ledgers import Ledgers
+from streamrl.queues.reward_servers import RewardServer, RewardServers
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from streamrl.config import RunConfig
 from streamrl.consumers.models import client as module
 from streamrl.consumers.models import open_models
 from streamrl.consumers.models.rendering import Renderer
-from streamrl.consumers.models.servers import RewardServers
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.errors import RewardImpossible, unwrap
 from streamrl.queues import Ledger, Role, open_ledgers
+from streamrl.queues.reward_servers import RewardServers
 from tests.consumers.models.faulty_server import FaultyServer, gone, score_of, servers, serving
 from tests.consumers.samples import seen
 from tests.consumers.worker_kit import config_of, put, until_closed, values, worker

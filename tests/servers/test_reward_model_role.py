@@ -14,15 +14,14 @@ import psutil
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.consumers.models.servers import RewardServers
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.queues.device_lock import LearnerDevices
+from streamrl.queues.reward_servers import RewardServers
 from streamrl.queues.role import open_role
-from streamrl.runtime import reward_model as module
-from streamrl.runtime.reward_model import run_reward_model
-from streamrl.servers.reward_models import model_server
+from streamrl.servers import reward_models as module
+from streamrl.servers.reward_models import model_server, run_reward_model
 from tests.queues.ledger_kit import admit, lease, until, until_async
-from tests.runtime.played_model_server import make_environment
+from tests.servers.played_model_server import make_environment
 
 PATIENT = 60.0
 
@@ -31,7 +30,7 @@ PATIENT = 60.0
 def make(redis_run, tmp_path, monkeypatch):
     """Makes the configuration of a run with one reward model whose server is played, and which looks often."""
     monkeypatch.setattr(module, "_LINGER", 0.2)
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_COUNT_SECONDS", 0.05)
 
     def configure(cpu=False, rollout=None, **model):
         folder = tmp_path / ("cpu" if cpu else "env")
@@ -209,7 +208,7 @@ async def test_a_server_that_refuses_to_sleep_stays_awake_and_says_so_once(make,
         await until(lambda: role.status["server"] == "ready", PATIENT)
         for sample in await put(role.ledgers.train, 0, 2):
             await sample.ledger.score(sample, b"score")
-        await looked(role, 2 + math.ceil(module._LINGER / module._LOOK_SECONDS))  # it would sleep again
+        await looked(role, 2 + math.ceil(module._LINGER / module._COUNT_SECONDS))  # it would sleep again
         assert len(said()) == 1
         assert [server.awake for server in await listed(role)] == [True]
         assert not task.done()
@@ -268,7 +267,7 @@ async def test_the_death_of_the_server_is_the_end_of_its_role(make, redis_run):
 
 
 async def test_a_server_that_hangs_counts_as_dead(make, redis_run, monkeypatch):
-    for name, seconds in (("_CHECK_SECONDS", 0.05), ("_CHECK_DEADLINE", 0.2), ("_PATIENCE", 1.0)):
+    for name, seconds in (("ANSWER_SECONDS", 0.2), ("_PATIENCE", 1.0)):
         monkeypatch.setattr(module, name, seconds)
     async with running(make(), redis_run.run_dir) as (role, task):
         await ready(role, task)
@@ -276,7 +275,7 @@ async def test_a_server_that_hangs_counts_as_dead(make, redis_run, monkeypatch):
         (server,) = await listed(role)
         async with aiohttp.ClientSession() as session, session.post(f"{server.url}/hang"):
             pass
-        with pytest.raises(Unreachable, match="has not answered for"):
+        with pytest.raises(Unreachable, match="the server hangs: no answer"):
             await asyncio.wait_for(task, PATIENT)
         assert not psutil.pid_exists(pid)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.runtime.reward_model import Demand
+from streamrl.servers.reward_models import Demand
 
 SLEEPS = [(0, 0.0, True), (0, 100.0, False)]
 
