@@ -1,6 +1,6 @@
 """Promise 1 with engines of vLLM under fire: their servers and roles are killed or hang, one and all, in training.
 
-Seed and order are printed. `ENGINE=sglang` takes the other kind.
+Seed and order are printed. `ENGINE=sglang` takes the other kind, `CHAOS_BLOWS=24` also kills what is not a server.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -50,14 +51,19 @@ class EngineFire(Fire):
         self.kills[f"server of {role}"] += 1
         self.note(f"kill -9 the server of {role}")
 
-    def hang_server(self, role: str) -> None:
+    def hang_server(self, role: str, then: Callable[[], object] = lambda: None) -> None:
         self.all_there()
         server = until(lambda: self.server(role), f"a server of {role}")
         os.killpg(server.pid, signal.SIGSTOP)
         self.note(f"SIGSTOP the server of {role}")
+        then()
         until(lambda: over(server), "the end of a server that hangs", 10 * HANG_SECONDS)
         self.kills[f"hanging server of {role}"] += 1
         self.note("it was killed")
+
+    def lose_both(self) -> None:
+        """One server hangs, and meanwhile the other one is killed: they start at the same time."""
+        self.hang_server("engine.1", then=functools.partial(self.kill_server, "engine.0"))
 
     def kill_all_engines(self) -> None:
         self.all_there()
@@ -70,14 +76,11 @@ def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Pat
     weights = {"deadline": HANG_SECONDS, "dtype": "bfloat16"}
     run = write_run(tmp_path, sort_cache, "Poisoned", engine=ENGINE, weights=weights)
     fire = EngineFire(run, tmp_path / "run", SEED)
-    blows: list[Blow] = [
-        functools.partial(fire.kill_server, "engine.0"),
-        functools.partial(fire.hang_server, "engine.1"),
-        functools.partial(fire.kill, "engine.0"),
-        fire.kill_all_engines,
-    ]
-    if BLOWS > 12:  # the other tests of this folder do these in any case
-        blows += [functools.partial(fire.kill, "rollout.0"), fire.kill_in_step]
+    blows: list[Blow] = [fire.lose_both]
+    if BLOWS > 12:  # each start of a server takes half a minute
+        roles = ("engine.0", "rollout.0")
+        blows += [*(functools.partial(fire.kill, role) for role in roles), fire.kill_in_step, fire.kill_all_engines]
+        blows += [functools.partial(fire.kill_server, "engine.0"), functools.partial(fire.hang_server, "engine.1")]
         blows.append(functools.partial(fire.roll_back_redis, 2.0))
     try:
         fire.up()

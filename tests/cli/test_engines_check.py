@@ -13,10 +13,9 @@ from .run_kit import cli, data_of, process
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "kind", ["hf", *(pytest.param(kind, marks=pytest.mark.engines) for kind in ("vllm", "sglang"))]
-)
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.engines)])
 def test_an_engine_that_works(kind: str):
+    """SGLang differs by its dialect alone, and `tests/engines` asks that for more."""
     environ = {name: os.environ[name] for name in {"STREAMRL_ENGINES"} & os.environ.keys()}
     done = process("engines", "check", kind, "--json", env={"OMP_NUM_THREADS": "1"} | environ, seconds=500)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -73,15 +73,16 @@ async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench,
         whole = torch.log_softmax(logits[0, len(tokens) - 1 : -1].float() / 1.5, -1)
         ids = torch.from_numpy(one.tokens.astype(np.int64))[:, None]
         requests = [bench.request(tokens, 1, temperature=1.5, **cut)] * len(ids)
-        found = truncated(whole, requests).gather(1, ids)[:, 0]
-        sure = torch.isfinite(found)
-        assert float(sure.float().mean()) > 0.9  # a token at the very border may be kept there and not here
-        errors = (found - torch.from_numpy(one.logprobs))[sure].abs()
-        # One token more or less in what is left moves the others by its share.
-        assert float(errors.median()) < BF16
-        assert float(errors.max()) < 0.25
-        full = (whole.gather(1, ids)[:, 0] - torch.from_numpy(one.logprobs)).abs()
-        assert float(full.min()) > 2 * BF16  # those of the whole distribution are others
+        kept = torch.isfinite(truncated(whole, requests)).sum(-1)
+        # In bfloat16 tokens at the border are equal, or change places: the server may keep a few more or less.
+        masses = whole.sort(-1, descending=True).values.logcumsumexp(-1)
+        chosen = whole.gather(1, ids)[:, 0]
+        told = torch.from_numpy(one.logprobs)
+        at = (kept[:, None] - 1 + torch.arange(-2, 4)).clamp(min=0)
+        errors = (chosen[:, None] - masses.gather(1, at) - told[:, None]).abs()
+        assert float(errors[:, 2].median()) < BF16, "most are cut at the same place"
+        assert float(errors.amin(1).max()) < 2 * BF16
+        assert float((chosen - told).abs().min()) > 2 * BF16  # those of the whole distribution are others
 
 
 async def test_a_text_ends_a_response_and_stays_in_its_tokens(bench: Bench):

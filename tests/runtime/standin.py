@@ -16,7 +16,7 @@ from pathlib import Path
 name, *behaviours = sys.argv[1:]
 status = int(os.environ["STREAMRL_STATUS_FD"])
 lifeline = int(os.environ["STREAMRL_LIFELINE_FD"])
-asked = False
+asked = []
 journal = os.open("journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -25,16 +25,15 @@ def note(event):
 
 
 def on_term(number, frame):
-    global asked  # `threading.Event.set` would wait for ever for the lock of an `Event.wait` that it interrupts
     note("term")
-    asked = True
+    asked.append(number)  # an Event would wait for ever for its lock, if this interrupts the one that holds it
 
 
 def asked_within(seconds):
     end = time.monotonic() + seconds
     while not asked and time.monotonic() < end:
         time.sleep(0.01)
-    return asked
+    return bool(asked)
 
 
 def first_time():
