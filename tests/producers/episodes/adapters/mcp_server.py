@@ -1,4 +1,7 @@
-"""A real MCP server with tools that go wrong. Arguments: `stdio`, or `http` or `deaf` and a port; then a file for its pids."""
+"""A real MCP server with tools that go wrong.
+
+Arguments: `stdio`, or `http` or `deaf` and a port; then a file for its pids.
+"""
 
 import asyncio
 import os
