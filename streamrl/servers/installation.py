@@ -64,9 +64,10 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
         raise ConfigError(
             "uv, which makes environments of engines, is not installed", "pip install 'streamrl[engines]'"
         )
+    folder = folder.resolve()
     with writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if installed(folder) is None and {path.name for path in folder.iterdir()} - {_LOCK, _DRAFT, "lost+found"}:
+        if {path.name for path in folder.iterdir()} - {_LOCK, _DRAFT, "lost+found"} and installed(folder) is None:
             raise CannotCreate(
                 f"{folder} holds something that `streamrl engines install` has not made",
                 "remove it, or name an empty or new folder with --into",
@@ -107,12 +108,8 @@ def _install(kind: ServerKind, folder: Path, steps: Steps, *, cpu: bool, say: Sa
         say(f"step {number} of {len(steps)}: uv pip install {shown}")
         run(f"uv pip install {shown}", [*command, "--python", made, *quiet, *step])
     engine = next(word for word in steps[-1] if not word.startswith("-")).partition("==")[0].partition("[")[0]
-    marker = {
-        "kind": kind,
-        "cpu": cpu,
-        "recipe": recipe,
-        **orjson.loads(run("its python", [made, "-c", _ASK % engine])),
-    }
+    found = orjson.loads(run("its python", [made, "-c", _ASK % engine]))
+    marker = {"kind": kind, "cpu": cpu, "recipe": recipe, **found}
     if cpu and marker["cuda"] is not None:
         say("torch is a CUDA build: it works, but is large; let PIP_EXTRA_INDEX_URL name an index of CPU builds")
     (draft / MARKER).write_bytes(orjson.dumps(marker, option=orjson.OPT_INDENT_2))
