@@ -102,9 +102,7 @@ def _places(kind: ServerKind) -> Iterator[Path]:
         yield Path(root).expanduser() / kind
     for folder in _upwards():
         yield folder / FOLDER / kind
-    project = Path(__file__).parents[2]
-    if (project / "pyproject.toml").exists():
-        yield project / FOLDER / kind
+    yield Path(__file__).parents[2] / FOLDER / kind  # beside the package, in a checkout
 
 
 def _upwards() -> list[Path]:

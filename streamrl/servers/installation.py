@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import orjson
 
-from streamrl.atomic import write_whole
 from streamrl.config.base import ServerKind
 from streamrl.errors import CannotCreate, ConfigError, writing
 from streamrl.servers import uv
@@ -23,6 +22,8 @@ Say: TypeAlias = Callable[[str], None]
 Steps: TypeAlias = Sequence[Sequence[str]]
 """Arguments of `uv pip install`, for one call after the other. The last call installs the engine."""
 
+_LOCK: Final = "install.lock"
+_DRAFT: Final = "unfinished"
 _REQUIREMENTS: Final = Path(__file__).parent / "requirements"
 _OURS: Final = ("xxhash>=3.5", "zstandard>=0.23")  # our plug-in needs these inside the server
 _STEPS: Final[Mapping[tuple[ServerKind, bool], Steps]] = {
@@ -51,22 +52,27 @@ print(json.dumps({"version": version("%s"), "cuda": torch.version.cuda}))
 def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
     """Make the environment of `kind` in `folder`; `say` gets one line per step.
 
-    It is made beside the folder and takes its place when it is whole. One of the same recipe stays as it is. Two calls
-    for one folder wait for each other. uv gets the settings of pip on this machine (pip.conf, PIP_*), prints to stderr,
-    and keeps what it has downloaded. A link to a folder on a larger disk stays a link.
+    It is made inside the folder, which may be a mount point, and moved to its place when it is whole. One of the same
+    recipe stays as it is. Two calls for one folder wait for each other. uv gets the settings of pip on this machine
+    (pip.conf, PIP_*), prints to stderr, and keeps what it has downloaded.
 
     Raises:
         ConfigError: uv is missing or failed.
         CannotCreate: the folder holds something else, or cannot be written.
     """
-    folder = folder.expanduser().resolve()
     if uv.find_uv() is None:
         raise ConfigError(
             "uv, which makes environments of engines, is not installed", "pip install 'streamrl[engines]'"
         )
+    folder = folder.resolve()
     with writing(inside=folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        if {path.name for path in folder.iterdir()} - {_LOCK, _DRAFT, "lost+found"} and installed(folder) is None:
+            raise CannotCreate(
+                f"{folder} holds something that `streamrl engines install` has not made",
+                "remove it, or name an empty or new folder with --into",
+            )
+        with (folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -76,54 +82,44 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
 
 
 def _install(kind: ServerKind, folder: Path, steps: Steps, *, cpu: bool, say: Say, lock: int) -> None:
-    recipe, found = fingerprint(kind, steps), installed(folder)
+    recipe, found, draft = fingerprint(kind, steps), installed(folder), folder / _DRAFT
     if found and found.get("recipe") == recipe and (folder / "bin" / "python").exists():
         say(f"{kind} {found['version']} is there already, in {folder}")
         return
-    if found is None and folder.exists() and any(folder.iterdir()):
-        raise CannotCreate(
-            f"{folder} holds something that `streamrl engines install` has not made",
-            "remove it, or name an empty or new folder with --into",
-        )
     command, environ = uv.install_command()
 
-    def run(what: str, argv: Sequence[str | Path]) -> None:
+    def run(what: str, argv: Sequence[str | Path]) -> str:
         # The child holds the lock too: when this process is killed, no other call writes beside an orphaned uv.
-        done = subprocess.run(argv, stdout=2, env=environ, pass_fds=[lock], check=False)  # noqa: S603
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=[lock], check=False)  # noqa: S603
         if done.returncode != 0:
             again = f"`{install_command(kind)} --into {folder}` again: what was downloaded is kept"
             raise ConfigError(f"{what} ended with code {done.returncode}, its message is above", again)
+        return done.stdout
 
-    draft = folder.with_name(f"{folder.name}.unfinished")
     say(f"virtual environment in {draft}")
     shutil.rmtree(draft, ignore_errors=True)
     # Engines run on two versions; uv looks on PATH for one where this process has another, or downloads it.
     python = sys.executable if sys.version_info[:2] in {(3, 11), (3, 12)} else "3.12"
     run("uv venv", [command[0], "venv", "--quiet", "--no-project", "--relocatable", "--python", python, draft])
+    made = draft / "bin" / "python"
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
     for number, step in enumerate(steps, 1):
         shown = " ".join(Path(word).name if word.endswith(".txt") else word for word in step)
         say(f"step {number} of {len(steps)}: uv pip install {shown}")
-        run(f"uv pip install {shown}", [*command, "--python", draft / "bin" / "python", *quiet, *step])
-    marker = {"kind": kind, "cpu": cpu, "recipe": recipe, **_versions(draft, steps)}
+        run(f"uv pip install {shown}", [*command, "--python", made, *quiet, *step])
+    engine = next(word for word in steps[-1] if not word.startswith("-")).partition("==")[0].partition("[")[0]
+    found = orjson.loads(run("its python", [made, "-c", _ASK % engine]))
+    marker = {"kind": kind, "cpu": cpu, "recipe": recipe, **found}
     if cpu and marker["cuda"] is not None:
         say("torch is a CUDA build: it works, but is large; let PIP_EXTRA_INDEX_URL name an index of CPU builds")
-    write_whole(draft / MARKER, orjson.dumps(marker, option=orjson.OPT_INDENT_2))
-    if folder.exists():
-        shutil.rmtree(folder)
-    draft.rename(folder)
+    (draft / MARKER).write_bytes(orjson.dumps(marker, option=orjson.OPT_INDENT_2))
+    # A kill leaves no half environment: without `bin` it is none. With `MARKER` the folder stays ours.
+    shutil.rmtree(folder / "bin", ignore_errors=True)
+    for path in sorted(draft.iterdir(), key=lambda path: (path.name == "bin", path.name != MARKER)):
+        shutil.rmtree(folder / path.name, ignore_errors=True)
+        path.rename(folder / path.name)
+    draft.rmdir()
     say(f"{kind} {marker['version']} is ready in {folder}")
-
-
-def _versions(folder: Path, steps: Steps) -> dict[str, Any]:
-    """The version of the engine, and that of CUDA in torch, as the environment itself says."""
-    engine = next(word for word in steps[-1] if not word.startswith("-")).partition("==")[0].partition("[")[0]
-    python = str(folder / "bin" / "python")
-    done = subprocess.run([python, "-c", _ASK % engine], capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode != 0:
-        why = done.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(f"the new environment in {folder} does not work: {why}", "see what uv has installed there")
-    return dict(orjson.loads(done.stdout))
 
 
 def fingerprint(kind: ServerKind, steps: Steps) -> str:

@@ -16,13 +16,11 @@ import sys
 from typing import Final
 
 # Variables, because URLs may hold passwords, and every user of the machine can read arguments.
-_LISTS: Final = {
-    "index-url": ("UV_DEFAULT_INDEX", " "),
-    "extra-index-url": ("UV_INDEX", " "),
-    "find-links": ("UV_FIND_LINKS", ","),
-    "trusted-host": ("UV_INSECURE_HOST", " "),
-}
 _VARIABLES: Final = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
     "cert": "SSL_CERT_FILE",
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
@@ -40,18 +38,15 @@ def find_uv() -> str | None:
 def install_command() -> tuple[list[str], dict[str, str]]:
     """Return `uv pip install` with its first arguments, and its environment.
 
-    As pip does, uv takes the best version of all indexes, and not that of the first index with any. `UV_INDEX` names
-    more indexes, which come before those of pip.
+    As pip does, uv takes the best version of all indexes, and not that of the first index with any. Variables of uv
+    come before the settings of pip; `UV_INDEX` names more indexes, which come before those of pip.
     """
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
     settings = _pip_settings()
-    settings["extra-index-url"] = f"{environ.get('UV_INDEX', '')} {settings.get('extra-index-url', '')}"
-    for key, (variable, separator) in _LISTS.items():
-        if places := settings.get(key, "").split():
-            environ[variable] = separator.join(places)
+    settings["extra-index-url"] = f"{environ.pop('UV_INDEX', '')} {settings.get('extra-index-url', '')}"
     for key, variable in _VARIABLES.items():
-        if key in settings:
-            environ.setdefault(variable, settings[key])
+        if words := settings.get(key, "").split():
+            environ.setdefault(variable, ("," if key == "find-links" else " ").join(words))
     command = [find_uv() or "uv", "pip", "install", "--index-strategy", "unsafe-best-match"]
     if settings.get("no-index", "").lower() in {"1", "true", "yes", "on"}:
         command.append("--no-index")

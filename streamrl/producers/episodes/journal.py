@@ -14,11 +14,12 @@ Other episodes begin again; then the record holds no more than how often that ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from hashlib import blake2b
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import msgpack
 import msgspec
@@ -28,40 +29,27 @@ from streamrl.engine import Completion, Finish
 from streamrl.errors import RetryLater, StreamrlError
 from streamrl.producers.episodes.tools import ToolResult, call_function
 from streamrl.producers.sampler import TurnJournal
-from streamrl.wire import (
-    MAX_TOKENS,
-    Int32Array,
-    ToolUse,
-    pack_float32,
-    pack_int32,
-    unpack_float32,
-    unpack_int32,
-)
+from streamrl.wire import Int32Array, ToolUse, pack_float32, pack_int32, unpack_float32, unpack_int32
 
 logger = logging.getLogger(__name__)
 
-_VERSION: Final = 1
 _MOST_BYTES: Final = 16 << 20
 """Size of the record of one sample, its state included, from which on nothing is added: the rest is made anew after a
 death."""
 
-_Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=32)]
-_Packed: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
-
 
 class BeginEntry(msgspec.Struct, frozen=True, tag="begin"):
-    """The episode began, after `restarts` that came to nothing. It is the first entry; `v` is that of all."""
+    """The episode began, after `restarts` that came to nothing. It is the first entry."""
 
     restarts: int
-    v: int = _VERSION
 
 
 class ReplyEntry(msgspec.Struct, frozen=True, tag="reply"):
-    """What was sampled after the tokens of `key`."""
+    """What was sampled after the tokens of `key`: a `Completion`, whose arrays are packed."""
 
-    key: _Key
-    tokens: _Packed
-    logprobs: _Packed
+    key: bytes
+    tokens: bytes
+    logprobs: bytes
     runs: list[tuple[int, int]]
     finish: Finish
     prompt_tokens: int
@@ -75,12 +63,11 @@ class AnswersEntry(msgspec.Struct, frozen=True, tag="answers"):
     All calls of a reply if the state after them is kept: one that is read while another call runs belongs to no answer.
     """
 
-    key: _Key
+    key: bytes
     results: list[tuple[dict[str, Any], ToolUse]]
 
 
 _Entry: TypeAlias = ReplyEntry | AnswersEntry
-_Kind = TypeVar("_Kind", ReplyEntry, AnswersEntry)
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_begin: Final = msgspec.msgpack.Decoder(BeginEntry).decode
 _decode: Final = msgspec.msgpack.Decoder(_Entry).decode
@@ -133,33 +120,17 @@ class EpisodeJournal:
 
     async def reply(self, key: bytes, sample: Callable[[], Awaitable[Completion]]) -> Completion:
         """What was sampled after the same tokens, else what `sample` returns."""
-        entry = await self._take(ReplyEntry, key)
-        if entry is not None:
+        entry = await self._take(key)
+        if isinstance(entry, ReplyEntry):
             self.replayed += 1
-            return Completion(
-                unpack_int32(entry.tokens),
-                unpack_float32(entry.logprobs),
-                entry.runs,
-                entry.finish,
-                entry.prompt_tokens,
-                entry.seconds,
-                entry.cached_tokens,
-            )
+            _, tokens, logprobs, *others = msgspec.structs.astuple(entry)
+            return Completion(unpack_int32(tokens), unpack_float32(logprobs), *others)
         done = await sample()
         if self._store is not None:
             self._store.progressed()
-        await self._add(
-            ReplyEntry(
-                key,
-                pack_int32(done.tokens),
-                pack_float32(done.logprobs),
-                done.runs,
-                done.finish,
-                done.prompt_tokens,
-                done.seconds,
-                done.cached_tokens,
-            )
-        )
+        tokens, logprobs = pack_int32(done.tokens), pack_float32(done.logprobs)
+        numbers = done.prompt_tokens, done.seconds, done.cached_tokens
+        await self._add(ReplyEntry(key, tokens, logprobs, done.runs, done.finish, *numbers))
         return done
 
     async def answers(self, key: bytes, run: Callable[[], Awaitable[list[ToolResult]]]) -> list[ToolResult]:
@@ -167,8 +138,8 @@ class EpisodeJournal:
 
         With the last recorded answers the environment gets its state; until then only `reset` has run.
         """
-        entry = await self._take(AnswersEntry, key)
-        if entry is None:
+        entry = await self._take(key)
+        if not isinstance(entry, AnswersEntry):
             results = await run()
             await self._add(AnswersEntry(key, [(result.message, result.use) for result in results]))
             return results
@@ -176,43 +147,36 @@ class EpisodeJournal:
             await self._restore()
         return [ToolResult(message, use) for message, use in entry.results]
 
-    async def _take(self, kind: type[_Kind], key: bytes) -> _Kind | None:
+    async def _take(self, key: bytes) -> _Entry | None:
         """The next recorded answer to this question; None: there is none."""
         async with self._opening:
             if not self._open and self._store is not None:
                 await self._read(self._store)
                 self._open = True
         for at, entry in enumerate(self._left):
-            if isinstance(entry, kind) and entry.key == key:
-                del self._left[at]
-                return entry
+            if entry.key == key:
+                return self._left.pop(at)
         if self.restores and self._left:
-            raise await self._begin_again("it went another way than before")
+            await self._forget()
+            raise BeginAgain("it went another way than before")
         return None
 
     async def _read(self, store: TurnJournal) -> None:
         """Before the first question: read what an earlier process left. Errors are those of the ledger."""
+        self._full = not (self._deterministic or self.restores)
         turns, state = await store.recorded()
         if not turns:
             await store.turn(_encode(BeginEntry(0)))
             return
-        try:
-            begin = _decode_begin(turns[0])
+        entries = None
+        with contextlib.suppress(msgspec.DecodeError):  # another version of streamrl wrote it
+            self.restarts = _decode_begin(turns[0]).restarts
             entries = [_decode(turn) for turn in turns[1:]]
-        except msgspec.DecodeError:
-            begin, entries = BeginEntry(0, v=0), []
-        self.restarts = begin.restarts
-        if begin.v != _VERSION:
-            logger.warning("an episode cannot go on from its record: another version of streamrl wrote it")
-        if begin.v != _VERSION or not self._keeps:
-            await self._forget(store)
+        if self._full or entries is None:
+            await self._forget()
             return
         self._left, self._state, self._size = entries, state or b"", sum(map(len, turns))
         self._turns = sum(isinstance(entry, ReplyEntry) for entry in entries)
-
-    @property
-    def _keeps(self) -> bool:
-        return self._deterministic or self.restores
 
     async def _restore(self) -> None:
         try:
@@ -220,27 +184,20 @@ class EpisodeJournal:
             async with asyncio.timeout(self._deadline):
                 await call_function(partial(self._environment.set_state, state), {}, "set_state")
         except Exception as error:
-            why = f"its environment cannot be restored: {type(error).__name__}: {error}"
-            raise await self._begin_again(why) from error
+            await self._forget()
+            raise BeginAgain(f"its environment cannot be restored: {type(error).__name__}: {error}") from error
 
-    async def _begin_again(self, why: str) -> BeginAgain:
-        """Forget the record; the error to raise."""
-        assert self._store is not None
-        extra = {"why": why, "replayed": self.replayed, "forgotten": len(self._left)}
-        logger.warning("an episode cannot go on from its record", extra=extra)
-        await self._forget(self._store)
-        return BeginAgain(why)
-
-    async def _forget(self, store: TurnJournal) -> None:
+    async def _forget(self) -> None:
         """Empty the record, and count that. RetryLater: it is another process that goes on with the sample."""
+        assert self._store is not None
         self.restarts += 1
-        if not await store.forget():
+        if not await self._store.forget():
             raise RetryLater("another process has taken the sample over")
-        await store.turn(_encode(BeginEntry(self.restarts)))
+        await self._store.turn(_encode(BeginEntry(self.restarts)))
 
     async def _add(self, entry: _Entry) -> None:
         """Keep an answer. What cannot be kept ends the record: a gap would be worse than an early end."""
-        if self._store is None or not self._keeps or self._full:
+        if self._store is None or self._full:
             return
         payload, state, why = _encode(entry), None, ""
         if self.restores and isinstance(entry, AnswersEntry):
@@ -259,8 +216,6 @@ class EpisodeJournal:
             why = "it has more turns than an episode may have: it went another way in each process"
         if not why:
             await self._store.turn(payload, state)
-        elif not self._full:
-            self._full = True
-            logger.warning(
-                "an episode is no longer recorded: later turns are lost if its process dies", extra={"why": why}
-            )
+            return
+        self._full = True
+        logger.warning("an episode is no longer recorded: later turns are lost if its process dies", extra={"why": why})

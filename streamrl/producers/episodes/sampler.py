@@ -212,7 +212,8 @@ class EpisodeSampler(Sampler):
         async with self._places:
             try:
                 session, score = await self._played(order)
-            except BeginAgain:
+            except BeginAgain as error:
+                logger.warning("an episode cannot go on from its record", extra={"why": error.message})
                 session, score = await self._played(order)  # without a record, so this is raised once
         if session.stop == "rollout_timeout":
             logger.warning("an episode ran out of time", extra={"line": order.prompt.line, "why": session.clock.late})

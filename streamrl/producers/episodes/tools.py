@@ -332,28 +332,6 @@ async def in_thread(work: Callable[[], Any], what: str) -> Any:
     return await result_of(future, what)
 
 
-class OwnThread:
-    """A thread that does what it is given, in that order, until `end`. A call that never returns leaves it behind."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=contextvars.copy_context().run, args=(self._serve,), name=name, daemon=True).start()
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._inbox.put(partial(run_for, future, work))
-        return await result_of(future, self._name)
-
-    def end(self) -> None:
-        """Leave after what it was given."""
-        self._inbox.put(None)
-
-    def _serve(self) -> None:
-        for work in iter(self._inbox.get, None):
-            work()
-
-
 _IDLE: Final = 64
 _idle: Final[deque[SimpleQueue[Callable[[], None]]]] = deque()
 """Inboxes of at most `_IDLE` threads that wait for work: to start a thread takes as long as a short turn."""

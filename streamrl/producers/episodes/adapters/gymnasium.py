@@ -13,7 +13,6 @@ from typing_extensions import override
 from streamrl.errors import ConfigError, need_packages
 from streamrl.plugin_import import one_of
 from streamrl.producers.episodes.adapters.stepped import (
-    Actions,
     Blocking,
     EnvironmentStep,
     SteppedEpisode,
@@ -40,10 +39,8 @@ class GymnasiumEpisode(SteppedEpisode):
         kwargs: for `gymnasium.make`.
         actions: names of the actions of a `Discrete` space, in the order of its numbers, or with their numbers; without
             it the model writes the number.
-        pattern: see `Actions`; None: the whole reply is the action.
         observation: `observation`, or `render` for the text of `render()` (with `kwargs: {render_mode: ansi}`).
-        invalid_reward: of a reply that is no action.
-        rewards: see `SteppedEpisode`.
+        pattern, invalid_reward, rewards: see `SteppedEpisode`.
     """
 
     def __init__(
@@ -57,15 +54,13 @@ class GymnasiumEpisode(SteppedEpisode):
         invalid_reward: float = 0.0,
         rewards: StepRewards = "turns",
     ) -> None:
-        super().__init__(rewards)
+        super().__init__(rewards, pattern, invalid_reward)
         need_packages("GymnasiumEpisode", "gymnasium", extra="gymnasium")
         import gymnasium
 
         numbered = actions if isinstance(actions, Mapping) else {name: at for at, name in enumerate(actions or ())}
-        self._id = environment
+        self._numbers = {_plain(name): number for name, number in numbered.items()}
         self._make = partial(gymnasium.make, environment, **(kwargs or {}))
-        self._numbers = {_plain(name): int(number) for name, number in numbered.items()}
-        self._actions = Actions(pattern, invalid_reward)
         self._rendered = one_of("observation", observation, ("observation", "render")) == "render"
 
     @override
@@ -79,11 +74,11 @@ class GymnasiumEpisode(SteppedEpisode):
         instance = self._make()
         space = instance.action_space
         if not isinstance(space, Text | Discrete):
-            raise ConfigError(f"{self._id} takes {space}, and the policy writes Text or Discrete")
+            raise ConfigError(f"the environment takes {space}, and the policy writes Text or Discrete")
         if wrong := [name for name, number in self._numbers.items() if number not in space]:
-            raise ConfigError(f"{self._id} takes {space}: there is no action for {', '.join(wrong)}")
+            raise ConfigError(f"the environment takes {space}: there is no action for {', '.join(wrong)}")
         if self._rendered and instance.render_mode != "ansi":
-            raise ConfigError(f"{self._id} does not render text", "set kwargs: {render_mode: ansi}")
+            raise ConfigError("the environment does not render text", "set kwargs: {render_mode: ansi}")
         instance.close()
 
     @override
@@ -98,16 +93,13 @@ class GymnasiumEpisode(SteppedEpisode):
             instance.close()
 
     def _step(self, instance: Any, reply: str) -> EnvironmentStep:
-        from gymnasium.spaces import Text
-
-        space, chosen = instance.action_space, self._actions.found(reply)
-        action: str | int | None = chosen
-        if chosen is not None and self._numbers:
-            action = self._numbers.get(_plain(chosen))
-        elif chosen is not None and not isinstance(space, Text):
-            action = int(chosen) if re.fullmatch(r"-?[0-9]{1,18}", chosen) else None
-        if action is None or action not in space:
-            return self._actions.refusal(f"; the actions are {', '.join(self._numbers) or space}")
+        action: Any = self.found(reply)
+        if action is not None and self._numbers:
+            action = self._numbers.get(_plain(action))
+        elif action is not None and re.fullmatch(r"-?[0-9]{1,18}", action) and action not in instance.action_space:
+            action = int(action)
+        if action is None or action not in instance.action_space:
+            return self.refusal(f"; the actions are {', '.join(self._numbers) or instance.action_space}")
         observation, reward, terminated, truncated, _ = instance.step(action)
         stop: StopReason | None = "completed" if terminated else "max_turns" if truncated else None
         return EnvironmentStep(self._shown(instance, observation), reward, stop)

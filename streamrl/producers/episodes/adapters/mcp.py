@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS: Final = 30.0
 """From the start of a server to the list of its tools."""
+_CLOSE_SECONDS: Final = 5.0
+"""For the answer of a server at `url` to the end of a session."""
 
 
 class MCPEpisode(Episode):
@@ -124,10 +126,6 @@ class MCPEpisode(Episode):
         return await stack.enter_async_context(Client(server))
 
 
-class MCPToolFailed(Exception):
-    """A tool of an MCP server says that it failed; its text is for the model."""
-
-
 def _http_client(token: str | None) -> httpx2.AsyncClient:
     import httpx2
 
@@ -136,8 +134,9 @@ def _http_client(token: str | None) -> httpx2.AsyncClient:
 
         async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
             try:
-                return await super().send(request, **options)
-            except httpx2.TransportError as error:
+                async with asyncio.timeout(_CLOSE_SECONDS if request.method == "DELETE" else None):
+                    return await super().send(request, **options)
+            except (httpx2.TransportError, TimeoutError) as error:
                 said = {"jsonrpc": "2.0", "id": None, "error": {"code": -32000, "message": type(error).__name__}}
                 return httpx2.Response(503, json=said, request=request)
 
@@ -162,7 +161,7 @@ async def _listed(client: Client) -> list[Tool]:
 
 
 async def _call(client: Client, name: str, /, **arguments: Any) -> str:
-    """What a tool answered. TypeError: an image, sound or bytes."""
+    """What a tool answered. TypeError: an image, sound or bytes; RuntimeError: it failed, and says why."""
     result = await client.call_tool(name, arguments)
     parts = []
     for block in result.content:
@@ -175,7 +174,7 @@ async def _call(client: Client, name: str, /, **arguments: Any) -> str:
         else:
             raise TypeError(f"the tool returned {block.type} where text is expected")
     if result.is_error:
-        raise MCPToolFailed("\n".join(parts))
+        raise RuntimeError("\n".join(parts))
     if not parts and result.structured_content is not None:
         return as_text(result.structured_content)
     return "\n".join(parts)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 import orjson
@@ -19,7 +19,6 @@ from typing_extensions import override
 from streamrl.errors import ConfigError, RetryLater, Unreachable
 from streamrl.http import MAX_MESSAGE, Call, HttpClient, behind_proxy, read_key
 from streamrl.producers.episodes.adapters.stepped import (
-    Actions,
     EnvironmentStep,
     NonBlocking,
     SteppedEpisode,
@@ -33,6 +32,8 @@ _CONNECT_SECONDS: Final = 10.0
 PATIENCE: Final = 5.0
 """Seconds without a server that takes one more session, after which a prompt is handed back."""
 _PAUSE: Final = 0.5
+_Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""Sends a request by its kind and data; returns the data of the answer."""
 _HINT: Final = "start the environment's server, and name it in `url`"
 
 
@@ -48,11 +49,9 @@ class OpenEnvEpisode(SteppedEpisode):
         url: of the server, `http://HOST:PORT`.
         field: field of the action that the reply is; None: the reply is the whole action, as JSON.
         fields: other fields of each action.
-        pattern: see `Actions`; None: the whole reply is what the policy writes of the action.
         observation: field of the observation that the model reads; None: the whole observation, as JSON.
-        invalid_reward: of a reply that is no action.
         token_file: file with the token that is sent as `Authorization: Bearer`.
-        rewards: see `SteppedEpisode`.
+        pattern, invalid_reward, rewards: see `SteppedEpisode`.
     """
 
     def __init__(
@@ -67,9 +66,8 @@ class OpenEnvEpisode(SteppedEpisode):
         token_file: str | None = None,
         rewards: StepRewards = "turns",
     ) -> None:
-        super().__init__(rewards)
+        super().__init__(rewards, pattern, invalid_reward)
         self._url = url.rstrip("/")
-        self._actions = Actions(pattern, invalid_reward)
         self._field = field
         self._fields = dict(fields or {})
         self._observation = observation
@@ -94,44 +92,39 @@ class OpenEnvEpisode(SteppedEpisode):
 
     @override
     async def play(self, task: Task, max_turns: int) -> NonBlocking:
-        times = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        proxies = behind_proxy(self._url)
-        async with (
-            aiohttp.ClientSession(headers=self._headers, timeout=times, trust_env=proxies) as http,
-            contextlib.aclosing(_Connection(http, self._url)) as connection,
-        ):
-            said = await self._begun(connection, task)
+        async with contextlib.AsyncExitStack() as stack:
+            ask, said = await self._begun(stack, task)
             reply = yield EnvironmentStep(self._shown(said))
             while True:
-                reply = yield await self._step(connection, reply)
+                reply = yield await self._step(ask, reply)
 
-    async def _begun(self, connection: _Connection, task: Task) -> dict[str, Any]:
-        """What `reset` answers. RetryLater: the server is away, or has no free session, for a while."""
+    async def _begun(self, stack: contextlib.AsyncExitStack, task: Task) -> tuple[_Ask, dict[str, Any]]:
+        """A session, and what `reset` answers. RetryLater: the server is away, or has no free one, for a while."""
         options = task.metadata.get("options") or {}
         end = asyncio.get_running_loop().time() + PATIENCE
         while True:
             try:
-                await connection.open()
-                return await connection.ask("reset", {"seed": seed_of(task), **options})
+                ask = await stack.enter_async_context(_connected(self._url, self._headers))
+                return ask, await ask("reset", {"seed": seed_of(task), **options})
             except Unreachable as error:
-                await connection.aclose()
+                await stack.aclose()
                 if asyncio.get_running_loop().time() >= end:
                     raise RetryLater(error.message, error.hint) from error
             await asyncio.sleep(_PAUSE)
 
-    async def _step(self, connection: _Connection, reply: str) -> EnvironmentStep:
-        action: Any = self._actions.found(reply)
-        if action is not None and self._field is not None:
+    async def _step(self, ask: _Ask, reply: str) -> EnvironmentStep:
+        action: Any = self.found(reply)
+        if self._field is not None and action is not None:
             action = {self._field: action}
-        elif action is not None:
+        else:
             with contextlib.suppress(orjson.JSONDecodeError):
                 action = orjson.loads(action)
         if not isinstance(action, dict):
-            return self._actions.refusal("; write it as JSON" if self._field is None else "")
-        said = await connection.ask("step", {**self._fields, **action})
+            return self.refusal("; write it as JSON" if self._field is None else "")
+        said = await ask("step", {**self._fields, **action})
         if "errors" in said:
             wrong = (f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in said["errors"])
-            return self._actions.refusal(f": {'; '.join(wrong)}")
+            return self.refusal(f": {'; '.join(wrong)}")
         reward = None if said["reward"] is None else float(said["reward"])
         return EnvironmentStep(self._shown(said), reward, "completed" if said["done"] else None)
 
@@ -142,44 +135,38 @@ class OpenEnvEpisode(SteppedEpisode):
         return as_text({name: value for name, value in observation.items() if name != "metadata" or value})
 
 
-class _Connection:
-    """A session of a server. A receive is always under way, because aiohttp answers the server's pings in it."""
-
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
-        self._http = http
-        self._url = url
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._next: asyncio.Task[aiohttp.WSMessage] | None = None
-
-    async def open(self) -> None:
+@contextlib.asynccontextmanager
+async def _connected(url: str, headers: Mapping[str, str]) -> AsyncIterator[_Ask]:
+    """A session of a server. Unreachable: there is none, or it is lost; RuntimeError: the environment failed."""
+    times = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+    async with aiohttp.ClientSession(headers=headers, timeout=times, trust_env=behind_proxy(url)) as http:
         try:
-            self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE)
+            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_MESSAGE)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unreachable(f"no connection to the environment at {self._url}: {error}", _HINT) from error
-        self._next = asyncio.create_task(self._socket.receive())
+            raise Unreachable(f"no connection to the environment at {url}: {error}", _HINT) from error
+        coming = asyncio.create_task(socket.receive())  # always under way: aiohttp answers the server's pings in it
 
-    async def aclose(self) -> None:
-        if self._socket is not None and self._next is not None:
-            await self._socket.close()
-            self._next.cancel()
-            await asyncio.wait([self._next])
+        async def ask(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal coming
+            with contextlib.suppress(ConnectionError):  # a server without room says so before it closes
+                await socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+            message = await coming
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                raise Unreachable(f"the environment at {url} closed the connection", _HINT)
+            coming = asyncio.create_task(socket.receive())
+            said = orjson.loads(message.data)
+            answer: dict[str, Any] = said["data"]
+            code = answer["code"] if said["type"] == "error" else None
+            if code == "CAPACITY_REACHED":
+                hint = "raise max_concurrent_envs of its server, or lower the episodes of the replicas"
+                raise Unreachable(f"the environment answers {code}: {answer['message']}", hint)
+            if code not in (None, "VALIDATION_ERROR"):
+                raise RuntimeError(f"the environment answers {code}: {answer['message']}")
+            return answer
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Unreachable: no session, or it is lost; RuntimeError: the environment failed."""
-        assert self._socket is not None
-        assert self._next is not None
-        with contextlib.suppress(ConnectionError):  # a server without room says so before it closes
-            await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
-        message = await self._next
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            raise Unreachable(f"the environment at {self._url} closed the connection", _HINT)
-        self._next = asyncio.create_task(self._socket.receive())
-        said = orjson.loads(message.data)
-        answer: dict[str, Any] = said["data"]
-        code = answer["code"] if said["type"] == "error" else None
-        if code == "CAPACITY_REACHED":
-            hint = "raise max_concurrent_envs of its server, or lower the episodes of the replicas"
-            raise Unreachable(f"the environment answers {code}: {answer['message']}", hint)
-        if code not in (None, "VALIDATION_ERROR"):
-            raise RuntimeError(f"the environment answers {code}: {answer['message']}")
-        return answer
+        try:
+            yield ask
+        finally:
+            await socket.close()
+            coming.cancel()
+            await asyncio.wait([coming])

@@ -12,7 +12,6 @@ from typing_extensions import override
 from streamrl.errors import ConfigError, DataError, need_packages
 from streamrl.producers.episodes.adapters.stepped import Blocking, EnvironmentStep, SteppedEpisode, StepRewards
 from streamrl.producers.episodes.episode import Task
-from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
 from streamrl.wire import StopReason
 
 
@@ -31,6 +30,8 @@ class SkyRLGymEpisode(SteppedEpisode):
         modules: modules to import, because they register environments.
         rewards: see `SteppedEpisode`.
     """
+
+    whole_text = True
 
     def __init__(
         self,
@@ -60,20 +61,6 @@ class SkyRLGymEpisode(SteppedEpisode):
 
     @override
     def play(self, task: Task, max_turns: int) -> Blocking:
-        instance = self._made(task, max_turns)
-        try:
-            conversation, _ = instance.init(task.messages)
-            reply = yield EnvironmentStep(list(conversation))
-            while True:
-                step = instance.step(reply)
-                # An environment that says nothing lets the policy go on, which a chat template wants a message for.
-                answer, said = list(step["observations"]) or "", step.get("postprocessed_action")
-                stop: StopReason | None = "completed" if step["done"] else None
-                reply = yield EnvironmentStep(answer, step["reward"], stop, None if said == reply else said)
-        finally:
-            instance.close()
-
-    def _made(self, task: Task, max_turns: int) -> Any:
         import omegaconf
         import skyrl_gym
 
@@ -85,8 +72,15 @@ class SkyRLGymEpisode(SteppedEpisode):
             extras |= {field: {"ground_truth": task.answer} for field in ("reward_spec", "reward_model")}
         if "max_turns" not in extras.get("extra_info", {}):
             extras.setdefault("max_turns", max_turns)
-        return skyrl_gym.make(name, env_config=omegaconf.OmegaConf.create(self._config), extras=extras)
-
-    @override
-    def action(self, session: EpisodeSession, turn: SampledTurn) -> str:
-        return session.text(turn)
+        instance = skyrl_gym.make(name, env_config=omegaconf.OmegaConf.create(self._config), extras=extras)
+        try:
+            conversation, _ = instance.init(task.messages)
+            reply = yield EnvironmentStep(list(conversation))
+            while True:
+                step = instance.step(reply)
+                # An environment that says nothing lets the policy go on, which a chat template wants a message for.
+                answer, said = list(step["observations"]) or "", step.get("postprocessed_action")
+                stop: StopReason | None = "completed" if step["done"] else None
+                reply = yield EnvironmentStep(answer, step["reward"], stop, None if said == reply else said)
+        finally:
+            instance.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
+import threading
 import zlib
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from queue import SimpleQueue
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from typing_extensions import override
 
@@ -19,11 +22,12 @@ from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.environment import begin, closed
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
-from streamrl.producers.episodes.session import EpisodeSession, SampledTurn
-from streamrl.producers.episodes.tools import OwnThread
+from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.episodes.tools import result_of, run_for
 from streamrl.score import Score, finite
 from streamrl.wire import StopReason
 
+_T = TypeVar("_T")
 StepRewards = Literal["turns", "sum"]
 
 
@@ -54,10 +58,21 @@ class SteppedEpisode(Episode):
     Args:
         rewards: `turns` rewards each turn with the reward of its step, and the score of the episode is 0, because the
             learner adds the rewards of turns to it; `sum` rewards no turn, and the score is their sum.
+        pattern: regular expression whose first group holds the action; the last place where it is found counts. None:
+            the whole reply is the action, without spaces around it.
+        invalid_reward: of a reply that is no action.
     """
 
-    def __init__(self, rewards: StepRewards) -> None:
+    whole_text: ClassVar = False
+    """Whether the environment gets all text of a reply, its thinking and calls of tools as well."""
+
+    def __init__(self, rewards: StepRewards, pattern: str | None = None, invalid_reward: float = 0.0) -> None:
         self._per_turn = one_of("rewards", rewards, get_args(StepRewards)) == "turns"
+        self._pattern = re.compile(r"\A(.*)\Z" if pattern is None else pattern, re.DOTALL)
+        if not self._pattern.groups:
+            raise ValueError(f"pattern {pattern!r} has no group for the action: write (...) around it")
+        self._written = "" if pattern is None else f", written as {pattern}"
+        self._invalid_reward = invalid_reward
 
     @abstractmethod
     def play(self, task: Task, max_turns: int) -> Blocking | NonBlocking:
@@ -67,10 +82,14 @@ class SteppedEpisode(Episode):
         generator that is not async runs in a thread of its own: what an environment binds to its thread works.
         """
 
-    def action(self, session: EpisodeSession, turn: SampledTurn) -> str:
-        """The text of a reply that the environment gets."""
-        del session
-        return turn.reply.content
+    def found(self, reply: str) -> str | None:
+        """The action in a reply; None: the pattern is not in it."""
+        found = [match[1] for match in self._pattern.finditer(reply) if match[1] is not None]
+        return found[-1].strip() if found else None
+
+    def refusal(self, why: str) -> EnvironmentStep:
+        """The answer to a reply that is no action: the environment is not stepped."""
+        return EnvironmentStep(f"error: this is no action{why}{self._written}", self._invalid_reward)
 
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
@@ -83,13 +102,15 @@ class SteppedEpisode(Episode):
                 messages = _opening(task, (await playing.asend(None)).answer)
             while session.stop is None:
                 turn = await session.sampled(messages)
-                step = await self._stepped(session, playing, self.action(session, turn))
+                text = session.text(turn) if self.whole_text else turn.reply.content
+                step = await self._stepped(session, playing.asend(text))
                 if step.reward is not None:
                     steps, total = steps + 1, total + finite(step.reward, "the reward of a step")
                     if self._per_turn:
                         session.reward(step.reward, turn.number)
-                messages.append(turn.reply.message if step.said is None else _message("assistant", step.said))
-                messages += [_message("user", step.answer)] if isinstance(step.answer, str) else step.answer
+                said = {"role": "assistant", "content": step.said} if step.said is not None else turn.reply.message
+                answer = [{"role": "user", "content": step.answer}] if isinstance(step.answer, str) else step.answer
+                messages += [said, *answer]
                 if step.stop is not None:
                     session.end(step.stop)
         except EpisodeOver as over:
@@ -98,40 +119,49 @@ class SteppedEpisode(Episode):
             await closed(playing.aclose(), name)
         return Score(0.0 if self._per_turn else total, {"return": total, "steps": float(steps)})
 
-    async def _stepped(self, session: EpisodeSession, playing: NonBlocking | _InThread, action: str) -> EnvironmentStep:
+    async def _stepped(self, session: EpisodeSession, step: Awaitable[EnvironmentStep]) -> EnvironmentStep:
         """One step. DeadlineExceeded: it took longer than a tool may, and what it did is unknown."""
         longest = session.limits.tool_deadline
-        async with session.part("tools"):
-            try:
-                async with asyncio.timeout(longest) as limit:
-                    return await playing.asend(action)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                what = f"a step of {type(self).__name__} took longer than {longest:g} s"
-                raise DeadlineExceeded(what, "raise episode.tool_deadline") from error
+        try:
+            async with session.part("tools"), asyncio.timeout(longest) as limit:
+                return await step
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            what = f"a step of {type(self).__name__} took longer than {longest:g} s"
+            raise DeadlineExceeded(what, "raise episode.tool_deadline") from error
 
 
 class _InThread:
-    """Sends to a generator in a thread. Steps never overlap, also when the episode is cancelled while one runs."""
+    """Sends to a generator in a thread of its own, which a step that never returns leaves behind.
+
+    Steps never overlap, also when the episode is cancelled while one runs.
+    """
 
     def __init__(self, name: str, playing: Blocking) -> None:
-        self._thread = OwnThread(name)
+        self._name = name
         self._playing = playing
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=contextvars.copy_context().run, args=(self._serve,), name=name, daemon=True).start()
 
     async def asend(self, action: Any) -> EnvironmentStep:
-        return await self._thread.run(partial(self._playing.send, action))
+        return await self._run(partial(self._playing.send, action))
 
     async def aclose(self) -> None:
         """Close it after the step that is running."""
         try:
-            await self._thread.run(self._playing.close)
+            await self._run(self._playing.close)
         finally:
-            self._thread.end()
+            self._inbox.put(None)
 
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._inbox.put(partial(run_for, future, work))
+        return await result_of(future, self._name)
 
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
+    def _serve(self) -> None:
+        for work in iter(self._inbox.get, None):
+            work()
 
 
 def _opening(task: Task, answer: str | list[Message]) -> list[Message]:
@@ -139,34 +169,6 @@ def _opening(task: Task, answer: str | list[Message]) -> list[Message]:
         return answer
     begin(task, f"\n\n{answer}" if task.text and answer else answer)
     return task.messages
-
-
-class Actions:
-    """Where the action is in a reply, and what the model is told if there is none.
-
-    Args:
-        pattern: regular expression whose first group holds the action; the last place where it is found counts. None:
-            the whole reply is the action, without spaces around it.
-        invalid_reward: of a reply without one.
-    """
-
-    def __init__(self, pattern: str | None, invalid_reward: float) -> None:
-        self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
-        if self._pattern is not None and not self._pattern.groups:
-            raise ValueError(f"pattern {pattern!r} has no group for the action: write (...) around it")
-        self._invalid_reward = invalid_reward
-
-    def found(self, text: str) -> str | None:
-        """The action in a reply; None: the pattern is not in it."""
-        if self._pattern is None:
-            return text.strip()
-        found = [match[1] for match in self._pattern.finditer(text)]
-        return found[-1].strip() if found and found[-1] is not None else None
-
-    def refusal(self, why: str) -> EnvironmentStep:
-        """The answer to a reply that is no action: the environment is not stepped."""
-        written = "" if self._pattern is None else f", written as {self._pattern.pattern}"
-        return EnvironmentStep(f"error: this is no action{why}{written}", self._invalid_reward)
 
 
 def seed_of(task: Task) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from typing_extensions import override
 
@@ -14,8 +14,6 @@ from streamrl.plugin_import import import_plugin
 from streamrl.producers.episodes.environment import EnvironmentEpisode, check_environment
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.score import Score
-
-_ROUTE: Final = "environment"
 
 
 class TRLEpisode(Episode):
@@ -42,13 +40,11 @@ class TRLEpisode(Episode):
 
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
-        if not self._several:
-            return await self._episodes[""].run(task, chat)
-        name = task.metadata.get(_ROUTE)
+        rest = dict(task.metadata)
+        name = rest.pop("environment", None) if self._several else ""
         if name not in self._episodes:
             known = ", ".join(self._episodes)
             raise DataError(f"line {task.line} of the data set has environment {name!r}; there are: {known}")
-        rest = {key: value for key, value in task.metadata.items() if key != _ROUTE}
         return await self._episodes[name].run(replace(task, metadata=rest), chat)
 
 

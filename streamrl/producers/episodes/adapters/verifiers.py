@@ -31,9 +31,9 @@ _HOST: Final = "127.0.0.1"
 """Calls come from this process, wherever the harness runs: verifiers passes them on."""
 _MAX_CALLS: Final = 32
 _CONTEXT: Final = 1 << 18
+"""Tokens of the longest conversation; the body of a call is bounded by the server."""
 _IGNORED: Final = ("strict", "seed", "frequency_penalty", "presence_penalty", *CALL_DRAWS)
 """Options that a harness sends of itself, and that are the run's to say."""
-"""Tokens of the longest conversation; the body of a call is bounded by the server."""
 _LOCAL: Final = {"type": "subprocess"}
 _STOPS: Final[dict[str, StopReason]] = {"max_turns": "max_turns", "agent_timeout": "rollout_timeout"}
 """Limits of verifiers that have a name here; its other stops complete an episode."""
@@ -107,8 +107,8 @@ class VerifiersEpisode(Episode):
                 raise EpisodeOver(session.stop)
             last = trace.last_error
             raise RuntimeError(f"{last.type}: {last.message}" if last else f"it stopped: {trace.stop_condition}")
-        if trace.stop_condition in _STOPS:
-            session.end(_STOPS[trace.stop_condition])
+        if stop := _STOPS.get(trace.stop_condition):
+            session.end(stop)
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         return Score(trace.reward, metrics | rewards)

@@ -1,10 +1,15 @@
-"""A real MCP server with tools that go wrong. Arguments: `stdio`, or `http` and a port; then a file for its pids."""
+"""A real MCP server with tools that go wrong.
 
+Arguments: `stdio`, or `http` or `deaf` and a port; then a file for its pids.
+"""
+
+import asyncio
 import os
 import signal
 import sys
 import time
 
+import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -13,7 +18,7 @@ calls = 0
 
 
 def note():
-    """At the start, and when `hang` hangs."""
+    """At the start, when `hang` hangs, and when `Deaf` hears the end of a session."""
     with open(sys.argv[3], "a") as file:  # noqa: PTH123
         file.write(f"{os.getpid()}\n")
 
@@ -73,6 +78,23 @@ def die() -> str:
     return ""
 
 
+class Deaf:
+    """A server of the protocol with sessions, which hears the end of a session and never answers."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope.get("method") == "DELETE":
+            note()
+            await asyncio.sleep(60)
+        if (b"mcp-method", b"server/discover") in scope.get("headers", ()):
+            await send({"type": "http.response.start", "status": 400})
+            await send({"type": "http.response.body"})
+        else:
+            await self.app(scope, receive, send)
+
+
 if __name__ == "__main__":
     transport, port = sys.argv[1], int(sys.argv[2])
     note()
@@ -80,5 +102,7 @@ if __name__ == "__main__":
         time.sleep(60)
     elif transport == "http":
         server.run("streamable-http", port=port)
+    elif transport == "deaf":
+        uvicorn.run(Deaf(server.streamable_http_app()), port=port, log_level="error")
     else:
         server.run("stdio")

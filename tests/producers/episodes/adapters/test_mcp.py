@@ -126,8 +126,8 @@ def free_port():
 
 
 @contextlib.asynccontextmanager
-async def serving(pids, port):
-    process = await asyncio.create_subprocess_exec(*pids.command("http", port))
+async def serving(pids, port, transport="http"):
+    process = await asyncio.create_subprocess_exec(*pids.command(transport, port))
     try:
         async with asyncio.timeout(60):
             while True:
@@ -160,6 +160,15 @@ async def test_over_http_a_dead_server_is_a_tool_error_and_its_successor_is_foun
         assert (await play()).uses == [("count", "ok")]
     assert "hush" not in str(failed.value)
     assert "hush" not in caplog.text
+
+
+async def test_a_server_that_does_not_answer_the_end_of_a_session_holds_no_sample(pids, monkeypatch):
+    monkeypatch.setattr(mcp, "_CLOSE_SECONDS", 0.2)
+    port = free_port()
+    async with serving(pids, port, "deaf"), asyncio.timeout(30):
+        found = await played(MCPEpisode(url=f"http://127.0.0.1:{port}/mcp"), [asks("count"), "done"])
+        assert (found.uses, found.sample.stop) == ([("count", "ok")], "completed")
+    assert len(pids.started()) == 3, "its own, and the ends of two sessions"
 
 
 @pytest.mark.parametrize(
