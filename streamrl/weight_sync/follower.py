@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # engines that pull have no redis-py
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
-_AGAIN: Final = 2
 _FIRST_PAUSE: Final = 0.5
 _UNFIT: Final = 3
 """Refusals by an engine that has never taken a version, after which it counts as one for another model."""
@@ -94,14 +93,12 @@ class Follower:
         self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
         self._name, self._board, self._status = name, board, status
         self._staging: Staging | None = None
-        self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
         self._took = asyncio.Condition()
         self._known: tuple[int, bytes] | None = None
         self._fetching: Manifest | None = None
         self._newer_learner = asyncio.Event()
         self._applied: Manifest | None = None
-        self._made: Manifest | None = None
         self._before = Traffic()
         self.refused = 0
         self._unfit = 0
@@ -159,39 +156,6 @@ class Follower:
         async with self._took:
             await self._took.wait()
 
-    async def again(self, apply: Apply | None = None) -> bool:
-        """Hand the newest version that is here once more, to a server that was restarted, added or left behind.
-
-        May run for several servers at the same time, and beside `run`, which goes on with newer versions meanwhile.
-        When its files have gone, the newest version that is published takes its place. False: no version was here yet,
-        or `run` is not running. `WeightsError`: the version is refused, or no files of any version are here.
-        """
-        async with self._one_at_a_time:
-            if self._made is None or self._staging is None:
-                return False
-            version = await self._once_more(self._staging, self._made)
-        with version.readers:
-            await (apply or self._apply)(version)
-        return True
-
-    async def _once_more(self, staging: Staging, manifest: Manifest) -> Version:
-        for attempt in range(_AGAIN):
-            try:
-                version = await staging.make(await staging.fetch(manifest))
-            except (OSError, WeightsError) as error:
-                newest = await self._stream.newest()
-                if attempt == _AGAIN - 1 or newest is None:
-                    raise WeightsError(
-                        f"the files of version {manifest.version} cannot be read again: {error}",
-                        "the next version fixes this",
-                    ) from error
-                manifest = decode(newest[1])
-                self._check(newest[0], manifest, again=True)
-            else:
-                self._made = manifest
-                return version
-        raise AssertionError
-
     async def _watch(self, stop: asyncio.Event) -> None:
         """Note what is published, also while a version is fetched or applied."""
         seen = self.version
@@ -239,14 +203,10 @@ class Follower:
         manifest = decode(data)
         self._check(number, manifest)
         async with self._reading(number):
-            fetched = await self._fetch(staging, manifest)
-        async with self._one_at_a_time, self._reading(number):
-            version = await staging.make(fetched)
-            self._made = manifest
+            version = await staging.make(await self._fetch(staging, manifest))
         began = time.monotonic()
         try:
-            with version.readers:
-                await self._apply(version)
+            await self._apply(version)
         except WeightsError as error:
             self._unfit += self._applied is None
             if self._unfit >= _UNFIT:
@@ -297,7 +257,7 @@ class Follower:
                 "shm works on one host only; use weights.transport=http for several",
             ) from error
 
-    def _check(self, number: int, manifest: Manifest, *, again: bool = False) -> None:
+    def _check(self, number: int, manifest: Manifest) -> None:
         if manifest.run != self._run:
             raise WeightsError(f"version {number} belongs to run {manifest.run!r}, this is {self._run!r}")
         if manifest.version != number or manifest.folder != folder_name(*manifest.pair):
@@ -307,7 +267,7 @@ class Follower:
                 f"version {number} came by {manifest.transport}, this replica reads {self._config.transport}"
             )
         applied = self._applied
-        if applied is not None and (manifest.pair < applied.pair or (manifest.pair == applied.pair and not again)):
+        if applied is not None and manifest.pair <= applied.pair:
             raise WeightsError(f"version {manifest.pair} is not newer than {applied.pair}, which is applied")
 
     def _is_of_an_earlier_life(self, error: Exception) -> bool:

@@ -288,37 +288,6 @@ async def test_training_goes_on_while_versions_are_written_and_read(tmp_path):
     assert follower.refused == 0
 
 
-async def test_the_newest_version_once_more_for_a_server_that_was_restarted(publisher, stream, replica):
-    late = []
-
-    async def apply(version):
-        late.append((version.pair, {name: tensor.clone() for name, tensor in version.tensors.items()}))
-
-    assert not await replica.follower.again(apply)  # nothing is here yet
-    await stream.put(publish(publisher, 1))
-    await replica.until(1)
-    assert await replica.follower.again(apply)
-    assert await replica.follower.again(apply)
-    assert [pair for pair, _ in late] == [(1, 1), (1, 1)]
-    assert same(late[0][1], tensors(1))
-    assert await replica.follower.again()  # to the follower's own engine
-    assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 1)]
-
-    async def refuses(version):
-        raise WeightsError("a name does not fit")
-
-    with pytest.raises(WeightsError, match="does not fit"):
-        await replica.follower.again(refuses)
-    data = publish(publisher, 2)
-    publisher._remove("v-1-1")
-    await stream.put(data)
-    assert await replica.follower.again(apply)  # the files of version 1 are gone
-    assert late[-1][0] == (1, 2)
-    publisher._remove("v-1-2")
-    with pytest.raises(WeightsError, match="cannot be read again"):
-        await replica.follower.again(apply)
-
-
 async def test_how_far_an_engine_is_behind(publisher, stream, config, tmp_path):
     """The newest step is known while the engine still takes an older version."""
     free, taking = asyncio.Event(), asyncio.Event()
@@ -419,4 +388,3 @@ async def test_a_follower_that_runs_again_goes_on_where_it_was(publisher, stream
         stop.set()
         await asyncio.wait_for(running, 30)
     assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2)]
-    assert not await replica.follower.again()  # it does not run
