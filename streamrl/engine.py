@@ -174,7 +174,6 @@ class EngineLoad:
         version: version of the weights in force, 0 until the first `apply`.
         capacity: requests that the engine can make use of at the same time; grows and shrinks.
         cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
-        preemptions: requests that were put back for want of that memory since the start; only grows.
         servers: servers that can serve now; 1 for an engine in this process.
     """
 
@@ -185,7 +184,6 @@ class EngineLoad:
     version: int
     capacity: int = 1
     cache_use: float = 0.0
-    preemptions: int = 0
     servers: int = 1
 
 

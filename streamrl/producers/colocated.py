@@ -87,11 +87,6 @@ class PartialResponse:
         return self.ended("abort", loop.time() - start)
 
     @property
-    def version(self) -> int:
-        """Version of the last token; -1 without one. Versions never go back, so an older server may not continue it."""
-        return self._runs[-1][1] if self._runs else -1
-
-    @property
     def finish(self) -> Finish | None:
         """Why the response is complete; None when tokens are left to sample."""
         if len(self) and int(self._tokens[-1]) in self._stops:

@@ -22,7 +22,7 @@ class Meter:
     nothing to do), both of the last ten seconds. Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic
     seconds, tokens sampled in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`,
     `waiting`, `capacity` (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to
-    1), `preemptions`.
+    1).
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Meter:
             "capacity": load.capacity,
             "servers": load.servers,
             "cache_use": round(load.cache_use, 3),
-            "preemptions": load.preemptions,
             **self._weights(),
         }
         self._role.status.update(shared, **self._pace.shown())

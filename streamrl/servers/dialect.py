@@ -48,8 +48,7 @@ class Chunk:
     logprobs: Sequence[float] = ()
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
-    prompt_tokens: int | None = None  # as the server counted them, when it said
-    cached_tokens: int | None = None  # of these, the ones whose keys and values it still had, when it said
+    cached_tokens: int | None = None  # of the prompt, the ones whose keys and values it still had, when it said
     counts_follow: bool = False  # on the last message: one more, without tokens, says what was counted
 
 

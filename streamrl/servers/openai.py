@@ -136,18 +136,18 @@ class OpenaiDialect(Dialect):
             choices = message["choices"]
             usage = message.get("usage") or {}
             if not choices:
-                return Chunk(prompt_tokens=usage.get("prompt_tokens"), cached_tokens=read_cached(usage))
+                return Chunk(cached_tokens=read_cached(usage))
             choice = choices[0]
             content = choice.get("logprobs") or {}
             values = list(content.get("token_logprobs") or ())
             tokens = _tokens(choice, content)
             reason = choice.get("finish_reason")
-            prompt, cached = usage.get("prompt_tokens"), read_cached(usage)
+            cached = read_cached(usage)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise WireError(f"no chunk of a completion with token ids and log-probabilities: {error!r}") from error
         if len(tokens) != len(values):
             raise WireError(f"{len(tokens)} token ids came with {len(values)} log-probabilities")
-        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, prompt, cached)
+        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, cached)
 
     @override
     def metrics(self) -> Call:

@@ -329,7 +329,7 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
         logprobs = read_logprobs(_fresh(cut, total, received))
     unsaid = spans is None and finish == "abort"
     runs = None if finish is None or unsaid else read_spans(spans or (), total)
-    return Chunk(fresh, logprobs, finish, runs, meta.get("prompt_tokens"), read_count(meta.get("cached_tokens")))
+    return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
 
 
 def _finish(reason: Any) -> Finish | None:

@@ -202,9 +202,9 @@ class VllmDialect(Dialect):
         try:
             choices = message["choices"]
             usage = message.get("usage") or {}
-            prompt, cached = usage.get("prompt_tokens"), read_cached(usage)
+            cached = read_cached(usage)
             if not choices:
-                return Chunk(prompt_tokens=prompt, cached_tokens=cached)
+                return Chunk(cached_tokens=cached)
             choice = choices[0]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             content = (choice["logprobs"] or {}).get("content") or ()
@@ -220,7 +220,7 @@ class VllmDialect(Dialect):
         unsaid = finish is None or (spans is None and finish == "abort")
         runs = None if unsaid else read_spans(spans or (), received + len(tokens))
         # vLLM says what was cached only in the message after the last token.
-        return Chunk(tokens, logprobs, finish, runs, prompt, cached, counts_follow=finish is not None)
+        return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 
     @override
     def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
