@@ -132,9 +132,9 @@ class Dialect(Startable):
             DataError: the server refuses the request itself.
         """
 
-    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        """End one request, or all; empty when closing the connection is enough. Some need another way when `paused`."""
-        del request_id, paused
+    def abort(self, request_id: str) -> Sequence[Call]:
+        """End a request; empty when closing the connection is enough."""
+        del request_id
         return ()
 
     def pause(self) -> Sequence[Call]:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 LOADER: Final = "streamrl_engine.sglang.load"
 OLDEST: Final = (0, 5, 20)
 TELLS_CUTS: Final = (0, 5, 23)
-_RETRACT: Final = Call("POST", "/pause_generation", {"mode": "retract"}, repeatable=True)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
@@ -201,13 +200,8 @@ class SglangDialect(Dialect):
             raise WireError(f"no message of SGLang's /generate: {error!r}") from error
 
     @override
-    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        # A request that is being decoded ends with the next step. A paused server makes none, but one that was put back
-        # into the queue ends at once: so all are put back first. The others will find their keys and values in the
-        # cache.
-        body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
-        abort = Call("POST", "/abort_request", body, repeatable=True)
-        return [_RETRACT, abort] if paused else [abort]
+    def abort(self, request_id: str) -> Sequence[Call]:
+        return [Call("POST", "/abort_request", {"rid": _rid(request_id)}, repeatable=True)]
 
     @override
     def pause(self) -> Sequence[Call]:
@@ -257,8 +251,7 @@ class SglangDialect(Dialect):
                 "this SGLang server cannot free its memory: it was not started for that",
                 "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
             )
-        release = {"tags": ["kv_cache", "weights"]}
-        return [_RETRACT, Call("POST", "/release_memory_occupation", release, repeatable=True)]
+        return SGLANG.sleep
 
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:

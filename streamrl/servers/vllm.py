@@ -223,10 +223,8 @@ class VllmDialect(Dialect):
         return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 
     @override
-    def abort(self, request_id: str | None, *, paused: bool = False) -> Sequence[Call]:
-        del paused
-        body = {} if request_id is None else {"request_ids": [_PREFIX + request_id]}
-        return (Call("POST", "/abort_requests", body, repeatable=True),)
+    def abort(self, request_id: str) -> Sequence[Call]:
+        return (Call("POST", "/abort_requests", {"request_ids": [_PREFIX + request_id]}, repeatable=True),)
 
     @override
     def pause(self) -> Sequence[Call]:

@@ -40,6 +40,7 @@ PROMPT = prompt(0, 10)
 SLOTS = 16
 KEYS = {"tensor_parallel": 2, "slots": SLOTS, "kv_cache": "64MiB"}
 MODELS = {seed: tiny.build(tiny.random_weights(seed)) for seed in range(2)}
+ABORT_ALL = Call("POST", "/abort_request", {"abort_all": True})
 _numbers = itertools.count(1)
 
 
@@ -134,23 +135,15 @@ async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh:
     assert done.finish == "abort"
     assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, done) < BF16
     assert not beside.done()
-    await live.calls(live.dialect.abort(None))
+    await live.calls([ABORT_ALL])
     assert (await beside).finish == "abort"
 
 
-async def test_a_paused_server_that_is_told_to_abort_ends_all_with_what_they_have(live: Live, fresh: int):
-    begun = [(await live.begin([*PROMPT, 9 + more], 4000, fresh))[0] for more in range(6)]
+async def test_a_paused_server_is_not_ready(live: Live, fresh: int):
     await live.calls(live.dialect.pause())
     with pytest.raises(BadAnswer) as busy:
         await live.calls([live.dialect.ready()])
     assert busy.value.status == 503
-    began = time.monotonic()
-    await live.calls(live.dialect.abort(None, paused=True))
-    done = await asyncio.gather(*begun)
-    assert time.monotonic() - began < 1
-    for more, one in enumerate(done):
-        assert one.finish == "abort"
-        assert tiny.worst_error({fresh: MODELS[0]}, [*PROMPT, 9 + more], one) < BF16
     await live.calls(live.dialect.resume())
     await live.calls([live.dialect.ready()])
     assert (await live.generate(PROMPT, 5, fresh)).finish == "length"
@@ -167,7 +160,7 @@ async def test_figures_are_those_of_the_moment(live: Live, fresh: int):
     assert 0 < busy.running <= SLOTS
     assert busy.running + busy.waiting <= 31
     assert 0 < busy.cache_use <= 1
-    await live.calls(live.dialect.abort(None))
+    await live.calls([ABORT_ALL])
     await asyncio.gather(first, *others)
 
 

@@ -152,7 +152,7 @@ async def test_a_failed_update_is_mended_by_a_whole_one_while_still_paused(world
     await world.live.calls(dialect.resume())
     world.number += 1
     await world.matches()
-    await world.live.calls(dialect.abort("long", paused=False))
+    await world.live.calls(dialect.abort("long"))
     done = await task
     assert [run for _, run in done.runs] == [before, world.number]
     assert tiny.worst_error(world.models, PROMPT, done) < CLOSE
@@ -167,14 +167,14 @@ async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(wor
 
 
 async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what_comes(world: World) -> None:
-    task, _ = await world.live.begin(PROMPT, LONG, world.number)
-    await world.live.calls([*world.live.dialect.pause(), *world.live.dialect.abort(None, paused=True)])
+    task, _ = await world.live.begin(PROMPT, LONG, world.number, name="there")
+    await world.live.calls([*world.live.dialect.pause(), *world.live.dialect.abort("there")])
     assert (await task).finish == "abort"
     held = asyncio.create_task(world.live.generate(PROMPT, 5, world.number))
     gone = asyncio.create_task(world.live.generate(PROMPT, 5, world.number, name="gone"))
     assert await world.live.calls([Call("GET", "/is_paused")]) == [{"is_paused": True}]
     while not gone.done():  # it may be on its way to the server still
-        await world.live.calls(world.live.dialect.abort("gone", paused=True))
+        await world.live.calls(world.live.dialect.abort("gone"))
         await asyncio.wait([gone], timeout=0.05)
     assert (await gone).finish == "abort"
     assert not held.done()

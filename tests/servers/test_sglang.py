@@ -240,12 +240,8 @@ def paths(calls):
     return [(call.path, dict(call.body or {})) for call in calls]
 
 
-def test_pauses_and_aborts():
-    retract = ("/pause_generation", {"mode": "retract"})
-    abort = ("/abort_request", {"abort_all": True})
+def test_pauses():
     assert paths(dialect().pause()) == [("/pause_generation", {"mode": "in_place"})]
-    assert paths(dialect().abort(None)) == [abort]
-    assert paths(dialect().abort(None, paused=True)) == [retract, abort]
     assert [call.path for call in dialect().resume()] == ["/continue_generation"]
 
 
