@@ -103,8 +103,8 @@ test: setup
 compiled: setup
 	@listed=$$($(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$listed"; exit 1; }
 
-# What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time.
-prepare-slow: environment-vllm environment-sglang crosscheck adapters warm-start
+# What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time, the longest first.
+prepare-slow: warm-start environment-vllm environment-sglang crosscheck adapters
 
 # One thread each: on two cores, two that spin are much slower.
 warm-start: warm-start-sort warm-start-tools
