@@ -3,7 +3,6 @@
 ```
 anchor   all shards full       the files replace those of the base
 delta    base is what is held  changed values are written into the mapped files; full shards replace their file
-         an engine reads them  into copies, in a new folder; the old files go when the last reader does
          base is another       the chain of bases is walked back to what is held or to an anchor, and applied in order
 then     every part of every tensor is hashed; only files with the hashes of the manifest hold that version
 ```
@@ -15,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,14 +27,7 @@ from streamrl.weight_sync.delta import decode_into, read_delta_shard
 from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum, short_hash
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, Shard
 from streamrl.weight_sync.source import Traffic, WeightSource
-from streamrl.weight_sync.tensors import (
-    Readers,
-    Version,
-    assemble,
-    map_shared,
-    map_version,
-    raw_bytes,
-)
+from streamrl.weight_sync.tensors import Version, assemble, map_shared, map_version, raw_bytes
 
 logger = logging.getLogger(__name__)
 _LONGEST_CHAIN: Final = 1000
@@ -71,14 +61,12 @@ class DeltaBase:
     """Full files of one version, mapped, into which deltas are written. Used by one thread at a time.
 
     `pair` is the version that it holds, proven; None: none, or in the middle of a change. `manifest` is that of the
-    version it held last. The files lie in the first of `folders`; the next is taken while an engine reads those in the
-    one before. Fetched files are moved here (`moves`) or copied; `proven` says that their checksums have been checked.
+    version it held last. Fetched files are moved into `folder` (`moves`) or copied; `proven` says that their checksums
+    have been checked.
     """
 
-    def __init__(self, folders: Iterator[Path], *, moves: bool, proven: bool, hint: str) -> None:
-        self._folders, self._moves, self._proven, self._hint = folders, moves, proven, hint
-        self._folder = next(folders)
-        self._readers = Readers()
+    def __init__(self, folder: Path, *, moves: bool, proven: bool, hint: str) -> None:
+        self._folder, self._moves, self._proven, self._hint = folder, moves, proven, hint
         self._tables: dict[str, dict[str, torch.Tensor]] = {}
         self.manifest: Manifest | None = None
         self.pair: Pair | None = None
@@ -89,8 +77,6 @@ class DeltaBase:
         if manifest.base not in (None, self.pair):
             raise WeightsError(f"a delta against {manifest.base} does not fit the files of {self.pair}")
         self.pair = None  # until the files are proven to be the new version
-        if self._readers.count:
-            self._step_aside({shard.file for shard in manifest.shards if shard.kind == "delta"})
         if self._moves:
             (link.folder / MANIFEST_FILE).unlink(missing_ok=True)  # from here on its files are not all there
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -109,23 +95,7 @@ class DeltaBase:
         manifest = self.manifest
         if manifest is None or self.pair is None:
             raise WeightsError("no version is held")
-        version = assemble(self._folder, manifest, [self._tables[shard.file] for shard in manifest.shards])
-        return replace(version, readers=self._readers)
-
-    def _step_aside(self, changed: set[str]) -> None:
-        """Leave the files to their readers; continue with copies of those that change."""
-        old, self._folder = self._folder, next(self._folders)
-        self._readers = Readers()
-        tables, self._tables = self._tables, {}
-        try:
-            self._folder.mkdir(mode=0o700)
-            for file in tables.keys() & changed:
-                shutil.copyfile(old / file, self._folder / file)
-                self._tables[file] = map_shared(self._folder / file)
-        except OSError as error:
-            raise CannotCreate(f"no room for {self._folder}: {error}", self._hint) from error
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
+        return assemble(self._folder, manifest, [self._tables[shard.file] for shard in manifest.shards])
 
     def _replace(self, folder: Path, shard: Shard) -> None:
         draft = self._folder / f".{shard.file}"
@@ -179,8 +149,8 @@ class Staging:
     def __init__(self, config: WeightsConfig, source: WeightSource, folder: StagingFolder, *, keep: bool) -> None:
         self._config, self._source, self._folder = config, source, folder
         self._moves = source.proves and not keep
-        bases = (folder.root / f"base.{number}" for number in count())
-        self._base = DeltaBase(bases, moves=self._moves, proven=source.proves, hint="give this host a larger /dev/shm")
+        hint = "give this host a larger /dev/shm"
+        self._base = DeltaBase(folder.root / "base", moves=self._moves, proven=source.proves, hint=hint)
         self._hopeless: Pair | None = None
         self._used = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")  # so never two changes of the base at a time

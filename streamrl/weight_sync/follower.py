@@ -8,23 +8,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
 from streamrl.listening import own_address
+from streamrl.queues.ledgers import WeightsStream
+from streamrl.queues.registry import RoleRegistry
 from streamrl.weight_sync.chain import Fetched, Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
 from streamrl.weight_sync.pull import RELAY_FIELD
 from streamrl.weight_sync.serve import ShardServer, listen
-from streamrl.weight_sync.source import Traffic
 from streamrl.weight_sync.tensors import Version
 from streamrl.weight_sync.transports import open_source
-
-if TYPE_CHECKING:  # engines that pull have no redis-py
-    from streamrl.queues.ledgers import WeightsStream
-    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
@@ -99,7 +96,6 @@ class Follower:
         self._fetching: Manifest | None = None
         self._newer_learner = asyncio.Event()
         self._applied: Manifest | None = None
-        self._before = Traffic()
         self.refused = 0
         self._unfit = 0
         self.first = asyncio.Event()
@@ -114,12 +110,12 @@ class Follower:
     @property
     def bytes_fetched(self) -> int:
         """Bytes that came over the network since the start; only grows."""
-        return self._before.bytes + (self._staging.traffic.bytes if self._staging else 0)
+        return self._staging.traffic.bytes if self._staging else 0
 
     @property
     def fetch_seconds(self) -> float:
         """Seconds spent fetching since the start, while the engine generated; only grows."""
-        return self._before.seconds + (self._staging.traffic.seconds if self._staging else 0.0)
+        return self._staging.traffic.seconds if self._staging else 0.0
 
     def figures(self) -> dict[str, int | float]:
         """For the metrics of the role."""
@@ -131,7 +127,7 @@ class Follower:
         }
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow until `stop` is set; may be run again afterwards.
+        """Follow until `stop` is set; called once.
 
         After a cancellation, `apply` decides the state of the engine. An engine that has refused every version since
         the first has another model (ConfigError).
@@ -145,11 +141,6 @@ class Follower:
                 watching.cancel()
         except BaseExceptionGroup as error:
             raise unwrap(error) from error
-        finally:
-            if self._staging is not None:
-                traffic = self._staging.traffic
-                self._before = Traffic(self._before.bytes + traffic.bytes, self._before.seconds + traffic.seconds)
-            self._staging = None
 
     async def next_applied(self) -> None:
         """Return when one more version was applied. Cancelling is harmless."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -29,13 +29,11 @@ import xxhash
 from typing_extensions import override
 
 from streamrl.errors import CannotCreate, Unreachable, WeightsError, unwrap
+from streamrl.queues.registry import RoleRegistry
 from streamrl.weight_sync.files import StagingFolder, read_token
 from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
 from streamrl.weight_sync.serve import BUSY_HEADER
 from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
-
-if TYPE_CHECKING:  # engines that pull have no redis-py
-    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 RELAY_FIELD: Final = "weights_relay"

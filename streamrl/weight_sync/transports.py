@@ -10,18 +10,15 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from streamrl.config import RunConfig, WeightsConfig
+from streamrl.queues.registry import RoleRegistry
 from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
 from streamrl.weight_sync.files import StagingFolder, make_token, store_of
 from streamrl.weight_sync.manifest import Manifest
 from streamrl.weight_sync.pull import HttpSource
 from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.source import FolderSource, WeightSource
-
-if TYPE_CHECKING:  # engines that pull have no redis-py
-    from streamrl.queues.registry import RoleRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ def rebuilt(root, folder, pair):
         manifest = read_manifest(root / folder_name(*pair))
         links.insert(0, Link(manifest, root / manifest.folder))
         pair = manifest.base
-    held = DeltaBase(iter([folder]), moves=False, proven=False, hint="")
+    held = DeltaBase(folder, moves=False, proven=False, hint="")
     for link in links:
         held.apply(link)
     return held.version().tensors

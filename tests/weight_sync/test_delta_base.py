@@ -91,24 +91,12 @@ async def test_each_version_bit_for_bit_in_the_same_files(line):
         assert (manifest.base is None) == (version == 1)
         found = await line.bring(manifest)
         assert exactly(found.tensors, version)
-        assert found.folder == line.folder.root / "base.0"
+        assert found.folder == line.folder.root / "base"
         state = {name: (found.folder / name).stat().st_ino for name in found.files}
         assert files in (None, state)  # patched in place
         files = state
         again = await line.staging.apply(await line.staging.links(manifest))
         assert exactly(again.tensors, version)
-
-
-async def test_who_reads_a_version_keeps_its_bytes(line):
-    first = await line.bring(line.write(1))
-    second = await line.bring(line.write(2))
-    assert exactly(first.tensors, 2)  # nobody said that it is read: the same files
-    with second.readers:
-        third = await line.bring(line.write(3))
-        assert exactly(second.tensors, 2)
-        assert exactly(third.tensors, 3)
-        assert [entry.name for entry in line.folder.root.iterdir()] == ["base.1"]
-    assert (await line.bring(line.write(4))).folder == third.folder
 
 
 async def test_a_receiver_several_versions_behind_applies_the_chain(line):
@@ -243,7 +231,7 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
         for version in (1, 2, 3):
             await put(version)
             await replica.until(version)
-        for path in replica.follower._staging._folder.root.glob("base.*/*"):
+        for path in replica.follower._staging._folder.root.glob("base/*"):
             flip(path)
         await put(4)
         await replica.until(4)

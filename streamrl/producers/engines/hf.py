@@ -167,11 +167,7 @@ class HfEngine(StreamingEngine):
 
     @override
     async def apply(self, version: Version) -> None:
-        work = self._begin(self._patience, self._controlling().apply, version)
-        # keeps the files also when the caller leaves
-        version.readers.__enter__()
-        work.add_done_callback(lambda _: version.readers.__exit__())
-        await self._finish(self._patience, work)
+        await self._run(self._patience, self._controlling().apply, version)
 
     @override
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
