@@ -60,17 +60,16 @@ class Live:
         heard = heard or Heard()
         request = Request(name or f"request {next(_names)}", np.asarray(tokens, np.int32), limit)
         logprobs: list[float] = []
-        finish, runs, prompt_tokens = None, None, 0
+        finish, runs = None, None
         async for event in self.client.stream(self.dialect.generation(request, version=version), 60):
             chunk = self.dialect.chunk(event, received=len(heard.tokens))
             heard(chunk.tokens, chunk.logprobs)
             logprobs += chunk.logprobs
             finish, runs = chunk.finish or finish, runs if chunk.runs is None else chunk.runs
-            prompt_tokens = chunk.prompt_tokens or prompt_tokens
         assert finish is not None
         assert runs is not None
         ids, values = np.asarray(heard.tokens, np.int32), np.asarray(logprobs, np.float32)
-        return Completion(ids, values, runs, finish, prompt_tokens, 0.0)
+        return Completion(ids, values, runs, finish, len(tokens), 0.0)
 
     async def begin(
         self, tokens: Sequence[int], limit: int, version: int, *, name: str = "", count: int = 20
