@@ -282,25 +282,17 @@ def watched(engine: HfEngine) -> Iterator[tuple[list[float], list[float]]]:
 @contextlib.asynccontextmanager
 async def busy(engine: HfEngine, width: int, length: int) -> AsyncIterator[None]:
     """Requests of so many tokens are always in flight within the block, which begins when all of them are decoded."""
-    stop, begun = asyncio.Event(), [asyncio.Event() for _ in range(width)]
-    numbers = itertools.count()
 
-    async def keep(heard: asyncio.Event) -> None:
-        while not stop.is_set():
-            request = Request(f"r{next(numbers)}", np.arange(16, 32, dtype=np.int32), length)
-            done = asyncio.create_task(engine.generate(request, lambda *_: heard.set()))
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait([done, stopped], return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            if not done.done():
-                await engine.abort(request.id)
-            await done
+    async def keep() -> None:
+        while True:
+            await engine.generate(Request("busy", np.arange(16, 32, dtype=np.int32), length))
 
-    async with asyncio.TaskGroup() as tasks:
-        for heard in begun:
-            tasks.create_task(keep(heard))
-        await asyncio.gather(*(heard.wait() for heard in begun))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(keep()) for _ in range(width)]
+        while engine.load().running < width:  # noqa: ASYNC110 - an engine's load sets no event
+            await asyncio.sleep(0.001)
         try:
             yield
         finally:
-            stop.set()
+            for task in tasks:
+                task.cancel()

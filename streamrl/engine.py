@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from uuid import uuid4
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
-Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
-"""Called in the event loop with the tokens sampled since the last call and their log-probabilities."""
 
 
 async def life_seed(role: Role) -> int:
@@ -47,7 +45,7 @@ class Request:
     """One response to be sampled.
 
     Attributes:
-        id: name for `abort`; unique among the requests in flight, may be used again afterwards.
+        id: its name in messages.
         tokens: prompt, shape (prompt tokens,), at least one.
         max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
             leaves.
@@ -193,14 +191,13 @@ class Generator(Protocol):
     async def generate(self, request: Request) -> Completion:
         """Sample one response.
 
-        Waits for as long as it takes, also while the engine is paused or asleep: the caller sets the deadline.
+        Waits for as long as it takes, also while the engine is asleep: the caller sets the deadline.
         Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
         death fails every call that is waiting.
 
         Raises:
             DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, or the
                 limits make no sense. The engine goes on.
-            ValueError: a request with this id is in flight.
         """
         ...
 
@@ -219,7 +216,7 @@ class ReplicaEngine(Generator, Protocol):
     """What a rollout replica needs: a generator of responses with a copy of the policy. All belongs to one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, `pause`, ...) or a decode step that does not end within a deadline of the engine's own
+    died. A control (`apply`, `sleep`, ...) or a decode step that does not end within a deadline of the engine's own
     counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
     the supervisor starts it again.
     """
@@ -244,7 +241,7 @@ class ReplicaEngine(Generator, Protocol):
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
         weights; later tokens carry the version. Requests that begin later see nothing that older weights computed,
         unless their `cache_version` says so; one that was waiting in a server's queue may find what the weights at its
-        arrival computed for the same prompt. Works while paused and asleep. The present version again is a repeat and
+        arrival computed for the same prompt. Works while asleep. The present version again is a repeat and
         does nothing. Cancelling the call does not stop an update that has begun.
 
         A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
@@ -259,28 +256,13 @@ class ReplicaEngine(Generator, Protocol):
 
 
 class Engine(ReplicaEngine, Protocol):
-    """An engine with the controls that whoever shares its devices or its server needs."""
+    """An engine with the controls that whoever shares its devices needs."""
 
-    async def abort(self, request_id: str | None = None) -> int:
-        """End one request (all when None) and let its `generate` return what there is, with `finish="abort"`.
+    async def abort(self) -> None:
+        """End all requests and let each `generate` return what there is, with `finish="abort"`.
 
-        Works while paused. Returns how many ended; 0 for an unknown id, so a repeat does nothing. A request that ended
-        by itself meanwhile keeps its finish and is not counted.
+        Works while asleep. A request that ended by itself meanwhile keeps its finish.
         """
-        ...
-
-    async def pause(self) -> None:
-        """Stop between two decode steps; returns when no step is running. New requests are accepted and wait.
-
-        Requests in flight stay, with their keys and values. A repeat does nothing. The caller resumes in a `finally`;
-        an engine in a process of its own is resumed by a watchdog when the process that paused it dies.
-
-        Raises:
-            Refused: the engine cannot pause and keep its requests.
-        """
-
-    async def resume(self) -> None:
-        """Go on after `pause`. A repeat does nothing."""
 
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
         """Give accelerator memory back. A repeat does nothing.
@@ -293,20 +275,4 @@ class Engine(ReplicaEngine, Protocol):
         """
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing.
-
-        An engine that was paused before stays paused.
-        """
-
-
-class StreamingEngine(Engine, Protocol):
-    """An engine that reports tokens while it samples: one in this process, or one server."""
-
-    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
-        """Sample one response as `Engine.generate` does, and report tokens meanwhile.
-
-        Args:
-            request: what to sample.
-            listener: gets tokens as they are sampled, before the result; never more than the result will hold.
-        """
-        ...
+        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing."""

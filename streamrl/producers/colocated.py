@@ -143,7 +143,6 @@ class ColocatedEngine(ReplicaEngine):
         self._applied = asyncio.Event()
         self._applying = 0
         self._leaves = 0
-        self._requests: set[str] = set()
         self._closed = False
         self._serving.set()
         self._weights.set()
@@ -192,9 +191,6 @@ class ColocatedEngine(ReplicaEngine):
     async def generate(self, request: Request) -> Completion:
         if self._closed:
             raise Unreachable("the engine is closed")
-        if request.id in self._requests:
-            raise ValueError(f"a request {request.id!r} is in flight")
-        self._requests.add(request.id)
         left = -1
 
         async def ask(rest: Request) -> Completion | None:
@@ -206,10 +202,7 @@ class ColocatedEngine(ReplicaEngine):
             left = self._leaves
             return None if self._closed else await self._engine.generate(rest)
 
-        try:
-            return await PartialResponse(request, self._stops, self._context).complete(ask)
-        finally:
-            self._requests.remove(request.id)
+        return await PartialResponse(request, self._stops, self._context).complete(ask)
 
     @override
     async def apply(self, version: Version) -> None:

@@ -9,14 +9,14 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Listener, Request, RequestLimits
+from streamrl.engine import Completion, Request, RequestLimits
 from streamrl.http import Lost
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.servers.dialect import Chunk
@@ -25,6 +25,8 @@ from streamrl.servers.server import Server
 from streamrl.weight_sync.tensors import Version
 from tests.engines import tiny
 
+Listener: TypeAlias = Callable[[Sequence[int], Sequence[float]], None]
+"""Called with the tokens sampled since the last call and their log-probabilities."""
 BF16 = 0.02
 """What a log-probability in bfloat16 may be off by."""
 INTERVAL = 4
@@ -143,6 +145,25 @@ class HeardResponse(Response):
         self.listener(chunk.tokens, chunk.logprobs)
 
 
+class HeardEngine(HfEngine):
+    """An engine in this process of which a test hears what it samples."""
+
+    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+        sampling = asyncio.create_task(super().generate(request))
+        told, tokens = 0, tuple(request.tokens.tolist())
+        try:
+            while listener is not None and not sampling.done():
+                await asyncio.wait([sampling], timeout=0.002)
+                assert self._decoder is not None
+                for row in tuple(self._decoder._batch._rows):
+                    if row is not None and row.job.prompt == tokens and (count := len(row.logprobs)) > told:
+                        listener(row.tokens[told:count], row.logprobs[told:count])
+                        told = count
+            return await sampling
+        finally:
+            sampling.cancel()
+
+
 class HeardServer(Server):
     """A server of which a test hears what it samples, and whose responses it ends early.
 
@@ -158,7 +179,7 @@ class HeardServer(Server):
         super().__init__(*arguments, **keywords, key=key, announce=self._tell)
         self.told: Callable[[], Awaitable[None]] | None = None
         self._started = False
-        self._wire_ids: dict[str, str] = {}
+        self._wire_ids: set[str] = set()
 
     async def _tell(self) -> None:
         if self.told is not None:
@@ -177,7 +198,8 @@ class HeardServer(Server):
         if listener is None:
             return await super().generate(request)
         limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
-        name = self._wire_ids[request.id] = uuid.uuid4().hex
+        name = uuid.uuid4().hex
+        self._wire_ids.add(name)
         version, adapter = self.control.pair[1], self.control.adapter
         response = HeardResponse(request, version, adapter)
         response.listener = self._counted(listener)
@@ -192,7 +214,7 @@ class HeardServer(Server):
                 raise
             return response.completion("abort", None if adapter else response.last.runs, 0.0, vocabulary)
         finally:
-            del self._wire_ids[request.id]
+            self._wire_ids.remove(name)
 
     def _counted(self, listener: Listener) -> Listener:
         def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -201,13 +223,11 @@ class HeardServer(Server):
 
         return hear
 
-    async def abort(self, request_id: str | None = None) -> int:
-        """Have the server give up one response that is heard, or all of them; returns how many there were."""
-        names = list(self._wire_ids.values()) if request_id is None else [self._wire_ids[request_id]]
-        for name in names:
+    async def abort(self) -> None:
+        """Have the server give up all responses that are heard."""
+        for name in tuple(self._wire_ids):
             for call in self.dialect.abort(name):
                 await self.client.call(call, SOON)
-        return len(names)
 
     async def idle(self) -> None:
         """Return when nothing is at the server."""
@@ -227,7 +247,7 @@ class Bench:
         weights, models: of each version; what the judge has.
     """
 
-    def __init__(self, kind: str, config: RunConfig, folder: Path, engine: HfEngine | HeardServer) -> None:
+    def __init__(self, kind: str, config: RunConfig, folder: Path, engine: HeardEngine | HeardServer) -> None:
         self.kind, self.config, self.folder, self.engine = kind, config, folder, engine
         self.number = self.newest = 0
         self._prepared: dict[int, Version] = {}
@@ -275,18 +295,17 @@ class Bench:
         async with asyncio.timeout(120):
             return await self.engine.generate(self.request(tokens, limit, **more))
 
-    def begin(self, tokens: Sequence[int], limit: int = LONG) -> tuple[asyncio.Task[Completion], Heard, str]:
-        """Begin a request; returns its task, what is heard of it and its id."""
-        heard, request = Heard(), self.request(tokens, limit)
-        return asyncio.create_task(self.engine.generate(request, heard)), heard, request.id
+    def begin(self, tokens: Sequence[int], limit: int = LONG) -> tuple[asyncio.Task[Completion], Heard]:
+        """Begin a request; returns its task and what is heard of it."""
+        heard = Heard()
+        return asyncio.create_task(self.engine.generate(self.request(tokens, limit), heard)), heard
 
-    async def end(self, begun: tuple[asyncio.Task[Completion], Heard, str], more: int = 0) -> Completion:
-        """End a request that was begun, after so many more tokens have come; it has not ended by itself."""
+    async def end(self, begun: tuple[asyncio.Task[Completion], Heard], more: int = 0) -> Completion:
+        """End all requests after so many more tokens have come; the one that was begun has not ended by itself."""
         await self.more(more)
-        task, _, name = begun
         async with asyncio.timeout(SOON):
-            assert await self.engine.abort(name) == 1
-            done = await task
+            await self.engine.abort()
+            done = await begun[0]
         assert done.finish == "abort"
         return done
 

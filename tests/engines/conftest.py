@@ -10,9 +10,8 @@ import pytest_asyncio
 import torch
 
 from streamrl.config.base import SERVER_KINDS
-from streamrl.producers.engines.hf import HfEngine
 from streamrl.servers.environments import find_environment
-from tests.engines.conformance_kit import LORA, Bench, HeardServer, run_config
+from tests.engines.conformance_kit import LORA, Bench, HeardEngine, HeardServer, run_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,7 +27,7 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """One engine for all tests of its kind: in this process, or a server as role `engine.0` has it."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     config = run_config(kind, folder, lora=LORA if kind in SERVER_KINDS else None)
-    engine = HfEngine(config, seed=7) if kind == "hf" else HeardServer(config, folder, "engine.0", seed=7)
+    engine = HeardEngine(config, seed=7) if kind == "hf" else HeardServer(config, folder, "engine.0", seed=7)
     bench = Bench(kind, config, folder, engine)
     await engine.start()
     try:
@@ -44,9 +43,7 @@ async def bench(running: Bench, caplog: pytest.LogCaptureFixture) -> Bench:
     """The engine with fresh weights; whatever a failed test left behind is gone."""
     caplog.set_level(logging.INFO)
     await running.engine.abort()
-    if running.kind == "hf":
-        await running.engine.resume()
-    elif running.server.control.blocked:
+    if running.kind != "hf" and running.server.control.blocked:
         await running.server.control.wake()
     await running.apply()
     return running

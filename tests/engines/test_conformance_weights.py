@@ -49,7 +49,7 @@ def not_finite(weights: Weights) -> None:
 )
 async def test_weights_that_do_not_fit_change_nothing(bench: Bench, spoil: Callable[[Weights], None], tmp_path: Path):
     before, tokens = bench.number, prompt(1)
-    task, heard, _ = bench.begin(tokens, 200)
+    task, heard = bench.begin(tokens, 200)
     await heard.at_least(INTERVAL)
     weights = tiny.random_weights(99)
     spoil(weights)

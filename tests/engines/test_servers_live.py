@@ -143,7 +143,7 @@ async def test_completions_of_anybody(bench: Bench):
         tokens = prompt(2)
         done = await other.generate(tokens, 64)
         assert (done.finish, other.judge(tokens, done)) == ("length", [(0, 64, 0)])
-        task, heard, _ = other.begin(prompt(3))
+        task, heard = other.begin(prompt(3))
         await heard.at_least(4)
         task.cancel()
         await bench.server.idle()
@@ -152,7 +152,7 @@ async def test_completions_of_anybody(bench: Bench):
 async def test_a_server_goes_on_when_the_process_that_paused_it_is_killed(bench: Bench):
     pauser = await spawn(PAUSER, kind=bench.kind, folder=str(bench.folder), url=bench.url)
     assert await line_of(pauser) == "paused"
-    waiting, heard, _ = bench.begin(prompt(4), 16)
+    waiting, heard = bench.begin(prompt(4), 16)
     with pytest.raises(BadAnswer) if bench.kind == "sglang" else contextlib.nullcontext():
         await bench.server.client.call(bench.server.dialect.ready(), 10, retry=False)
     assert not heard.tokens

@@ -183,11 +183,11 @@ async def test_kill_9_of_the_role_in_mid_generation(config: RunConfig, server: O
     async with HeardServer(external, folder, "engine.0", seed=1) as attached:
         bench = Bench("sglang", external, folder, attached)
         begun = [bench.begin(prompt(40 + index)) for index in range(8)]
-        for _, heard, _ in begun:
+        for _, heard in begun:
             await heard.at_least(INTERVAL)
         assert len(server.processes()) >= 3
         server.owner.kill()
-        for task, _, _ in begun:
+        for task, _ in begun:
             with pytest.raises(Lost):
                 await asyncio.wait_for(task, 30)
         await server.all_gone()

@@ -118,7 +118,7 @@ class Faulty:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def generate(self, request, listener=None):
+    async def generate(self, request):
         self.calls += 1
         fault = self._faults.pop(0) if self._faults else None
         if fault is not None:

@@ -211,7 +211,7 @@ class Endless(Faulty):
 
     well = True
 
-    async def generate(self, request, listener=None):
+    async def generate(self, request):
         await asyncio.Event().wait()
 
     async def health(self):

@@ -25,7 +25,7 @@ class Behind(Faulty):
         await self.open.wait()
         await self._engine.apply(version)
 
-    async def generate(self, request, listener=None):
+    async def generate(self, request):
         self.requests.append(request)
         return await super().generate(request)
 

@@ -1,8 +1,8 @@
-"""Controls of model and cache between two decode steps: pausing, swapping weights, freeing memory."""
+"""Controls of model and cache between two decode steps: swapping weights, standing still, freeing memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Literal
 
@@ -27,27 +27,19 @@ class Control:
         self._fail = fail
         self._device: torch.device = model.device
         self._base = BaseWeights(model)
-        self._holds: dict[Literal["pause", "sleep"], ExitStack] = {}
+        self._hold = ExitStack()
         self._asleep: set[MemoryTag] = set()
         self.pair: Pair = (0, 0)
 
-    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
+    def take(self) -> list[JobOutcome]:
         with self._decoder.exclusive():
-            return self._decoder.take(tickets)
+            return self._decoder.take()
 
     def close(self) -> list[JobOutcome]:
         try:
-            return self.take(None)
+            return self.take()
         finally:
-            for hold in self._holds.values():
-                hold.close()
-            self._holds.clear()
-
-    def pause(self) -> None:
-        self._hold("pause")
-
-    def resume(self) -> None:
-        self._unhold("pause")
+            self._hold.close()
 
     def apply(self, version: Version) -> None:
         pair = version.pair
@@ -69,14 +61,15 @@ class Control:
             self.pair = pair
 
     def sleep(self, level: Literal[0, 1]) -> None:
-        new = "sleep" not in self._holds
-        self._hold("sleep")
+        new = not self._asleep
+        if new:
+            self._hold.enter_context(self._decoder.exclusive())
         if level:
             try:
                 self._decoder.release()
             except BaseException:
                 if new:
-                    self._unhold("sleep")
+                    self._hold.close()
                 raise
             self._model.to("cpu")
         if new or level:
@@ -87,18 +80,7 @@ class Control:
             self._model.to(self._device)
         self._asleep -= set(tags)
         if not self._asleep:
-            self._unhold("sleep")
-
-    def _hold(self, why: Literal["pause", "sleep"]) -> None:
-        if why not in self._holds:
-            stack = ExitStack()
-            stack.enter_context(self._decoder.exclusive())
-            self._holds[why] = stack
-
-    def _unhold(self, why: Literal["pause", "sleep"]) -> None:
-        stack = self._holds.pop(why, None)
-        if stack is not None:
-            stack.close()
+            self._hold.close()
 
 
 # ---- a version and the model

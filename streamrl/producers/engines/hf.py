@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -21,19 +20,11 @@ import torch
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import (
-    Completion,
-    EngineLoad,
-    Listener,
-    MemoryTag,
-    Request,
-    RequestLimits,
-    StreamingEngine,
-)
+from streamrl.engine import Completion, Engine, EngineLoad, MemoryTag, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slots import Job, JobOutcome, JobProgress, SlotBatch, SlotDecoder
+from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.tensors import Version
@@ -46,13 +37,7 @@ WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
 
 
-@dataclass(slots=True, eq=False)
-class _Ear:
-    listener: Listener
-    told: int = 0
-
-
-class HfEngine(StreamingEngine):
+class HfEngine(Engine):
     """`Engine` on transformers; replicas need different seeds."""
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -73,10 +58,8 @@ class HfEngine(StreamingEngine):
         self._started = False
         self._closed = False
         self._tickets = itertools.count(1)
-        self._named: dict[str, int] = {}
         self._open: dict[int, asyncio.Future[JobOutcome]] = {}
         self._arrived: list[Job] = []
-        self._ears: dict[int, _Ear] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._watcher: asyncio.Task[None] | None = None
 
@@ -112,22 +95,17 @@ class HfEngine(StreamingEngine):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @override
-    async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
+    async def generate(self, request: Request) -> Completion:
         stop = await self._stop_texts(request) if request.stop else None
         decoder = self._serving()
         limit = self.limits.check(request)
-        if request.id in self._named:
-            raise ValueError(f"a request {request.id!r} is in flight")
         ticket = next(self._tickets)
-        future: asyncio.Future[JobOutcome] = self._loop.create_future()
-        self._named[request.id], self._open[ticket] = ticket, future
+        future = self._open[ticket] = self._loop.create_future()
         if not self._arrived:
             self._loop.call_soon(self._flush)
-        if listener is not None:
-            self._ears[ticket] = _Ear(listener)
         prompt = tuple(request.tokens.tolist())
         asked = request if request.cuts or request.min_tokens or request.seed is not None else None
-        self._arrived.append(Job(ticket, prompt, limit, request.temperature, listener is not None, asked, stop))
+        self._arrived.append(Job(ticket, prompt, limit, request.temperature, asked, stop))
         start = self._loop.time()
         try:
             outcome = await future
@@ -137,8 +115,7 @@ class HfEngine(StreamingEngine):
                 decoder.discard(ticket)
             raise
         finally:
-            del self._named[request.id], self._open[ticket]
-            self._ears.pop(ticket, None)
+            del self._open[ticket]
         return Completion(
             tokens=np.asarray(outcome.tokens, dtype=np.int32),
             logprobs=np.asarray(outcome.logprobs, dtype=np.float32),
@@ -149,21 +126,10 @@ class HfEngine(StreamingEngine):
         )
 
     @override
-    async def abort(self, request_id: str | None = None) -> int:
+    async def abort(self) -> None:
         control = self._controlling()
         self._flush()
-        if request_id is not None and request_id not in self._named:
-            return 0
-        tickets = None if request_id is None else {self._named[request_id]}
-        return self._resolve(await self._run(self._patience, control.take, tickets))
-
-    @override
-    async def pause(self) -> None:
-        await self._run(self._patience, self._controlling().pause)
-
-    @override
-    async def resume(self) -> None:
-        await self._run(self._patience, self._controlling().resume)
+        self._resolve(await self._run(self._patience, control.take))
 
     @override
     async def apply(self, version: Version) -> None:
@@ -213,36 +179,11 @@ class HfEngine(StreamingEngine):
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
 
-    def _resolve(self, outcomes: list[JobOutcome]) -> int:
-        """Complete futures; return how many still waited."""
-        count = 0
+    def _resolve(self, outcomes: list[JobOutcome]) -> None:
         for outcome in outcomes:
             future = self._open.get(outcome.ticket)
-            if future is None or future.done():
-                continue
-            count += 1
-            ear = self._ears.get(outcome.ticket)
-            if ear is not None:
-                self._say(outcome.ticket, ear, outcome.tokens[ear.told :], outcome.logprobs[ear.told :])
-            if not future.done():
+            if future is not None and not future.done():
                 future.set_result(outcome)
-        return count
-
-    def _hear(self, news: list[JobProgress]) -> None:
-        for progress in news:
-            ear = self._ears.get(progress.ticket)
-            if ear is not None:
-                self._say(progress.ticket, ear, progress.tokens, progress.logprobs)
-
-    def _say(self, ticket: int, ear: _Ear, tokens: list[int], logprobs: list[float]) -> None:
-        future = self._open[ticket]
-        if not tokens or future.done():
-            return
-        ear.told += len(tokens)
-        try:
-            ear.listener(tokens, logprobs)
-        except Exception as error:  # noqa: BLE001 - of the caller's own code: it ends the caller's request
-            future.set_exception(error)
 
     def _fail_open(self, error: Exception) -> None:
         for future in list(self._open.values()):
@@ -285,9 +226,6 @@ class HfEngine(StreamingEngine):
 
         A cancelled caller stops neither the work, which would leave a model half changed, nor its deadline.
         """
-        return await self._finish(seconds, self._begin(seconds, work, *args, **kwargs))
-
-    def _begin(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> asyncio.Future[_T]:
         future = self._loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
         deadline = self._loop.call_later(seconds, self._fail, late)
@@ -298,23 +236,19 @@ class HfEngine(StreamingEngine):
                 self._fail(error)  # the decode step that the work waits for does not end
 
         future.add_done_callback(settled)
-        return future
-
-    async def _finish(self, seconds: float, work: asyncio.Future[_T]) -> _T:
         try:
-            await asyncio.wait([work], timeout=seconds)
-            if not work.done():
-                late = DeadlineExceeded(f"the engine did not finish within {seconds:g} s")
+            await asyncio.wait([future], timeout=seconds)
+            if not future.done():
                 self._fail(late)
                 raise late
-            if work.cancelled():
+            if future.cancelled():
                 raise Unreachable("the engine was closed")
-            return work.result()
+            return future.result()
         except DeadlineExceeded as error:
             raise _death(error) from error
         finally:
-            if not work.done():
-                work.add_done_callback(_log_failure)
+            if not future.done():
+                future.add_done_callback(_log_failure)
 
     def _fail(self, cause: BaseException) -> None:
         """Mark the engine as dead; the first cause counts."""
@@ -336,7 +270,7 @@ class HfEngine(StreamingEngine):
             stop_tokens=stop,
             generator=torch.Generator(model.device).manual_seed(self._seed),
         )
-        decoder = SlotDecoder(batch, self._deliver, self._tell, self._patience)
+        decoder = SlotDecoder(batch, self._deliver, self._patience)
         decoder.start()
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
@@ -344,9 +278,6 @@ class HfEngine(StreamingEngine):
     def _deliver(self, outcomes: list[JobOutcome]) -> None:
         """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, outcomes)
-
-    def _tell(self, news: list[JobProgress]) -> None:
-        self._loop.call_soon_threadsafe(self._hear, news)
 
     def _tear_down(self) -> list[JobOutcome]:
         ended: list[JobOutcome] = []

@@ -41,7 +41,7 @@ SLIDING: Final = "sliding_attention"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context; `streams`: it has a listener.
+    """A checked request: `ticket` is never used again, `limit` fits the context.
 
     `request`: for what else it asks of sampling, None: nothing; `stop` are its texts that end it.
     """
@@ -50,7 +50,6 @@ class Job:
     prompt: tuple[int, ...]
     limit: int
     temperature: float
-    streams: bool = False
     request: Request | None = None
     stop: StopTexts | None = None
 
@@ -64,13 +63,6 @@ class JobOutcome:
     logprobs: list[float]
     runs: Runs
     finish: Finish
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class JobProgress:
-    ticket: int
-    tokens: list[int]
-    logprobs: list[float]
 
 
 class Spans:
@@ -91,7 +83,6 @@ class Spans:
 
 
 Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
-Tell: TypeAlias = Callable[[list[JobProgress]], None]
 
 
 # ---- keys and values
@@ -235,16 +226,11 @@ class _Sequence:
     spans: Spans
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    told: int = 0
     generator: torch.Generator | None = None
 
     @property
     def length(self) -> int:
         return len(self.job.prompt) + len(self.tokens)
-
-    def news(self) -> JobProgress:
-        start, self.told = self.told, len(self.tokens)
-        return JobProgress(self.job.ticket, self.tokens[start:], self.logprobs[start:])
 
     def outcome(self, finish: Finish) -> JobOutcome:
         return JobOutcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
@@ -277,7 +263,6 @@ class SlotBatch:
         self._window: int | None = config.sliding_window if SLIDING in self._kinds else None
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
         self._rows: list[_Sequence | None] = [None] * slots
-        self._heard: dict[int, _Sequence] = {}
         self._high = 0
         device = model.device
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
@@ -296,8 +281,6 @@ class SlotBatch:
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
             row = self._rows[slot] = _Sequence(job, Spans(self.version))
-            if job.streams:
-                self._heard[job.ticket] = row
             if job.request is not None and job.request.seed is not None:
                 row.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
             groups.setdefault(job.prompt, []).append(slot)
@@ -337,9 +320,6 @@ class SlotBatch:
         self._high = max(self._high, *(slot + 1 for slot in flat))
         return self._record(flat, tokens.tolist(), logprobs.tolist())
 
-    def news(self) -> list[JobProgress]:
-        return [row.news() for row in self._heard.values()]
-
     @property
     def cache_use(self) -> float:
         # from any thread: a row that has just gone is None, and one that just moved counts twice for a moment
@@ -378,7 +358,7 @@ class SlotBatch:
         sliding = full.masked_fill(self._ruler[:span] <= place - self._window, -math.inf)
         return {FULL: full, SLIDING: sliding} if FULL in self._kinds else sliding
 
-    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
+    def take(self, tickets: Collection[int] | None = None) -> list[JobOutcome]:
         ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
         self._free([slot for slot, _ in ending])
         return [row.outcome("abort") for _, row in ending]
@@ -439,9 +419,6 @@ class SlotBatch:
         if not slots:
             return
         for slot in slots:
-            row = self._rows[slot]
-            if row is not None:
-                self._heard.pop(row.job.ticket, None)
             self._rows[slot] = None
         self._position[slots] = 0
         self._taken[slots] = 0
@@ -486,19 +463,16 @@ class SlotDecoder:
     """The decode loop of one model, in a thread of its own.
 
     `submit` and `discard` are called by the event loop's thread, everything else by one control thread at a time.
-    `deliver` gets the jobs that ended, in any thread, at once and each job once. `tell` gets what jobs with `streams`
-    have sampled, in any thread, each token once and none after the job's outcome; the last tokens may come with the
-    outcome alone.
+    `deliver` gets the jobs that ended, in any thread, at once and each job once.
 
     Free slots are filled when an eighth of all is free or nothing runs: prompts are computed in batches, and a slot
     waits a step or two at most. Jobs start in the order of their arrival. The batch belongs to the thread from `start`
     on, except inside `exclusive`, which gives up when a step takes longer than `patience` seconds.
     """
 
-    def __init__(self, batch: SlotBatch, deliver: Deliver, tell: Tell, patience: float) -> None:
+    def __init__(self, batch: SlotBatch, deliver: Deliver, patience: float) -> None:
         self._batch = batch
         self._deliver = deliver
-        self._tell = tell
         self._patience = patience
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -561,12 +535,11 @@ class SlotDecoder:
                 self._holds -= 1
                 self._changed.notify_all()
 
-    def take(self, tickets: Collection[int] | None) -> list[JobOutcome]:
-        """Inside `exclusive`: end these jobs (all when None) and return what they have, `finish="abort"`."""
+    def take(self) -> list[JobOutcome]:
+        """Inside `exclusive`: end all jobs and return what they have, `finish="abort"`."""
         with self._changed:
-            ending = [job for job in self._waiting if tickets is None or job.ticket in tickets]
-            self._waiting = deque(job for job in self._waiting if tickets is not None and job.ticket not in tickets)
-        return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take(tickets)
+            ending, self._waiting = self._waiting, deque()
+        return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take()
 
     def swapped(self, version: int) -> None:
         """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
@@ -631,8 +604,6 @@ class SlotDecoder:
             ended += self._batch.step()
         self._busy += time.perf_counter() - start
         self._steps += 1
-        if news := self._batch.news():
-            self._tell(news)
         if ended:
             self._deliver(ended)
         return True

@@ -88,8 +88,6 @@ async def test_a_close_while_away_keeps_what_was_sampled(shared):
 async def test_a_close_ends_what_is_sampled(shared):
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 190)))
     await sampled(shared, 5)
-    with pytest.raises(ValueError, match="in flight"):
-        await shared.generate(request("a", PROMPT, 5))
     await shared.close()
     assert ((await task).finish, len((await task).tokens) >= 5) == ("abort", True)
 

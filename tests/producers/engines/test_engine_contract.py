@@ -98,12 +98,12 @@ async def test_nothing_of_old_weights_is_served_after_a_swap(start):
 
 async def test_a_swap_before_the_first_token_leaves_one_run(start):
     engine = await start()
-    await engine.pause()
+    await engine.sleep(0)
     task = asyncio.create_task(engine.generate(request("a", prompt(4), 5)))
     await asyncio.sleep(0)
     await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
     await engine.apply(held((1, 2), named(random_model("qwen2", 2))))
-    await engine.resume()
+    await engine.wake()
     completion = await task
     assert completion.runs == [(0, 2)]
     np.testing.assert_allclose(completion.logprobs, plain(random_model("qwen2", 2), prompt(4), completion), atol=1e-5)
@@ -204,13 +204,3 @@ async def test_temperature_0_takes_the_most_probable_token_beside_others_that_dr
     np.testing.assert_allclose(done[1].logprobs, plain(model, prompt(5), done[1]), atol=1e-5)
     np.testing.assert_allclose(done[2].logprobs, plain(model, prompt(5), done[2], 0.5), atol=1e-5)
     assert np.isfinite(done[0].logprobs).all()
-
-
-async def test_an_id_belongs_to_one_request_at_a_time(start):
-    engine = await start()
-    first = asyncio.create_task(engine.generate(request("same", prompt(3), 30)))
-    await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="same"):
-        await engine.generate(request("same", prompt(3), 30))
-    await first
-    assert len((await engine.generate(request("same", prompt(3), 5))).tokens) == 5

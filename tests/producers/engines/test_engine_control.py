@@ -1,4 +1,4 @@
-"""The engine in this process: abort, cancel, pause, sleep, weights that are refused, death."""
+"""The engine in this process: abort, cancel, sleep, weights that are refused, death."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine_kit import LONG, gated, hanging, held, named, plain, prompt, random_
 from streamrl.errors import Refused, Unreachable, WeightsError
 from streamrl.producers.engines.hf import HfEngine
 
-# --- abort, cancel, pause, sleep ---
+# --- abort, cancel, sleep ---
 
 
 async def test_abort_returns_what_there_is(start):
@@ -22,30 +22,15 @@ async def test_abort_returns_what_there_is(start):
     async with gated(engine) as gate:
         tasks = [asyncio.create_task(engine.generate(request(f"r{k}", prompt(3, k), LONG))) for k in range(3)]
         await gate.passed(6)
-        assert await gate.during(engine.abort("nobody")) == 0
-        assert await gate.during(engine.abort("r0")) == 1
-        assert await gate.during(engine.abort("r0")) == 0
-        done = await tasks[0]
-        assert done.finish == "abort"
-        assert 5 <= len(done.tokens) < LONG
-        np.testing.assert_allclose(done.logprobs, plain(model, prompt(3, 0), done), atol=1e-5)
-        assert await gate.during(engine.abort()) == 2
-        assert [(await task).finish for task in tasks[1:]] == ["abort", "abort"]
-        assert await gate.during(engine.abort()) == 0
+        await gate.during(engine.abort())
+        *begun, waiting = [await task for task in tasks]
+        assert (waiting.finish, len(waiting.tokens), waiting.runs) == ("abort", 0, [])
+        for k, done in enumerate(begun):
+            assert done.finish == "abort"
+            assert 5 <= len(done.tokens) < LONG
+            np.testing.assert_allclose(done.logprobs, plain(model, prompt(3, k), done), atol=1e-5)
+        await engine.abort()
     assert (await engine.generate(request("next", prompt(3), 4))).finish == "length"
-
-
-async def test_abort_works_while_paused_and_before_the_first_token(start):
-    engine = await start()
-    await engine.pause()
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
-    await asyncio.sleep(0)
-    assert engine.load().running + engine.load().waiting == 1
-    assert await engine.abort("a") == 1
-    done = await task
-    assert (done.finish, len(done.tokens), done.runs) == ("abort", 0, [])
-    await engine.resume()
-    assert (await engine.generate(request("b", prompt(3), 4))).finish == "length"
 
 
 async def test_a_result_on_its_way_is_not_called_aborted(start):
@@ -54,7 +39,7 @@ async def test_a_result_on_its_way_is_not_called_aborted(start):
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await gate.passed(4)
-        assert await gate.during(engine.abort("a")) in (0, 1)
+        await gate.during(engine.abort())
         done = await task
         assert done.finish == ("length" if len(done.tokens) == 5 else "abort")
         assert len(done.tokens) in (4, 5)
@@ -93,20 +78,20 @@ async def test_a_request_cancelled_in_its_first_turn_is_never_run(start):
     assert (await engine.generate(request("a", prompt(3), 3))).finish == "length"
 
 
-async def test_no_step_runs_while_paused(start):
+async def test_no_step_runs_while_it_sleeps(start):
     engine = await start()
     async with gated(engine) as gate:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 20)))
         await gate.passed(3)
-        await gate.during(engine.pause())
-        await engine.pause()
+        await gate.during(engine.sleep(0))
+        await engine.sleep(0)
         entered = gate.entered
         more = asyncio.create_task(engine.generate(request("b", prompt(3), 20)))
         await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
-        assert await engine.abort("nobody") == 0
+        await engine.sleep(0)
         assert gate.entered == entered
-        await engine.resume()
-        await engine.resume()
+        await engine.wake()
+        await engine.wake()
     assert versions(await task)[-1] == 1
     assert (await more).runs == [(0, 1)]
 
@@ -122,31 +107,21 @@ async def test_sleep_and_wake(start):
     assert len((await busy).tokens) == 30
     await engine.sleep()
     await engine.sleep()
-    tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 6))) for k in range(3)]
+    aborted = asyncio.create_task(engine.generate(request("aborted", prompt(3), LONG)))
+    await asyncio.sleep(0)
+    assert engine.load().running + engine.load().waiting == 1
+    await engine.abort()
+    assert ((await aborted).finish, len((await aborted).tokens)) == ("abort", 0)
+    tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 6))) for k in range(2)]
     await asyncio.sleep(0)
     await engine.apply(held((1, 4), named(new)))
-    assert await engine.abort("2") == 1
     assert not tasks[0].done()
     await engine.wake()
     await engine.wake()
-    assert (await tasks[2]).finish == "abort"
-    for task in tasks[:2]:
+    for task in tasks:
         done = await task
         assert done.runs == [(0, 4)]
         np.testing.assert_allclose(done.logprobs, plain(new, prompt(3), done), atol=1e-5)
-
-
-async def test_pause_outlives_sleep(start):
-    engine = await start()
-    await engine.pause()
-    await engine.sleep()
-    await engine.wake()
-    task = asyncio.create_task(engine.generate(request("a", prompt(3), 3)))
-    await asyncio.sleep(0)
-    await engine.abort("nobody")
-    assert not task.done()
-    await engine.resume()
-    assert (await task).finish == "length"
 
 
 # --- weights that must not be applied ---
@@ -237,7 +212,7 @@ async def test_the_death_of_the_decode_loop_surfaces(start, cause):
     for call in (
         engine.health(),
         engine.generate(request("late", prompt(3))),
-        engine.pause(),
+        engine.sleep(0),
         engine.abort(),
         engine.apply(held((1, 1), named(random_model("qwen2", 1)))),
     ):
@@ -261,9 +236,9 @@ async def test_close_aborts_what_is_in_flight(start):
             await call
 
 
-async def test_close_while_paused(start):
+async def test_close_while_it_sleeps(start):
     engine = await start()
-    await engine.pause()
+    await engine.sleep(0)
     task = asyncio.create_task(engine.generate(request("a", prompt(3), LONG)))
     await asyncio.sleep(0)
     await engine.close()
@@ -287,7 +262,7 @@ async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await until(hang.entered.is_set)
         with pytest.raises(Unreachable, match=r"within 0\.1 s|longer than 0\.1 s"):
-            await engine.pause()
+            await engine.sleep(0)
         with pytest.raises(Unreachable):
             await task
 
@@ -318,13 +293,13 @@ async def test_half_of_the_longest_hold_is_too_long_for_a_step(start):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_pause_of_any_length_is_no_hang(start):
+async def test_a_sleep_of_any_length_is_no_hang(start):
     engine = await start(deadline=0.2)
-    await engine.pause()
+    await engine.sleep(0)
     task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
     await asyncio.sleep(0.8)
     await engine.health()
-    await engine.resume()
+    await engine.wake()
     assert (await task).finish == "length"
 
 
