@@ -95,7 +95,7 @@ class HttpClient:
 
     `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
     `key_option` is the configuration key that names its file. `hint` says how to fix a server that does not answer.
-    Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts; `direct`: not for this server.
+    Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class HttpClient:
         *,
         key_option: str = "engine.api_key_file",
         max_body: int = MAX_BODY,
-        direct: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._max_body = max_body
@@ -118,7 +117,7 @@ class HttpClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self.headers,
             auto_decompress=True,
-            trust_env=not direct and behind_proxy(url),
+            trust_env=behind_proxy(url),
         )
 
     async def close(self) -> None:

@@ -6,7 +6,6 @@ Their caller sends the calls and hands the answers back to the dialect that buil
 from __future__ import annotations
 
 import math
-import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,22 +89,21 @@ class Dialect(Startable):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        # A server may have served another run, whose versions had the same numbers.
-        self._salt = uuid.uuid4().hex
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         del model, port, seed, host, key
         raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
 
-    def salt(self, request: Request, version: int, life: str = "") -> str:
+    @staticmethod
+    def salt(request: Request, version: int, life: str) -> str:
         """The salt under which the keys and values of a request are found, in one life of its server.
 
         The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
         and samples that begin with that version must not find what the older weights computed.
         """
         oldest = version if request.cache_version is None else min(version, request.cache_version)
-        return f"{life or self._salt}-w{oldest}"
+        return f"{life}-w{oldest}"
 
     @abstractmethod
     def about(self) -> Sequence[Call]:

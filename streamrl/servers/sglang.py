@@ -8,7 +8,6 @@ leaves nothing half done, and a refused version leaves the old weights.
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import re
 import struct
@@ -53,8 +52,8 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2}
 class SglangDialect(Dialect):
     """Speaks to SGLang.
 
-    Request ids are hashed to 32 digits on the way out, because SGLang aborts every request whose id begins with the
-    given one. No id may be used twice: two seconds after a response has ended SGLang aborts its id once more.
+    Request ids must have one length, because SGLang aborts every request whose id begins with the given one. No id may
+    be used twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -171,7 +170,7 @@ class SglangDialect(Dialect):
         if request.json_schema:
             sampling["json_schema"] = request.json_schema
         body: dict[str, Any] = {
-            "rid": _rid(request.id),
+            "rid": request.id,
             "input_ids": request.tokens.tolist(),
             "sampling_params": sampling,
             "return_logprob": True,
@@ -201,7 +200,7 @@ class SglangDialect(Dialect):
 
     @override
     def abort(self, request_id: str) -> Sequence[Call]:
-        return [Call("POST", "/abort_request", {"rid": _rid(request_id)}, repeatable=True)]
+        return [Call("POST", "/abort_request", {"rid": request_id}, repeatable=True)]
 
     @override
     def pause(self) -> Sequence[Call]:
@@ -289,10 +288,6 @@ class SglangDialect(Dialect):
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"/v1/loads does not answer as SGLang does: {error!r}") from error
-
-
-def _rid(request_id: str) -> str:
-    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
 
 
 def _token_ids(answer: Any) -> tuple[int, ...] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ async def main():
 
 asyncio.run(main())
 """
-_names = itertools.count()
 
 
 @dataclass
@@ -56,12 +55,12 @@ class Live:
     async def generate(
         self, tokens: Sequence[int], limit: int, version: int, *, name: str = "", heard: Heard | None = None
     ) -> Completion:
-        """Sample one response. No name comes twice: SGLang aborts by name two seconds after a response has ended."""
+        """Sample one response. A name comes once and begins no other: SGLang aborts all names that begin with one."""
         heard = heard or Heard()
-        request = Request(name or f"request {next(_names)}", np.asarray(tokens, np.int32), limit)
+        request = Request(name or uuid.uuid4().hex, np.asarray(tokens, np.int32), limit)
         logprobs: list[float] = []
         finish, runs = None, None
-        async for event in self.client.stream(self.dialect.generation(request, version=version), 60):
+        async for event in self.client.stream(self.dialect.generation(request, version=version, salt="live"), 60):
             chunk = self.dialect.chunk(event, received=len(heard.tokens))
             heard(chunk.tokens, chunk.logprobs)
             logprobs += chunk.logprobs

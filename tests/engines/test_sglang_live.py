@@ -127,7 +127,7 @@ async def test_a_version_that_does_not_fit_changes_nothing_on_any_rank(live: Liv
 
 async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh: int):
     task, _ = await live.begin(PROMPT, 4000, fresh, name=f"req{fresh}")
-    beside, _ = await live.begin([*PROMPT, 9], 4000, fresh, name=f"req{fresh}2")  # no prefix is meant
+    beside, _ = await live.begin([*PROMPT, 9], 4000, fresh)
     began = time.monotonic()
     await live.calls(live.dialect.abort(f"req{fresh}"))
     done = await task
