@@ -375,7 +375,7 @@ class Ledger:
 
     async def closed(self) -> list[int]:
         """Ids of all closed groups, ascending. All are read each time: positions in a stream go back with Redis."""
-        rows = await read_ours(self.connection.read, self.keys.scored, ("XRANGE", "-", "+"), (b"g",))
+        rows = await read_ours(self.connection.read, self.keys.scored, "-", (b"g",))
         self._last_closed = rows[-1][0] if rows else "0-0"
         return sorted({int(fields[b"g"]) for _, fields in rows})
 
@@ -417,15 +417,14 @@ class Ledger:
         names = [keys.state, keys.scored, keys.live, keys.dropped, keys.dropped_for(why), keys.group(group_id)]
         return bool(await self._fenced("drop", names, [nonce, group_id, why]))
 
-    async def fail_group(self, nonce: str, group_id: int, why: str, detail: str = "") -> bool:
+    async def fail_group(self, nonce: str, group_id: int, why: str) -> bool:
         """Make a whole group a dead letter: a closed one, or one that is no longer in Redis (lost with a checkpoint).
 
         False: it is open, dropped or dead already, or was never admitted.
         """
         keys = self.keys
         names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(group_id)]
-        tail = detail.encode(errors="replace")[-MAX_DETAIL:]
-        return bool(await self._fenced("fail_group", names, [nonce, group_id, why[:MAX_WHY], tail]))
+        return bool(await self._fenced("fail_group", names, [nonce, group_id, why[:MAX_WHY], b""]))
 
     async def retire(self, nonce: str, checkpoint: str, held: int, group_ids: Sequence[int]) -> int:
         """Delete groups whose update is in a durable checkpoint; only closed ones go.
@@ -497,15 +496,13 @@ class Ledger:
         bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""
         return [8 * i + bit for i, byte in enumerate(bitmap) if byte for bit in range(8) if byte & (128 >> bit)]
 
-    async def dead_letters(self, after: str = "-", count: int | None = None) -> list[DeadLetter]:
-        """At most `count` dead letters of samples and of whole groups, oldest first, after an entry's id.
+    async def dead_letters(self, after: str = "-") -> list[DeadLetter]:
+        """Dead letters of samples and of whole groups, oldest first, after an entry's id.
 
-        None reads all; they are bounded by `max_dead` and the live groups.
+        They are bounded by `max_dead` and the live groups.
         """
-        limit = ("COUNT", count) if count is not None else ()
         start = after if after == "-" else f"({after}"
-        command = ("XRANGE", start, "+", *limit)
-        rows = await read_ours(self.connection.read, self.keys.dead, command, (b"g", b"k"), (b"why", b"stage"))
+        rows = await read_ours(self.connection.read, self.keys.dead, start, (b"g", b"k"), (b"why", b"stage"))
         return [DeadLetter.of(entry, fields) for entry, fields in rows]
 
     async def queue_replays(self, group_ids: Sequence[int]) -> dict[int, ReplayOutcome]:

@@ -1,17 +1,13 @@
-"""What is in a run now: its living roles, and the servers of reward models that people added or removed."""
+"""The living roles of a run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
 
 from streamrl.queues.connection import Connection
 from streamrl.queues.keys import Keys
 from streamrl.queues.replies import pairs, text
-
-_COUNTER: Final = b"#"
 
 
 class RoleRegistry:
@@ -39,32 +35,12 @@ class RoleRegistry:
         return first == nonce.encode()
 
     async def read(self, prefix: str = "") -> dict[str, dict[str, str]]:
-        """Fields of living roles whose names begin with `prefix`."""
-        found = await _living(self._connection, self._keys.roles, self._keys.role, prefix)
-        return {name: {text(key): text(value) for key, value in fields.items()} for name, fields in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Enlisted:
-    """A server that a person added or removed; `number` counts the added ones from 1, 0: from the configuration."""
-
-    present: bool  # False: removed
-    number: int
-
-
-async def read_enlisted(connection: Connection, key: str) -> dict[str, Enlisted]:
-    fields = pairs(await connection.read("HGETALL", key))
-    return {
-        text(name): Enlisted(value[:1] == b"+", int(value[1:]))
-        for name, value in fields.items()
-        if name != _COUNTER and value[:1] in (b"+", b"-") and value[1:].isdigit()
-    }
-
-
-async def _living(
-    connection: Connection, names: str, key: Callable[[str], str], prefix: str = ""
-) -> dict[str, dict[bytes, bytes]]:
-    """`names` is the set of all names ever used; expired hashes are left out."""
-    known = sorted(name for name in map(text, await connection.read("SMEMBERS", names)) if name.startswith(prefix))
-    found = await asyncio.gather(*(connection.read("HGETALL", key(name)) for name in known))
-    return {name: pairs(fields) for name, fields in zip(known, found, strict=True) if fields}
+        """Fields of living roles whose names begin with `prefix`: of all names ever used, those that have any."""
+        names = map(text, await self._connection.read("SMEMBERS", self._keys.roles))
+        known = sorted(name for name in names if name.startswith(prefix))
+        found = await asyncio.gather(*(self._connection.read("HGETALL", self._keys.role(name)) for name in known))
+        return {
+            name: {text(key): text(value) for key, value in pairs(fields).items()}
+            for name, fields in zip(known, found, strict=True)
+            if fields
+        }

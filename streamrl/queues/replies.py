@@ -15,7 +15,6 @@ from typing import Any, Final, TypeAlias
 
 logger = logging.getLogger(__name__)
 
-MAX_PAGES: Final = 20
 _PAGE: Final = 500
 _SHOWN: Final = 20
 _NUMBER: Final = re.compile(rb"-?\d{1,18}")
@@ -66,31 +65,16 @@ def is_ours(fields: Mapping[bytes, bytes], numbers: Sequence[bytes], others: Seq
 async def read_ours(
     read: Callable[..., Awaitable[Any]],
     stream: str,
-    command: Sequence[str | int],
+    start: str,
     numbers: Sequence[bytes],
     others: Sequence[bytes] = (),
 ) -> list[Row]:
-    """Read a stream, return our entries and remove the others. A repeat changes nothing.
-
-    A program that adds faster than this removes cannot block it: each page starts behind the last one, and there are at
-    most `MAX_PAGES`; then fewer entries than COUNT may be returned. `command` is XRANGE or XREVRANGE and what follows
-    the key: two ends, then nothing or COUNT and a number.
-    """
-    name, start, end, *limit = command
-    wanted = int(limit[1]) if limit else None
-    found: list[Row] = []
-    page = wanted
-    for _ in range(MAX_PAGES):
-        rows = entries(await read(name, stream, start, end, *(("COUNT", page) if page else ())))
-        ours = [row for row in rows if is_ours(row[1], numbers, others)]
-        if len(ours) < len(rows):
-            await _remove(read, stream, [row for row in rows if not is_ours(row[1], numbers, others)])
-        found += ours
-        if wanted is None or page is None or len(found) >= wanted or len(rows) < page:
-            return found[:wanted]
-        start, page = f"({rows[-1][0]}", max(wanted, _PAGE)
-    logger.error("another program fills a stream with foreign entries", extra={"stream": stream})
-    return found
+    """Read a stream from `start` on, return our entries and remove the others. A repeat changes nothing."""
+    rows = entries(await read("XRANGE", stream, start, "+"))
+    ours = [row for row in rows if is_ours(row[1], numbers, others)]
+    if len(ours) < len(rows):
+        await _remove(read, stream, [row for row in rows if not is_ours(row[1], numbers, others)])
+    return ours
 
 
 def report_foreign(stream: str, removed: Sequence[Mapping[bytes, bytes]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from streamrl.config.rewards import REWARD_MODEL_ROLE
 from streamrl.queues.keys import Keys
 from streamrl.queues.ledgers import Ledgers
-from streamrl.queues.registry import Enlisted, read_enlisted
+from streamrl.queues.replies import pairs, text
 
 ASLEEP: Final = "asleep"
 READY: Final = "ready"
@@ -44,7 +44,7 @@ class RewardServers:
         Left out: servers that are starting, whose role died, or on the loopback interface of another host.
         """
         enlisted, roles = await asyncio.gather(
-            read_enlisted(self._connection, self._train.reward_servers(model)),
+            self._enlisted(model),
             self._roles.read(f"{REWARD_MODEL_ROLE}.{model}."),
         )
         started = [
@@ -52,15 +52,15 @@ class RewardServers:
             for name, fields in roles.items()
             if "url" in fields and _reachable(fields["url"], fields.get("host", ""))
         ]
-        removed = _removed(enlisted)
+        removed = {name for name, there in enlisted.items() if not there}
         known = {server.url: server for server in [*(RewardServer(url, url) for url in configured), *started]}
         started_by_us = f"{REWARD_MODEL_ROLE}."
-        back = {name for name, entry in enlisted.items() if entry.present and not name.startswith(started_by_us)}
+        back = {name for name, there in enlisted.items() if there and not name.startswith(started_by_us)}
         added = [RewardServer(url, url) for url in sorted(back - set(known))]
         return [server for server in [*known.values(), *added] if not {server.name, server.url} & removed]
 
     async def removed(self, model: str) -> set[str]:
-        return _removed(await read_enlisted(self._connection, self._train.reward_servers(model)))
+        return {name for name, there in (await self._enlisted(model)).items() if not there}
 
     async def enlist(self, model: str, name: str, *, present: bool) -> bool:
         """Add a server by its URL, or remove one by URL or role; False if nothing changes.
@@ -68,6 +68,11 @@ class RewardServers:
         A removed server that streamrl started keeps running but is not asked.
         """
         return bool(await self._connection.call("enlist", [self._train.reward_servers(model)], [name, int(present)]))
+
+    async def _enlisted(self, model: str) -> dict[str, bool]:
+        """Servers that people added (True) or removed. A number follows the sign, and a counter has none."""
+        fields = pairs(await self._connection.read("HGETALL", self._train.reward_servers(model)))
+        return {text(name): sign[:1] == b"+" for name, sign in fields.items() if sign[:1] in {b"+", b"-"}}
 
     async def waiting(self, group: int, held_out: int) -> int:
         """Samples of the run without a score, training and held-out, leased ones included.
@@ -80,10 +85,6 @@ class RewardServers:
             return entries * (size if entries and await self._connection.read("HEXISTS", keys.state, "whole") else 1)
 
         return sum(await asyncio.gather(of(self._train, group), of(self._held_out, held_out)))
-
-
-def _removed(enlisted: Mapping[str, Enlisted]) -> set[str]:
-    return {name for name, entry in enlisted.items() if not entry.present}
 
 
 def _reachable(url: str, host: str) -> bool:

@@ -1,5 +1,5 @@
--- Add an engine server to a run, or take one out. An added one gets the next number, which says whose it is.
--- KEYS    engines
+-- Add a server of a reward model to a run, or take one out. An added one gets the next number, which nobody reads now.
+-- KEYS    servers
 -- ARGV    name present(1|0)
 -- returns 1 when that changed something, else 0
 -- repeat  0
