@@ -133,7 +133,6 @@ class Completion:
         runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
         finish: `stop` (an end-of-sequence token was sampled, or a text of `Request.stop`), `length` (limit or context
             reached), `abort`.
-        prompt_tokens: length of the prompt.
         seconds: from the call of `generate` to its result.
         cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.
     """
@@ -142,7 +141,6 @@ class Completion:
     logprobs: Float32Array
     runs: Runs
     finish: Finish
-    prompt_tokens: int
     seconds: float
     cached_tokens: int = 0
 

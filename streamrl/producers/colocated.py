@@ -110,7 +110,6 @@ class PartialResponse:
             tokens=np.concatenate([self._tokens, last.tokens]),
             logprobs=np.concatenate([self._logprobs, last.logprobs]),
             runs=join_runs(self._runs, len(self), last.runs),
-            prompt_tokens=len(self._request.tokens),
             seconds=seconds,
             cached_tokens=last.cached_tokens if self._cached is None else self._cached,
         )
@@ -121,7 +120,6 @@ class PartialResponse:
             logprobs=self._logprobs,
             runs=list(self._runs),
             finish=finish,
-            prompt_tokens=len(self._request.tokens),
             seconds=seconds,
             cached_tokens=self._cached or 0,
         )

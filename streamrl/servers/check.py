@@ -54,7 +54,7 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
     _compare(client.url, about, expected)
     facts = Facts(
         context=_context(client.url, about, config, expected),
-        vocabulary=about.vocabulary or expected.vocabulary,
+        vocabulary=expected.vocabulary,
         fixed=not about.can_update,
     )
     if external and about.can_update:
@@ -128,18 +128,11 @@ def _expectations(model: ModelConfig, probe: bool) -> _Expected:
 
 
 def _compare(url: str, about: ServerInfo, expected: _Expected) -> None:
-    fix = "start it with the model of the run (model.path), or set model.path to the server's"
-    if None not in {about.vocabulary, expected.vocabulary} and about.vocabulary != expected.vocabulary:
-        raise ConfigError(
-            f"the server at {url} has another model: {about.model!r} has a vocabulary of {about.vocabulary} tokens, the"
-            f" run's of {expected.vocabulary}",
-            fix,
-        )
     if None not in {about.probe, expected.probe} and about.probe != expected.probe:
         raise ConfigError(
             f"the server at {url} ({about.model!r}) has another tokenizer: {PROBE!r} is {_short(about.probe)} there and"
             f" {_short(expected.probe)} here",
-            fix,
+            "start it with the model of the run (model.path), or set model.path to the server's",
         )
 
 

@@ -69,7 +69,6 @@ class ServerInfo:
     version: str  # of the server's software, as it prints it
     model: str  # path or name
     context: int | None = None  # longest prompt plus response in tokens
-    vocabulary: int | None = None
     can_update: bool = True  # weights can be replaced: development routes and our plug-in are there
     missing: str = ""  # what replacing weights needs, with the flag or variable to set; empty when nothing would help
     probe: tuple[int, ...] | None = None  # ids of `PROBE` by its own tokenizer, without special tokens

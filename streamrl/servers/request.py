@@ -61,7 +61,6 @@ class Response:
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             runs=[(0, self.version)] if runs is None else runs,
             finish=finish,
-            prompt_tokens=len(self.request.tokens),
             seconds=seconds,
             cached_tokens=min(self.cached or 0, len(self.request.tokens)),
         )

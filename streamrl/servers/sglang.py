@@ -127,7 +127,7 @@ class SglangDialect(Dialect):
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        # SGLang never tells its vocabulary, and its tokenizer only when it has one.
+        # SGLang tells its tokenizer only when it has one.
         if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
             raise WireError(
                 "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"

@@ -68,7 +68,7 @@ class Live:
         assert finish is not None
         assert runs is not None
         ids, values = np.asarray(heard.tokens, np.int32), np.asarray(logprobs, np.float32)
-        return Completion(ids, values, runs, finish, len(tokens), 0.0)
+        return Completion(ids, values, runs, finish, 0.0)
 
     async def begin(
         self, tokens: Sequence[int], limit: int, version: int, *, name: str = "", count: int = 20

@@ -25,7 +25,7 @@ def decode(tokens: Sequence[int]) -> str:
 def done(tokens: Sequence[int], finish: str = "length") -> Completion:
     values = np.asarray(tokens, np.int32)
     runs = [run for run in RUNS if run[0] < len(tokens)]
-    return Completion(values, -values.astype(np.float32), runs, finish, 3, 0.0)  # type: ignore[arg-type]
+    return Completion(values, -values.astype(np.float32), runs, finish, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

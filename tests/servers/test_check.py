@@ -37,11 +37,7 @@ async def checked(toy, run, **more):
 @pytest.fixture
 def toy(tiny_dir):
     """One that has the model and the tokenizer of the run."""
-    import transformers
-
-    described = transformers.AutoConfig.from_pretrained(tiny_dir)
     toy = Toy()
-    toy.about["vocabulary"] = described.vocab_size
     toy.about["probe"] = Tokenizer.load(config(model={"path": str(tiny_dir)}).model).plain_ids(PROBE)
     return toy
 
@@ -63,7 +59,6 @@ async def test_the_right_server(toy, tiny_dir):
 @pytest.mark.parametrize(
     ("change", "says", "hint"),
     [
-        (lambda about: {"vocabulary": about["vocabulary"] + 1}, "has another model: 'toy'", "model.path"),
         (lambda about: {"probe": about["probe"][::-1]}, "has another tokenizer", "model.path"),
         (lambda _: {"context": 31}, "context of 31 tokens, the run needs 32", "model.context to 31"),
         (lambda _: {"can_update": False, "missing": "start it with --plug-in"}, "cannot take part", "--plug-in"),

@@ -46,7 +46,7 @@ async def test_tokens_logprobs_and_runs():
         assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6]
         assert (done.tokens.dtype, done.logprobs.dtype) == (np.int32, np.float32)
         np.testing.assert_allclose(done.logprobs, -0.53)
-        assert (done.runs, done.finish, done.prompt_tokens) == ([(0, 3)], "length", 3)
+        assert (done.runs, done.finish) == ([(0, 3)], "length")
         assert (await ask(version=9, adapter="p@9")).runs == [(0, 9)], "the server knows no version of an adapter"
         toy.tell_runs = False
         assert (await ask(version=2)).runs == [(0, 2)]

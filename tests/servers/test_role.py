@@ -9,7 +9,6 @@ import socket
 import sys
 from contextlib import asynccontextmanager, suppress
 
-import orjson
 import psutil
 import pytest
 from producer_kit import until
@@ -61,19 +60,15 @@ def test_what_counts_as_dead(seconds, figures, held, dead):
 
 @pytest.fixture
 def dialect(run, monkeypatch):
-    """Its toys have the vocabulary of the tiny model, and sample one token of each request by themselves."""
+    """Its toys sample one token of each request by themselves."""
     dialect = make_dialect()
-    dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1", "TOY_ABOUT": about(vocabulary=128)}
+    dialect.environ = {"TOY_FREE": "0", "TOY_STEPS": "1"}
     monkeypatch.setattr(servers, "make_dialect", lambda _: dialect)
     monkeypatch.setattr(roles, "POLL_SECONDS", 0.05)
     make_token(run.run_dir)
     run.set("engine", kind="vllm", slots=6, start_deadline=60)
     run.set("supervisor", term_grace=2, drain_deadline=200)
     return dialect
-
-
-def about(**fields):
-    return orjson.dumps(fields).decode()
 
 
 class Engine:
@@ -186,7 +181,6 @@ async def test_a_server_that_samples_nothing_ends_the_role(run, dialect):
 async def test_a_server_that_does_not_tell_its_figures_lives(run, dialect):
     """It runs already."""
     toy = Toy()
-    toy.about["vocabulary"] = 128
     async with serving(toy) as url:
         run.set("engine", url=[url]).set("lease", seconds=0.6, max_hold=1)
         async with engine_on(run) as engine:
@@ -220,7 +214,7 @@ async def test_a_stop_lets_the_requests_that_it_has_end(run, dialect):
 
 
 async def test_a_server_whose_weights_stay_samples_for_records_alone(run, dialect):
-    dialect.environ["TOY_ABOUT"] = about(vocabulary=128, can_update=False)
+    dialect.environ["TOY_ABOUT"] = '{"can_update": false}'
     async with engine_on(run) as engine:
         with pytest.raises(ConfigError, match="stay as they are: it cannot sample for training") as caught:
             await asyncio.wait_for(asyncio.shield(engine.task), 60)

@@ -40,7 +40,7 @@ class Toy:
         self.faults: dict[str, list[Any]] = {}
         self.calls: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
-        self.about = {"version": "1", "model": "toy", "context": 64, "vocabulary": VOCABULARY}
+        self.about = {"version": "1", "model": "toy", "context": 64}
         self.figures: dict[str, Any] = {}
         self.sampled = 0
         self.running: dict[str, dict[str, Any]] = {}

@@ -121,7 +121,6 @@ class HfEngine(Engine):
             logprobs=np.asarray(outcome.logprobs, dtype=np.float32),
             runs=outcome.runs,
             finish=outcome.finish,
-            prompt_tokens=len(request.tokens),
             seconds=self._loop.time() - start,
         )
 

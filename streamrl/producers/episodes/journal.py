@@ -52,7 +52,6 @@ class ReplyEntry(msgspec.Struct, frozen=True, tag="reply"):
     logprobs: bytes
     runs: list[tuple[int, int]]
     finish: Finish
-    prompt_tokens: int
     seconds: float
     cached_tokens: int = 0
 
@@ -129,8 +128,7 @@ class EpisodeJournal:
         if self._store is not None:
             self._store.progressed()
         tokens, logprobs = pack_int32(done.tokens), pack_float32(done.logprobs)
-        numbers = done.prompt_tokens, done.seconds, done.cached_tokens
-        await self._add(ReplyEntry(key, tokens, logprobs, done.runs, done.finish, *numbers))
+        await self._add(ReplyEntry(key, tokens, logprobs, done.runs, done.finish, done.seconds, done.cached_tokens))
         return done
 
     async def answers(self, key: bytes, run: Callable[[], Awaitable[list[ToolResult]]]) -> list[ToolResult]:

@@ -31,7 +31,6 @@ def completion(outcome: JobOutcome) -> Completion:
         outcome.runs,
         outcome.finish,
         0,
-        0,
     )
 
 

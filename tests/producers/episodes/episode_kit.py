@@ -100,7 +100,7 @@ class Script:
             ids = ids[: request.max_new_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         runs = [(0, self.version)] if len(ids) else []
-        return Completion(ids, logprobs, runs, finish, len(request.tokens), 0.01, len(request.tokens) // 2)
+        return Completion(ids, logprobs, runs, finish, 0.01, len(request.tokens) // 2)
 
     def ids(self, text):
         return np.asarray(self.tokenizer.plain_ids(text), dtype=np.int32)

@@ -38,7 +38,7 @@ class Recorder:
         ids += [] if finish == "length" else self.tokenizer.plain_ids("<|im_end|>")
         tokens = np.asarray(ids, dtype=np.int32)
         reply = self.renderer.parse(ids, tools or None, prompt=place.ids.tolist())
-        completion = Completion(tokens, np.zeros(len(ids), np.float32), [(0, 1)], finish, len(place.ids), 0.0)
+        completion = Completion(tokens, np.zeros(len(ids), np.float32), [(0, 1)], finish, 0.0)
         turn = self.history.record(place, completion, reply)
         self.seen[turn] = [*place.ids.tolist(), *ids]
         self.said.append(ids)
