@@ -78,9 +78,9 @@ async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench,
         masses = whole.sort(-1, descending=True).values.logcumsumexp(-1)
         chosen = whole.gather(1, ids)[:, 0]
         told = torch.from_numpy(one.logprobs)
-        at = (kept[:, None] - 1 + torch.arange(-2, 4)).clamp(min=0)
+        at = (kept[:, None] - 1 + torch.arange(-8, 9)).clamp(0, masses.shape[1] - 1)
         errors = (chosen[:, None] - masses.gather(1, at) - told[:, None]).abs()
-        assert float(errors[:, 2].median()) < BF16, "most are cut at the same place"
+        assert float(errors[:, 8].median()) < BF16, "most are cut at the same place"
         assert float(errors.amin(1).max()) < 2 * BF16
         assert float((chosen - told).abs().min()) > 2 * BF16  # those of the whole distribution are others
 
