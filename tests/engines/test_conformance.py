@@ -73,13 +73,17 @@ async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench,
         whole = torch.log_softmax(logits[0, len(tokens) - 1 : -1].float() / 1.5, -1)
         ids = torch.from_numpy(one.tokens.astype(np.int64))[:, None]
         requests = [bench.request(tokens, 1, temperature=1.5, **cut)] * len(ids)
-        kept = torch.isfinite(truncated(whole, requests)).sum(-1)
+        left = torch.isfinite(truncated(whole, requests))
+        assert float(left.gather(1, ids).float().mean()) > 0.9  # a token at the very border may be kept there, not here
+        kept = left.sum(-1)
         # In bfloat16 tokens at the border are equal, or change places: the server may keep a few more or less.
         masses = whole.sort(-1, descending=True).values.logcumsumexp(-1)
         chosen = whole.gather(1, ids)[:, 0]
         told = torch.from_numpy(one.logprobs)
-        at = (kept[:, None] - 1 + torch.arange(-8, 9)).clamp(0, masses.shape[1] - 1)
+        more = torch.arange(-8, 9)
+        at = (kept[:, None] - 1 + more).clamp(0, masses.shape[1] - 1)
         errors = (chosen[:, None] - masses.gather(1, at) - told[:, None]).abs()
+        errors[more.abs() > (kept[:, None] // 10).clamp(min=3)] = torch.inf
         assert float(errors[:, 8].median()) < BF16, "most are cut at the same place"
         assert float(errors.amin(1).max()) < 2 * BF16
         assert float((chosen - told).abs().min()) > 2 * BF16  # those of the whole distribution are others
