@@ -50,7 +50,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     group = get_tp_group()
     problem = ""
     try:
-        source = _landing.bring(Source.parse(json.loads(named_tensors[0][0])))
+        source = _landing.bring(Source(**json.loads(named_tensors[0][0])))
         heads = table(source)
         copied = rehearse(model, heads)
         for name, tensor in tensors(source):
@@ -58,8 +58,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
                 raise BadVersion(f"{name} holds values that are not finite")
     except BadVersion as error:
         problem = str(error)
-    except ValueError as error:
-        problem = f"not a description of a version: {error}"
     if _any_rank(group, refuses=bool(problem)):
         raise BadVersion(problem or "another rank of this server refuses the version")
     check_used(heads, _over_ranks(group, copied))

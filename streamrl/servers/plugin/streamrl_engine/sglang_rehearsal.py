@@ -16,18 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .files import BadVersion, Head
+from .files import BadVersion, Head, torch_dtype
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _LISTED = 4
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -124,9 +114,7 @@ class _Writes(TorchDispatchMode):
 
     def announced(self, heads: Mapping[str, Head]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, head in heads.items():
-            if head.dtype not in _DTYPES:
-                raise BadVersion(f"{name} is of type {head.dtype}, which is no type of weights")
-            tensor = torch.empty(head.shape, dtype=_DTYPES[head.dtype], device="meta")
+            tensor = torch.empty(head.shape, dtype=torch_dtype(head.dtype), device="meta")
             self._tensors[name] = tensor  # kept, so that no other tensor gets its identity
             self._announced[_storage(tensor)] = name
             self._taken[name] = set()

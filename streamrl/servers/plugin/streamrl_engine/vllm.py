@@ -7,8 +7,7 @@ Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 
 The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
 streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
-nothing. After a failed `/update_weights` the same sequence, for any version, repairs the model while the server is
-still paused; a server that is resumed without that dies in its first step instead of sampling from a mixture.
+nothing. After a failed `/update_weights` the server dies in its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from .files import BadVersion, Head, Landing, Source, finite, table, tensors, to
 logger = logging.getLogger(__name__)
 
 Table = Mapping[str, Head]
-_TEXT = 600  # bytes of a problem that ranks tell each other
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Init(WeightTransferInitInfo): ...
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """One whole version; `source` is read by `streamrl_engine.files.Source.parse`."""
+    """One whole version; `source` has the fields of `streamrl_engine.files.Source`."""
 
     source: dict[str, Any]
 
@@ -68,7 +66,9 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._landing = Landing()
-        self._known: list[Table] = []
+        self._checked: Mapping[str, Any] = {}
+        self._local: Source
+        self._rehearsed: Table = {}
 
     def init_transfer_engine(self, init_info: Init) -> None: ...
     def start_weight_update(self) -> None:
@@ -85,50 +85,39 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
     def check(self, source: Mapping[str, Any]) -> None:
         """Bring the files here and prove that the model's loaders would take all of them; the model is not changed."""
         with suppress(_FailedElsewhere):
-            self._together(lambda: self._check(Source.parse(source)))
+            self._together(lambda: self._check(source))
 
-    def _check(self, source: Source) -> None:
-        local = self._landing.bring(source)
-        self._match(local)
+    def _check(self, source: Mapping[str, Any]) -> None:
+        local = self._landing.bring(Source(**source))
+        found = table(local)
+        if found != self._rehearsed:
+            quantised = self.vllm_config.quant_config is not None
+            rehearse(self.model, found, self.parallel_config.tensor_parallel_size, strict=not quantised)
+            self._rehearsed = found
         ranks = max(self.parallel_config.world_size, 1)
         mine = self.parallel_config.rank % ranks
         for index, (name, tensor) in enumerate(tensors(local)):
             if index % ranks == mine and not finite(tensor):
                 raise BadVersion(f"{name} has values that are not finite")
-
-    def _match(self, local: Source) -> None:
-        found = table(local)
-        if found in self._known:
-            return
-        rehearse(self.model, found, self.parallel_config.tensor_parallel_size, self.vllm_config.quant_config is None)
-        self._known = [*self._known[-3:], found]
+        self._checked, self._local = source, local
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Replace all weights. The base class's method asks for an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
-        """Load one version.
-
-        `BadVersion`: on one rank at least. When it was found before any rank had begun, the model is as it was;
-        otherwise it samples no more, on no rank.
-        """
-        with suppress(_FailedElsewhere):
-            self._replace(update_info.source)
-
-    def _replace(self, source: Mapping[str, Any]) -> None:
-        self._together(lambda: self._match(self._landing.local(Source.parse(source))))
-        local = self._landing.local(Source.parse(source))
-        # From here on to the last layer of the last rank the weights are a mixture.
+        """Load the version that was checked last. After a `BadVersion` the model samples no more, on no rank."""
         self.model.compute_logits = _no_logits
-        self._together(lambda: self._load(local))
-        del self.model.compute_logits
-        self._landing.clear(keep=local)
+        with suppress(_FailedElsewhere):
+            self._together(lambda: self._load(update_info.source))
+            del self.model.compute_logits
+            self._landing.clear(keep=self._local)
 
-    def _load(self, local: Source) -> None:
-        _forget_unfinished(self.model)
+    def _load(self, source: Mapping[str, Any]) -> None:
+        if source != self._checked:
+            raise BadVersion("this version is not the one that was checked last")
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors(local))
+        self.model.load_weights(tensors(self._local))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack(self.model)
@@ -157,21 +146,14 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
 
 def _no_logits(*_: Any) -> Any:
-    raise RuntimeError(
-        "an update of the weights failed here, and no later one has repaired it: the weights are a mixture"
-    )
+    raise RuntimeError("an update of the weights failed here: they are a mixture")
 
 
 def _first(text: str, group: Any) -> str:
-    if group.world_size == 1:
-        return text
-    mine = torch.zeros(_TEXT, dtype=torch.uint8)
-    data = text.encode()[:_TEXT]
-    mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-    texts = [torch.zeros_like(mine) for _ in range(group.world_size)]
-    torch.distributed.all_gather(texts, mine, group=group.cpu_group)
-    found = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in texts)
-    return next((each for each in found if each), "")
+    texts = [text] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
+    return next(filter(None, texts), "")
 
 
 class WorkerExt:
@@ -198,10 +180,6 @@ def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     (models without quantisation) every element of every parameter must be covered. `BadVersion`: an unknown name,
     another shape, a missing tensor, or a part of a fused one.
     """
-    if "compute_logits" in vars(model):
-        raise BadVersion(
-            "a failed update has left this model as a mixture: send names and shapes that were seen before"
-        )
     loaded: dict[int, int] = {}
     wanted = _parameters(model)
     with _on_nothing(model, loaded, ranks):
@@ -303,15 +281,6 @@ def _key(layer: torch.nn.Module, name: str) -> int:
 def _blank(head: Head) -> torch.Tensor:
     # Memory that is never written is never allocated, so a model of any size needs no space here.
     return torch.empty(head.shape, dtype=torch_dtype(head.dtype))
-
-
-def _forget_unfinished(model: torch.nn.Module) -> None:
-    """Discard what a failed update had loaded, so that it does not count towards the next one."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.loaded_weights.clear()
-            info.load_numel = 0
 
 
 def _repack(model: torch.nn.Module) -> None:
