@@ -31,7 +31,6 @@ MAX_MESSAGE: Final = 16 << 20
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_ALIVE: Final = 2.0
 """Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
-_DRAIN_SECONDS: Final = 0.5
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _NOT_CARRIED_OUT: Final = frozenset({429, 503})
@@ -49,8 +48,7 @@ class Call:
         body: sent as JSON; None: no body.
         repeatable: may be sent again if the server may have got it. Other calls are sent again only after an answer
             that says it was not carried out (503).
-        missing_ok: 404 counts as an empty answer: older servers do not have the route.
-        optional: every error answer counts as an empty one.
+        optional: every error answer but 401 counts as an empty one.
         pooled: may use an old connection, which the server may be about to close.
     """
 
@@ -59,7 +57,6 @@ class Call:
     body: Mapping[str, Any] | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = False
-    missing_ok: bool = False
     optional: bool = False
     pooled: bool = False
 
@@ -173,10 +170,8 @@ class HttpClient:
             events = Events()
             async for data in response.content.iter_any():
                 for message in events.feed(data):
-                    if message == b"[DONE]":
-                        await _drain(response)
-                        return
-                    yield self._json(message)
+                    if message != b"[DONE]":
+                        yield self._json(message)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(call, error) from error
         finally:
@@ -232,7 +227,7 @@ class HttpClient:
 
     async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
         status = response.status
-        if 200 <= status < 300 or (status == 404 and call.missing_ok) or (call.optional and status != 401):
+        if 200 <= status < 300 or (call.optional and status != 401):
             return
         response.close()
         said = f"{self._name(call)} answered {status}: {explanation(body, self._key)}"
@@ -263,14 +258,6 @@ class HttpClient:
 def behind_proxy(url: str) -> bool:
     """Whether the proxies of the environment hold for a server: it is on another host."""
     return not is_loopback(urlsplit(url).hostname or "")
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read the end of a stream, so that its connection can be used again; only for as long as that is worth it."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            async for _ in response.content.iter_any():
-                pass
 
 
 class Events:

@@ -20,17 +20,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from streamrl.engine import MemoryTag
-from streamrl.errors import (
-    CannotCreate,
-    ConfigError,
-    DataError,
-    Refused,
-    StreamrlError,
-    Unreachable,
-    WeightsError,
-    WireError,
-)
-from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
+from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.servers.dialect import Dialect
 from streamrl.servers.launch import adapters_in_flight
@@ -43,7 +34,6 @@ _LAST_SECONDS: Final = 5.0
 """For the resume of a server when its role ends."""
 _KEPT: Final = 4
 """Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
-_MERGED: Final = "learner.lora.publish: merged works with every engine and every adapter"
 
 
 class ServerControl:
@@ -169,10 +159,9 @@ class ServerControl:
 
     async def _is_ours(self) -> None:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
-        ask = self._dialect.label()
-        if self._watchdog is None or not self._label or ask is None:
+        if self._watchdog is None or not self._label:
             return
-        found = self._dialect.read_label(await self._client.call(ask, self._seconds))
+        found = (await self._client.call(self._dialect.label(), self._seconds)).get("weight_version")
         if found != self._label:
             raise ConfigError(
                 f"somebody else changes the weights of the server at {self._client.url}: it has {found!r} instead of"
@@ -217,10 +206,9 @@ class ServerControl:
         try:
             await asyncio.to_thread(write_adapter, folder, version.adapter, version.tensors)
             await self._send([self._dialect.load_adapter(name, folder)], self._seconds)
-        except (BadRequest, BadAnswer) as error:
-            raise WeightsError(f"adapter {name!r} is refused: {error.message}", _MERGED) from error
-        except (CannotCreate, Refused) as error:
-            raise WeightsError(error.message, error.hint) from error
+        except (ConfigError, BadAnswer, CannotCreate) as error:
+            hint = error.hint or "learner.lora.publish: merged works with every engine and every adapter"
+            raise WeightsError(f"adapter {name!r} is refused: {error.message}", hint) from error
         self._adapters.append(name)
         return name
 

@@ -26,12 +26,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 """Text whose token ids tell whether a server has the tokenizer of the run."""
 TOKENIZE_PROBE: Final = Call(
-    "POST",
-    "/tokenize",
-    {"prompt": PROBE, "add_special_tokens": False},
-    repeatable=True,
-    missing_ok=True,
-    optional=True,
+    "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
 """Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
@@ -69,8 +64,6 @@ class ServerInfo:
     version: str  # of the server's software, as it prints it
     model: str  # path or name
     context: int | None = None  # longest prompt plus response in tokens
-    can_update: bool = True  # weights can be replaced: development routes and our plug-in are there
-    missing: str = ""  # what replacing weights needs, with the flag or variable to set; empty when nothing would help
     probe: tuple[int, ...] | None = None  # ids of `PROBE` by its own tokenizer, without special tokens
 
 
@@ -85,6 +78,8 @@ class Dialect(Startable):
     kind: ClassVar[str]
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
+    fixed: ClassVar[bool] = False
+    """Its weights cannot be replaced."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -110,7 +105,10 @@ class Dialect(Startable):
 
     @abstractmethod
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
-        """Understand the answers to `about`, in their order: parsed JSON, text where it is none, None for 404."""
+        """Understand the answers to `about`, in their order: parsed JSON, text where it is none, None for an error.
+
+        `Refused`: the server cannot take part; the message names the flag or variable to set.
+        """
 
     @abstractmethod
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
@@ -146,12 +144,9 @@ class Dialect(Startable):
         del version
         return ()
 
-    def label(self) -> Call | None:
-        """Ask for the name of the weights in force, which `update` gave; None: it cannot say."""
-        return None
-
-    def read_label(self, answer: Any) -> str:
-        return str(answer["weight_version"]) if isinstance(answer, Mapping) and "weight_version" in answer else ""
+    def label(self) -> Call:
+        """Ask for the name of the weights in force, which `update` gave: `weight_version` of the answer."""
+        raise Refused(f"the weights of this {self.kind} server have no name")
 
     def update(self, version: Version, label: str) -> Sequence[Call]:
         """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
@@ -209,7 +204,7 @@ def read_count(value: Any) -> int | None:
 
 
 def read_spans(spans: Any, total: int) -> Runs:
-    """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap.
+    """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap, and versions grow.
 
     A label that begins with no decimal number stands for the model that the server started with.
     """
@@ -222,6 +217,8 @@ def read_spans(spans: Any, total: int) -> Runs:
                 raise WireError(f"the version spans {spans} leave gaps")
             digits = label.partition(".")[0]
             number = int(digits) if digits.isascii() and digits.isdecimal() else 0
+            if runs and number < runs[-1][1]:
+                raise WireError(f"the version spans {spans} go back")
             if stop > start and (not runs or runs[-1][1] != number):
                 runs.append((start, number))
             end = stop

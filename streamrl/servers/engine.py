@@ -56,7 +56,9 @@ class EngineRole:
         self._figures = ServerMetrics()
         self._started = False
         lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
-        self._devices = EngineDevices(lock, role.name, wake=self._wake, sleep=self._sleep)
+        self._devices = EngineDevices(
+            lock, role.name, wake=lambda: self._server.control.wake(), sleep=lambda: self._server.control.sleep()
+        )
 
     async def stopped_at_start(self) -> None:
         """Return at a stop while the server starts, which takes minutes; later `run` ends by itself."""
@@ -68,7 +70,7 @@ class EngineRole:
         role, server, config = self._role, self._server, self._config
         async with serving(role, self._devices, server.start, server.close), asyncio.TaskGroup() as tasks:
             self._started = True
-            if server.facts.fixed and config.recording.mode != "write":
+            if server.dialect.fixed and config.recording.mode != "write":
                 raise ConfigError(
                     f"the weights of the server at {server.client.url} stay as they are: it cannot sample for training",
                     "use engine.kind vllm or sglang, or recording.mode: write to keep what it samples",
@@ -89,18 +91,12 @@ class EngineRole:
             for task in working:
                 task.cancel()
 
-    async def _wake(self) -> None:
-        await self._server.control.wake()
-
-    async def _sleep(self) -> None:
-        await self._server.control.sleep()
-
     def _follower(self, server: Server) -> Follower:
         role = self._role
         return Follower(
             role.ledgers.weights,
             self._config.weights,
-            server.control.keep if server.facts.fixed else server.control.apply,
+            server.control.keep if server.dialect.fixed else server.control.apply,
             run=self._config.name,
             run_dir=role.run_dir,
             name=role.name,

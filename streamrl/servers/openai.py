@@ -55,6 +55,7 @@ class OpenaiDialect(Dialect):
 
     kind: ClassVar[str] = "openai"
     guarded: ClassVar[str] = "/v1/models"
+    fixed: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -75,7 +76,7 @@ class OpenaiDialect(Dialect):
     def about(self) -> Sequence[Call]:
         return [
             Call("GET", "/v1/models", repeatable=True),
-            Call("GET", "/version", repeatable=True, missing_ok=True, optional=True),
+            Call("GET", "/version", repeatable=True, optional=True),
             TOKENIZE_PROBE,
         ]
 
@@ -96,7 +97,6 @@ class OpenaiDialect(Dialect):
             version=str(version.get("version", "")) if isinstance(version, Mapping) else "",
             model=str(entry["id"]),
             context=context if isinstance(context, int) else None,
-            can_update=False,
             probe=tuple(tokens) if isinstance(tokens, list) else None,
         )
 
@@ -151,7 +151,7 @@ class OpenaiDialect(Dialect):
 
     @override
     def metrics(self) -> Call:
-        return Call("GET", "/metrics", repeatable=True, missing_ok=True, optional=True)
+        return Call("GET", "/metrics", repeatable=True, optional=True)
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:

@@ -128,7 +128,7 @@ class AnnouncedEngine:
         self._dialect = make_dialect(config)
         self._client = HttpClient(self.url, key, f"see logs/{name}.log")
         self._gone = asyncio.Event()
-        self._aborts: set[asyncio.Task[object]] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
         self._told = False
 
     @property
@@ -198,19 +198,15 @@ class AnnouncedEngine:
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-                self._abort(wire_id)
+                abort = asyncio.create_task(self._abort(wire_id))  # nobody waits for it
+                self._aborts.add(abort)
+                abort.add_done_callback(self._aborts.discard)
 
-    def _abort(self, wire_id: str) -> None:
-        """Tell an engine that does not notice a closed connection; nobody waits for it."""
-        for call in self._dialect.abort(wire_id):
-            task = asyncio.create_task(self._client.call(call, _CONNECT_SECONDS, retry=False))
-            self._aborts.add(task)
-            task.add_done_callback(self._told_abort)
-
-    def _told_abort(self, task: asyncio.Task[object]) -> None:
-        self._aborts.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("an abort did not reach its engine", extra={"engine": self.name, "why": str(error)})
+    async def _abort(self, wire_id: str) -> None:
+        """Tell an engine that does not notice a closed connection."""
+        with contextlib.suppress(StreamrlError):
+            for call in self._dialect.abort(wire_id):
+                await self._client.call(call, _CONNECT_SECONDS, retry=False)
 
     async def leave(self) -> None:
         """End the calls in flight: this life of the engine is over."""

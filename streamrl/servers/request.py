@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -35,27 +33,23 @@ class Response:
     cached: int | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """`WireError`: unequal counts, or a log-probability that is not finite."""
-        name = f"request {self.request.id!r}"
+        """`WireError`: unequal counts."""
         if len(chunk.tokens) != len(chunk.logprobs):
-            raise WireError(f"{name}: {len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities")
-        if not all(map(math.isfinite, chunk.logprobs)):
-            raise WireError(f"{name}: a log-probability is not finite")
+            counts = f"{len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities"
+            raise WireError(f"request {self.request.id!r}: {counts}")
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if self.cached is None:  # a server that puts a request back may count anew
             self.cached = chunk.cached_tokens
 
     def completion(self, finish: Finish, runs: Runs | None, seconds: float, vocabulary: int | None) -> Completion:
-        """`WireError`: no tokens, tokens outside the vocabulary, or runs that are none of theirs."""
+        """`WireError`: no tokens, or tokens outside the vocabulary."""
         name = f"request {self.request.id!r}"
         tokens = np.asarray(self.tokens, dtype=np.int64)
         if not len(tokens):
             raise WireError(f"{name} ended ({finish}) without a token")
         if tokens.min() < 0 or tokens.max() >= (vocabulary or 1 << 31):
             raise WireError(f"{name}: sampled a token outside the vocabulary of {vocabulary}")
-        if runs is not None and not _are_runs(runs, len(tokens)):
-            raise WireError(f"{name}: {runs} are not the runs of {len(tokens)} tokens")
         return Completion(
             tokens=tokens.astype(np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
@@ -95,9 +89,3 @@ async def read_response(
             runs = None if response.adapter else chunk.runs
             return response.completion(chunk.finish, runs, took, vocabulary)
     raise Lost(f"{client.url} gave up a response")
-
-
-def _are_runs(runs: Runs, count: int) -> bool:
-    starts, versions = [first for first, _ in runs], [version for _, version in runs]
-    grow = all(a < b for a, b in itertools.pairwise(starts)) and versions == sorted(versions)
-    return bool(runs) and starts[0] == 0 and starts[-1] < count and grow

@@ -128,11 +128,9 @@ class SglangDialect(Dialect):
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         # SGLang tells its tokenizer only when it has one.
-        if len(answers) != 3 or not all(isinstance(answer, Mapping) for answer in answers[:2]):
-            raise WireError(
-                "the server does not answer /server_info and /model_info as SGLang does", "is engine.kind right?"
-            )
         server, model, probe = answers
+        if not (isinstance(server, Mapping) and isinstance(model, Mapping)):
+            raise WireError("the server does not answer /server_info and /model_info as SGLang does")
         version = str(server.get("version", ""))
         context = server.get("context_length")
         ranks = server.get("tp_size", 1)
@@ -141,13 +139,12 @@ class SglangDialect(Dialect):
                 f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
                 f"set engine.tensor_parallel to {ranks}",
             )
-        missing = _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST)
+        if missing := _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST):
+            raise Refused(f"this SGLang server cannot take part: {missing}", "see docs/guides/engines.md")
         return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
             context=context if isinstance(context, int) else None,
-            can_update=not missing,
-            missing=missing,
             probe=_token_ids(probe),
         )
 
@@ -211,20 +208,13 @@ class SglangDialect(Dialect):
         return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
 
     @override
-    def prefetch(self, version: Version) -> Sequence[Call]:
-        # Nothing, because SGLang looks at weights only while no request runs or it is paused. The files are mostly on
-        # its host already, and the checks need their headers and one pass over the bytes. A server on another host
-        # fetches them while it stands still.
-        del version
-        return []
-
-    @override
     def label(self) -> Call:
         return Call("GET", "/model_info", repeatable=True)
 
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
-        # May be repeated: the same bytes are copied again.
+        # Nothing is fetched before, because SGLang looks at weights only while no request runs or it is paused. The
+        # files are mostly on its host already. It may be repeated: the same bytes are copied again.
         manifest = orjson.dumps(describe_version(version))
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
@@ -309,14 +299,13 @@ def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -
 
 
 def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
-    total, spans = int(meta["completion_tokens"]), meta.get("weight_versions")
+    total = int(meta["completion_tokens"])
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
     if cut := meta.get("output_token_sampling_logprobs"):
         logprobs = read_logprobs(_fresh(cut, total, received))
-    unsaid = spans is None and finish == "abort"
-    runs = None if finish is None or unsaid else read_spans(spans or (), total)
+    runs = None if finish in {None, "abort"} else read_spans(meta.get("weight_versions") or (), total)
     return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
 
 

@@ -54,13 +54,11 @@ class VllmDialect(Dialect):
 
     kind: ClassVar[str] = "vllm"
     guarded: ClassVar[str] = "/v1/models"
-    _settings_known = False
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         engine = self._config.engine
         cpu = on_cpu(engine)
-        self._settings_known = not engine.flags
         flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
         return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu), key)
 
@@ -121,14 +119,14 @@ class VllmDialect(Dialect):
         calls = (
             Call("GET", "/version", repeatable=True),
             Call("GET", "/v1/models", repeatable=True),
-            Call("GET", "/openapi.json", repeatable=True, optional=True, missing_ok=True),
+            Call("GET", "/openapi.json", repeatable=True, optional=True),
             TOKENIZE_PROBE,
         )
-        if self._settings_known:
-            return calls
+        if not (self._config.engine.url or self._config.engine.flags):
+            return calls  # all settings are ours
         # The answer takes five seconds, because vLLM also collects what is installed on its machine.
         query = {"config_format": "json"}
-        return *calls, Call("GET", "/server_info", query=query, repeatable=True, optional=True, missing_ok=True)
+        return *calls, Call("GET", "/server_info", query=query, repeatable=True, optional=True)
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
@@ -151,10 +149,11 @@ class VllmDialect(Dialect):
             )
         if routes is not None and _GENERATE not in routes:
             raise Refused("this vLLM server does not take token ids", "start it with --enable-scale-out")
-        missing = _missing(routes, settings)
+        if missing := _missing(routes, settings):
+            raise Refused(f"this vLLM server cannot take part without {missing}", "see docs/guides/engines.md")
         if settings is not None:
             self._check_logprobs(settings["model_config"]["logprobs_mode"])
-        return ServerInfo(release, name, context, can_update=not missing, missing=missing, probe=tokens)
+        return ServerInfo(release, name, context, tokens)
 
     def _check_logprobs(self, mode: str) -> None:
         draw, episode = self._config.sampling, self._config.episode
@@ -217,8 +216,7 @@ class VllmDialect(Dialect):
         if named != tokens:
             raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(named)} others in one chunk")
         logprobs, finish = read_logprobs(values), read_finish(reason)
-        unsaid = finish is None or (spans is None and finish == "abort")
-        runs = None if unsaid else read_spans(spans or (), received + len(tokens))
+        runs = None if finish in {None, "abort"} else read_spans(spans or (), received + len(tokens))
         # vLLM says what was cached only in the message after the last token.
         return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 
@@ -276,7 +274,7 @@ class VllmDialect(Dialect):
 
     @override
     def unload_adapter(self, name: str) -> Call:
-        return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, missing_ok=True)
+        return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, optional=True)
 
     @override
     def metrics(self) -> Call:

@@ -139,7 +139,7 @@ async def test_who_has_not_its_key_is_refused(bench: Bench, key: str | None):
 async def test_completions_of_anybody(bench: Bench):
     async with attached(bench, "openai") as server:
         other = bench_of(bench, server)
-        assert server.facts.fixed
+        assert server.dialect.fixed
         tokens = prompt(2)
         done = await other.generate(tokens, 64)
         assert (done.finish, other.judge(tokens, done)) == ("length", [(0, 64, 0)])

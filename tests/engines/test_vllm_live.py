@@ -107,7 +107,6 @@ async def test_it_says_what_it_is(world: World) -> None:
     about = world.live.dialect.read_about(await world.live.calls(world.live.dialect.about()))
     assert about.version.startswith("0.32")
     assert about.context == tiny.CONTEXT
-    assert about.can_update
     assert about.probe is not None
 
 

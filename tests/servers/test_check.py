@@ -51,7 +51,7 @@ async def refused(toy, run, **more):
 
 async def test_the_right_server(toy, tiny_dir):
     facts = await checked(toy, run_of(tiny_dir))
-    assert (facts.context, facts.vocabulary, facts.fixed) == (32, 128, False)
+    assert (facts.context, facts.vocabulary) == (32, 128)
     tried = [body for path, body in toy.bodies if path == "/generate"]
     assert [(body["tokens"], body["max"]) for body in tried] == [(toy.about["probe"][:4], 1)]
 
@@ -61,7 +61,6 @@ async def test_the_right_server(toy, tiny_dir):
     [
         (lambda about: {"probe": about["probe"][::-1]}, "has another tokenizer", "model.path"),
         (lambda _: {"context": 31}, "context of 31 tokens, the run needs 32", "model.context to 31"),
-        (lambda _: {"can_update": False, "missing": "start it with --plug-in"}, "cannot take part", "--plug-in"),
     ],
 )
 async def test_a_server_that_does_not_fit_the_run(toy, tiny_dir, change, says, hint):

@@ -98,7 +98,7 @@ async def test_json_text_and_a_missing_route():
         assert await client.call(Call("POST", "/x", {"a": 1}, {"q": "1 2"}), 5) == {"b": 2}
         assert site.seen[0][:3] == ("POST", "/x?q=1+2", b'{"a":1}')
         assert await client.call(GET, 5) == "metrics 1"
-        assert await client.call(Call("GET", "/x", missing_ok=True), 5) is None
+        assert await client.call(Call("GET", "/x", optional=True), 5) is None
         with pytest.raises(BadRequest, match="answered 404"):
             await client.call(GET, 5)
 

@@ -88,7 +88,6 @@ def test_a_request_that_is_refused():
 def test_about():
     about = dialect().read_about([MODELS, {"version": "9"}, {"tokens": [1, 2]}])
     assert (about.model, about.version, about.context, about.probe) == ("policy", "9", 64, (1, 2))
-    assert (about.can_update, about.missing) == (False, "")
     assert dialect(model="other").read_about([MODELS, "text", "text"]).context is None
     with pytest.raises(ConfigError, match="no model 'mine'"):
         dialect(model="mine").read_about([MODELS, None, None])
@@ -158,7 +157,7 @@ async def completions():
 
 async def test_a_server_carries_the_first_version_for_ever(tmp_path):
     async with completions() as url, Server(config(engine=FLAGS | {"url": [url]}), tmp_path, "engine.0", seed=1) as one:
-        assert one.facts.fixed
+        assert one.dialect.fixed
         await one.control.keep(version(5))
         await one.control.keep(version(6))
         done = await one.generate(request("a"))

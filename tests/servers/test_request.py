@@ -13,7 +13,6 @@ from toy_kit import request
 from streamrl.errors import DataError, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.servers import request as reading
-from streamrl.servers.dialect import Chunk
 from streamrl.servers.request import Response, read_response
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -61,14 +60,6 @@ async def test_an_answer_that_cannot_be_true(fault):
             await ask()
         await toy.idle()
         assert (await ask()).finish == "length"
-
-
-@pytest.mark.parametrize("runs", [[], [(1, 1)], [(0, 1), (6, 2)], [(0, 2), (3, 1)], [(0, 1), (3, 2), (3, 3)]])
-def test_runs_that_are_none_of_its_tokens(runs):
-    response = Response(request("a"), 1)
-    response.add(Chunk([1] * 6, [-1.0] * 6))
-    with pytest.raises(WireError, match="are not the runs of 6 tokens"):
-        response.completion("stop", runs, 1.0, None)
 
 
 def test_a_response_without_a_token():

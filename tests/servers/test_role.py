@@ -214,7 +214,7 @@ async def test_a_stop_lets_the_requests_that_it_has_end(run, dialect):
 
 
 async def test_a_server_whose_weights_stay_samples_for_records_alone(run, dialect):
-    dialect.environ["TOY_ABOUT"] = '{"can_update": false}'
+    dialect.fixed = True
     async with engine_on(run) as engine:
         with pytest.raises(ConfigError, match="stay as they are: it cannot sample for training") as caught:
             await asyncio.wait_for(asyncio.shield(engine.task), 60)

@@ -161,7 +161,7 @@ def test_the_echo_of_an_abort_in_the_queue_repeats_the_last_token():
     finish = {"type": "abort", "message": "Abort in waiting queue"}
     spans = [{"version": "17", "start": 0, "end": 3}]
     chunk = dialect().chunk(message([74], 3, TRIPLES, finish, spans), received=3)
-    assert (chunk.tokens, chunk.logprobs, chunk.finish, chunk.runs) == ([], [], "abort", [(0, 17)])
+    assert (chunk.tokens, chunk.logprobs, chunk.finish, chunk.runs) == ([], [], "abort", None)
     chunk = dialect().chunk(message([], 0, [], finish), received=0)
     assert (chunk.tokens, chunk.finish, chunk.runs) == ([], "abort", None)
     with pytest.raises(WireError, match="spans"):
@@ -278,7 +278,7 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
     ((name, tensor),) = _Listed(io.BytesIO(base64.b64decode(one))).load()
     assert orjson.loads(name) == {"folder": "/v", "parts": {"x": ["a.st", "b.st"], "naïve": ["a.st"]}}
     assert tensor.numel() == 0
-    assert dialect().prefetch(version) == []
+    assert not dialect().prefetch(version)
 
 
 def test_a_server_on_another_host_hears_where_the_files_are_served():
@@ -309,7 +309,7 @@ MODEL = {"model_path": "/models/tiny", "weight_version": "default"}
 
 def test_a_server_that_has_all():
     about = dialect().read_about([SERVER, MODEL, {"tokens": [5, 9], "count": 2}])
-    assert (about.version, about.model, about.context, about.can_update) == ("0.5.23", "/models/tiny", 512, True)
+    assert (about.version, about.model, about.context) == ("0.5.23", "/models/tiny", 512)
     assert about.probe == (5, 9)
     assert dialect().read_about([SERVER, MODEL, None]).probe is None
 
@@ -324,20 +324,19 @@ def test_a_server_that_has_all():
     ],
 )
 def test_what_is_missing_is_said_in_words(change, words):
-    about = dialect().read_about([{**SERVER, **change}, MODEL, None])
-    assert not about.can_update
-    assert words in about.missing
+    with pytest.raises(Refused, match=words):
+        dialect().read_about([{**SERVER, **change}, MODEL, None])
 
 
 def test_another_number_of_ranks_is_said_before_weights_are_sent():
     with pytest.raises(ConfigError, match="--tp-size 2") as caught:
         dialect().read_about([{**SERVER, "tp_size": 2}, MODEL, None])
     assert "engine.tensor_parallel to 2" in caught.value.hint
-    assert dialect(engine={"tensor_parallel": 2}).read_about([{**SERVER, "tp_size": 2}, MODEL, None]).can_update
+    assert dialect(engine={"tensor_parallel": 2}).read_about([{**SERVER, "tp_size": 2}, MODEL, None])
 
 
 def test_another_kind_of_server_is_noticed():
-    with pytest.raises(WireError, match=r"engine\.kind"):
+    with pytest.raises(WireError, match="as SGLang does"):
         dialect().read_about(["<html>", None, None])
 
 

@@ -165,7 +165,7 @@ def test_a_stream_is_understood_message_by_message() -> None:
 
 def test_an_aborted_request_may_have_nothing() -> None:
     done = dialect().chunk(ABORTED, received=0)
-    assert (done.tokens, done.finish, done.runs) == ([], "abort", [])
+    assert (done.tokens, done.finish, done.runs) == ([], "abort", None)
 
 
 def test_only_an_abort_may_come_without_versions() -> None:
@@ -252,6 +252,7 @@ def named(spans: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
         [("16", 1, 3)],
         [("16", 0, 3), ("17", 3, 2)],
         [("16", 0, 2), ("17", 2, 4)],
+        [("17", 0, 2), ("16", 2, 3)],
     ],
 )
 def test_spans_that_do_not_sum_to_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
@@ -268,7 +269,7 @@ def test_controls() -> None:
     assert [call.path for call in talk.resume()] == ["/resume"]
     assert talk.wake(("weights", "kv_cache"))[0].query == {}
     assert talk.wake(("kv_cache",))[0].query == {"tags": "kv_cache"}
-    assert talk.unload_adapter("a").missing_ok
+    assert talk.unload_adapter("a").optional
     assert talk.load_adapter("a", Path("/x")).body == {"lora_name": "a", "lora_path": "/x"}
 
 
@@ -334,9 +335,7 @@ def answers(**values: Any) -> list[Any]:
 def test_a_server_that_has_everything() -> None:
     about = dialect().read_about(answers())
     assert (about.version, about.model, about.context, about.probe) == ("0.32.0", "/a/model", 256, (5, 6, 7))
-    assert about.can_update
-    assert about.missing == ""
-    assert len(dialect().about()) == len(answers())
+    assert len(dialect(engine={"kind": "vllm", "url": ["http://x"]}).about()) == len(answers())
 
 
 @pytest.mark.parametrize(
@@ -348,16 +347,15 @@ def test_a_server_that_has_everything() -> None:
     ],
 )
 def test_what_is_missing_is_named(values: dict[str, Any], flag: str) -> None:
-    about = dialect().read_about(answers(**values))
-    assert not about.can_update
-    assert flag in about.missing
+    with pytest.raises(Refused, match=flag):
+        dialect().read_about(answers(**values))
 
 
 def test_a_server_that_cannot_serve_the_run_is_refused() -> None:
     with pytest.raises(Refused, match="--enable-scale-out"):
         dialect().read_about(answers(routes={"paths": {"/update_weights": {}}}))
     raw = {"vllm_config": {**SETTINGS, "model_config": {"logprobs_mode": "raw_logprobs"}}}
-    assert dialect().read_about(answers(settings=raw)).can_update
+    assert dialect().read_about(answers(settings=raw))
     with pytest.raises(Refused, match="--logprobs-mode processed_logprobs"):
         dialect(sampling={"max_new_tokens": 64, "temperature": 0.5}).read_about(answers(settings=raw))
     for ignore, refused in ((["strict"], True), (["temperature", "top_p", "top_k", "min_p"], False)):
@@ -425,14 +423,14 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
     assert launch.environ["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize("flags", [{}, {"logprobs-mode": "raw_logprobs"}])
-def test_a_server_is_asked_for_its_settings_unless_all_are_ours(environment: Path, flags: dict[str, Any]) -> None:
-    mine = dialect(engine={"kind": "vllm", "environment": str(environment), "flags": flags})
-    assert len(mine.about()) == 5
-    mine.launch(model="/m", port=1, seed=0)
+@pytest.mark.parametrize(
+    "engine", [{}, {"flags": {"logprobs-mode": "raw_logprobs"}}, {"url": ["http://x"]}]
+)
+def test_a_server_is_asked_for_its_settings_unless_all_are_ours(engine: dict[str, Any]) -> None:
+    mine = dialect(engine={"kind": "vllm", **engine})
     asked = [call.path for call in mine.about()]
-    assert asked[4:] == (["/server_info"] if flags else [])
-    assert mine.read_about(answers()[: len(asked)]).can_update
+    assert asked[4:] == (["/server_info"] if engine else [])
+    assert mine.read_about(answers()[: len(asked)])
 
 
 def test_a_server_of_our_own_on_a_gpu(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

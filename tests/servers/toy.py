@@ -270,7 +270,7 @@ def make_dialect() -> Any:
 
     class ToyDialect:
         kind: ClassVar[str] = "toy"
-        merges: ClassVar[bool] = False
+        fixed: bool = False
 
         def __init__(self) -> None:
             self.environ: dict[str, str] = {"TOY_FREE": "1"}
@@ -331,9 +331,6 @@ def make_dialect() -> Any:
 
         def label(self):
             return Call("GET", "/label", repeatable=True)
-
-        def read_label(self, answer):
-            return answer["weight_version"]
 
         def sleep(self, level):
             return [Call("POST", "/sleep", {"level": level}, repeatable=True)]
