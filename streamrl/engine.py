@@ -211,12 +211,11 @@ class Generator(Protocol):
 
 
 class ReplicaEngine(Generator, Protocol):
-    """What a rollout replica needs: a generator of responses with a copy of the policy. All belongs to one event loop.
+    """A generator with its own copy of the policy, in the process of a rollout replica; all in one event loop.
 
     Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, `sleep`, ...) or a decode step that does not end within a deadline of the engine's own
-    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
-    the supervisor starts it again.
+    died. A control (`apply`, ...) or a decode step that does not end within a deadline of the engine's own counts as
+    its death as well. An engine that died stays dead: its process ends and the supervisor starts it again.
     """
 
     async def start(self) -> None:
@@ -235,15 +234,10 @@ class ReplicaEngine(Generator, Protocol):
     async def apply(self, version: Version) -> None:
         """Replace all weights between two decode steps, while requests are in flight.
 
-        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
-        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
-        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed,
-        unless their `cache_version` says so; one that was waiting in a server's queue may find what the weights at its
-        arrival computed for the same prompt. Works while asleep. The present version again is a repeat and
-        does nothing. Cancelling the call does not stop an update that has begun.
-
-        A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
-        load it beside them sample all of a response with the adapter that was newest when the request came.
+        Whole or not at all: names, shapes, types and finiteness are checked before the first copy. Requests in flight
+        keep their keys and values; later tokens carry the version. Requests that begin later see nothing that older
+        weights computed, unless their `cache_version` says so. Works while asleep. The present version again is a
+        repeat and does nothing. Cancelling the call does not stop an update that has begun.
 
         Args:
             version: newer than the present one; the number never goes down. Not used after the return.
@@ -251,26 +245,3 @@ class ReplicaEngine(Generator, Protocol):
         Raises:
             WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
-
-
-class Engine(ReplicaEngine, Protocol):
-    """An engine with the controls that whoever shares its devices needs."""
-
-    async def abort(self) -> None:
-        """End all requests and let each `generate` return what there is, with `finish="abort"`.
-
-        Works while asleep. A request that ended by itself meanwhile keeps its finish.
-        """
-
-    async def sleep(self, level: Literal[0, 1] = 1) -> None:
-        """Give accelerator memory back. A repeat does nothing.
-
-        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host. On a CPU only the
-        keys and values are freed. Requests are accepted and wait for `wake`.
-
-        Raises:
-            Refused: requests are being decoded (abort them or wait for their end first), or the engine cannot sleep.
-        """
-
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing."""

@@ -299,15 +299,11 @@ def read_key(name: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        words = path.read_text("ascii").split()
+        words = path.read_bytes().decode("latin-1").split()
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} {path} is not a key: it has characters that are not ASCII") from error
-    if not words:
-        raise ConfigError(f"{name} {path} is empty", "write the key into it")
-    if len(words) > 1 or not words[0].isprintable():
-        raise ConfigError(f"{name} {path} is not a key: it has more than one word", "the file must hold the key alone")
+    if len(words) != 1 or not (words[0].isascii() and words[0].isprintable()):
+        raise ConfigError(f"{name} {path} is not a key", "the file must hold the key alone, one word in ASCII")
     return words[0]
 
 

@@ -22,18 +22,9 @@ import torch
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import (
-    Completion,
-    Engine,
-    EngineLoad,
-    Finish,
-    ReplicaEngine,
-    Request,
-    Runs,
-    first_tokens,
-    join_runs,
-)
+from streamrl.engine import Completion, EngineLoad, Finish, ReplicaEngine, Request, Runs, first_tokens, join_runs
 from streamrl.errors import Refused, Unreachable
+from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.engines.model import stop_tokens_of
 from streamrl.queues import Role
 from streamrl.queues.device_lock import EngineDevices
@@ -44,7 +35,7 @@ _ABORT_PAUSE: Final = 0.05
 
 
 @asynccontextmanager
-async def under_device_lock(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
+async def under_device_lock(role: Role, engine: HfEngine) -> AsyncIterator[ReplicaEngine]:
     """Start an engine when the device lock admits it, and let it leave and come back within the block."""
     config = role.config
     stops = await asyncio.to_thread(stop_tokens_of, config.model.path)
@@ -129,10 +120,10 @@ class ColocatedEngine(ReplicaEngine):
     """An engine that can be taken off its devices and put back, with requests in flight.
 
     Requests in flight or arriving meanwhile wait and continue afterwards with the tokens they have; later tokens carry
-    the version then in force. `level` is that of `Engine.sleep` off the devices: 1; 0 where only a CPU is shared.
+    the version then in force. `level` is that of `HfEngine.sleep` off the devices: 1; 0 where only a CPU is shared.
     """
 
-    def __init__(self, engine: Engine, *, stops: frozenset[int], context: int, level: Literal[0, 1]) -> None:
+    def __init__(self, engine: HfEngine, *, stops: frozenset[int], context: int, level: Literal[0, 1]) -> None:
         self._engine = engine
         self._stops, self._context = stops, context
         self._level = level

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-from streamrl.engine import Engine, ReplicaEngine, life_seed
+from streamrl.engine import ReplicaEngine, life_seed
 from streamrl.errors import unwrapped
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.producers.worker import RolloutWorker
@@ -23,6 +24,9 @@ from streamrl.servers.pool import ServerPool
 from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
+
+if TYPE_CHECKING:  # workers that call servers have no model
+    from streamrl.producers.engines.hf import HfEngine
 
 
 async def run_rollout(role: Role) -> None:
@@ -47,7 +51,7 @@ async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
 
 
 async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
-    from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
+    from streamrl.producers.engines.hf import HfEngine
 
     async with _running(role, HfEngine(role.config, await life_seed(role))) as engine, asyncio.TaskGroup() as tasks:
         follower = Follower(
@@ -77,7 +81,7 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
 
 
 @asynccontextmanager
-async def _running(role: Role, engine: Engine) -> AsyncIterator[ReplicaEngine]:
+async def _running(role: Role, engine: HfEngine) -> AsyncIterator[ReplicaEngine]:
     if role.config.rollout.placement == "colocated":
         from streamrl.producers.colocated import under_device_lock
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
-from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
+from streamrl.errors import DataError, WeightsError, WireError
 from streamrl.http import BadAnswer, Call
 from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
@@ -31,7 +31,6 @@ TOKENIZE_PROBE: Final = Call(
 """Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
-_OTHER_KINDS: Final = "use engine.kind vllm or sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ class Dialect(Startable):
     """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
 
     Calls are sent in the order in which they are returned, each after the success of the one before. Methods that read
-    an answer raise `WireError` when it is not what the server should say. The defaults here are those of a server that
-    cannot do what is asked.
+    an answer raise `WireError` when it is not what the server should say. The defaults are those of a `fixed` server,
+    which is asked for no change.
     """
 
     kind: ClassVar[str]
@@ -86,8 +85,7 @@ class Dialect(Startable):
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
-        del model, port, seed, host, key
-        raise ConfigError(f"streamrl starts no {self.kind} servers", "set engine.url to one that runs")
+        raise NotImplementedError  # the configuration wants engine.url
 
     @staticmethod
     def salt(request: Request, version: int, life: str) -> str:
@@ -146,7 +144,7 @@ class Dialect(Startable):
 
     def label(self) -> Call:
         """Ask for the name of the weights in force, which `update` gave: `weight_version` of the answer."""
-        raise Refused(f"the weights of this {self.kind} server have no name")
+        raise NotImplementedError
 
     def update(self, version: Version, label: str) -> Sequence[Call]:
         """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
@@ -154,17 +152,13 @@ class Dialect(Startable):
         A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown,
         and the server counts as dead.
 
-        Raises:
-            WeightsError: the version cannot reach such a server.
-            Refused: such a server takes none.
+        `WeightsError`: the version cannot reach such a server.
         """
-        del version, label
-        raise Refused(f"the weights of this {self.kind} server stay as they are")
+        raise NotImplementedError
 
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         """Stop decoding, and at level 1 free memory; `Refused` when the server cannot."""
-        del level
-        raise Refused(f"an {self.kind} server cannot sleep", _OTHER_KINDS)
+        raise NotImplementedError
 
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         del tags
@@ -172,10 +166,10 @@ class Dialect(Startable):
 
     def load_adapter(self, name: str, folder: Path) -> Call:
         """Load a version that is an adapter beside the weights."""
-        raise Refused(f"adapter {name!r} in {folder}: an {self.kind} server loads none", _OTHER_KINDS)
+        raise NotImplementedError
 
     def unload_adapter(self, name: str) -> Call:
-        raise Refused(f"adapter {name!r}: an {self.kind} server has none")
+        raise NotImplementedError
 
     @abstractmethod
     def metrics(self) -> Call: ...

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
+from streamrl.atomic import write_whole
 from streamrl.config import RunConfig, SupervisorConfig
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import HttpClient
@@ -96,7 +97,6 @@ class ManagedServer:
 
     @property
     def pid(self) -> int | None:
-        """None before `start`."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -109,8 +109,6 @@ class ManagedServer:
         Cancelling it kills what was started. `ConfigError`: the environment is missing, or the command cannot be
         executed. `Unreachable`: it ended, or was not ready within its start deadline; the message quotes its log.
         """
-        if self.alive:
-            raise RuntimeError(f"{self.name} runs already")
         settings = self._settings
         with take_port(settings.host) as taken:
             port = taken.getsockname()[1]
@@ -163,9 +161,8 @@ class ManagedServer:
         if not launch.secret_flags:
             return []
         path = self.log.with_suffix(".flags.yaml")
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write("".join(f"{name}: {json.dumps(value)}\n" for name, value in launch.secret_flags.items()))
+        lines = (f"{name}: {json.dumps(value)}\n" for name, value in launch.secret_flags.items())
+        write_whole(path, "".join(lines).encode(), private=True)
         return ["--config", str(path)]
 
     def _environ(self, launch: Launch) -> dict[str, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 from aiohttp import web
 from toy_kit import config, request, version
 
-from streamrl.errors import ConfigError, DataError, Refused, WireError
+from streamrl.errors import ConfigError, DataError, WireError
 from streamrl.servers.dialect import Chunk, ServerMetrics
 from streamrl.servers.openai import OpenaiDialect
 from streamrl.servers.server import Server
@@ -100,20 +99,6 @@ def test_flags():
     for unknown in ("max-num-seqs", "reload"):
         with pytest.raises(ConfigError, match=f"{unknown} is not known"):
             dialect(**{unknown: 3})
-
-
-def test_what_it_cannot():
-    speak = dialect()
-    with pytest.raises(ConfigError, match="starts no openai servers"):
-        speak.launch(model="m", port=1, seed=1)
-    for refused in (
-        lambda: speak.update(version(1), "1"),
-        lambda: speak.sleep(1),
-        lambda: speak.load_adapter("a", Path("x")),
-        lambda: speak.unload_adapter("a"),
-    ):
-        with pytest.raises(Refused):
-            refused()
 
 
 def test_figures():

@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, EngineLoad, MemoryTag, Request, RequestLimits
+from streamrl.engine import Completion, EngineLoad, MemoryTag, ReplicaEngine, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
@@ -37,8 +37,8 @@ WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
 
 
-class HfEngine(Engine):
-    """`Engine` on transformers; replicas need different seeds."""
+class HfEngine(ReplicaEngine):
+    """An engine on transformers, with the controls for devices that are shared; replicas need different seeds."""
 
     def __init__(self, config: RunConfig, seed: int) -> None:
         self._config = config
@@ -124,8 +124,8 @@ class HfEngine(Engine):
             seconds=self._loop.time() - start,
         )
 
-    @override
     async def abort(self) -> None:
+        """End all requests and let each `generate` return what there is, with `finish="abort"`; also while asleep."""
         control = self._controlling()
         self._flush()
         self._resolve(await self._run(self._patience, control.take))
@@ -134,12 +134,15 @@ class HfEngine(Engine):
     async def apply(self, version: Version) -> None:
         await self._run(self._patience, self._controlling().apply, version)
 
-    @override
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
+        """Stop decoding; level 1 also frees keys and values and moves the weights to the host (not on a CPU).
+
+        Requests are accepted and wait for `wake`. A repeat does nothing. `Refused`: requests are being decoded.
+        """
         await self._run(self._patience, self._controlling().sleep, level)
 
-    @override
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing."""
         await self._run(self._patience, self._controlling().wake, tags)
 
     @override
