@@ -130,9 +130,7 @@ async def _try_out(client: HttpClient, dialect: Dialect, config: RunConfig, prom
     call = dialect.generation(request, version=0)
     try:
         async with asyncio.timeout(seconds):
-            done = await read_response(
-                client, dialect, call, Response(request, 0), seconds=seconds, vocabulary=None
-            )
+            done = await read_response(client, dialect, call, Response(request, 0), seconds=seconds, vocabulary=None)
     except TimeoutError as error:
         said = f"the server at {client.url} sampled no token within {seconds:g} s"
         raise Unreachable(said, "see the server's log") from error

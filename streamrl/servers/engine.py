@@ -56,9 +56,7 @@ class EngineRole:
         self._figures = ServerMetrics()
         self._started = False
         lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
-        self._devices = EngineDevices(
-            lock, role.name, wake=lambda: self._server.control.wake(), sleep=lambda: self._server.control.sleep()
-        )
+        self._devices = EngineDevices(lock, role.name, wake=self._wake, sleep=self._sleep)
 
     async def stopped_at_start(self) -> None:
         """Return at a stop while the server starts, which takes minutes; later `run` ends by itself."""
@@ -90,6 +88,12 @@ class EngineRole:
                     await server.control.idle()
             for task in working:
                 task.cancel()
+
+    async def _wake(self) -> None:
+        await self._server.control.wake()
+
+    async def _sleep(self) -> None:
+        await self._server.control.sleep()
 
     def _follower(self, server: Server) -> Follower:
         role = self._role

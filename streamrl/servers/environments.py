@@ -81,9 +81,8 @@ def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine
 
 
 def default_folder(kind: ServerKind) -> Path:
-    root = os.environ.get(VARIABLE)
-    if root:
-        return Path(root).expanduser() / kind
+    if os.environ.get(VARIABLE):
+        return next(_places(kind))
     nearest = next((folder for folder in _upwards() if (folder / FOLDER).is_dir()), Path.cwd())
     return nearest / FOLDER / kind
 
@@ -97,8 +96,7 @@ def installed(folder: Path) -> dict[str, Any] | None:
 
 
 def _places(kind: ServerKind) -> Iterator[Path]:
-    root = os.environ.get(VARIABLE)
-    if root:
+    if root := os.environ.get(VARIABLE):
         yield Path(root).expanduser() / kind
     for folder in _upwards():
         yield folder / FOLDER / kind

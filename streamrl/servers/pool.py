@@ -235,8 +235,8 @@ class ServerPool(Generator):
         self._out_of_reach: set[str] = set()
         self._affinities = Affinities()
         self._looked = asyncio.Condition()
-        self._newest_step = self._step = 0
-        self._knows_newest = False
+        self._newest_step: int | None = None
+        self._step = 0
         self._workers = 1
         self._calls = self._tokens = self._lost = 0
         self._busy = self._busy_since = 0.0
@@ -258,7 +258,7 @@ class ServerPool(Generator):
 
     async def first(self) -> None:
         """Return when an engine can be called, and the newest version is known."""
-        while not (self._usable() and self._knows_newest):
+        while not (self._usable() and self._newest_step is not None):
             await self.changed()
 
     async def changed(self) -> None:
@@ -269,7 +269,7 @@ class ServerPool(Generator):
     def behind(self) -> int:
         """How many steps the newest engine is behind the newest version that is published."""
         self._step = max((engine.step for engine in self._usable()), default=self._step)
-        return self._newest_step - self._step
+        return (self._newest_step or 0) - self._step
 
     def figures(self) -> dict[str, int | float]:
         """Responses that were sampled again because their engine was lost."""
@@ -345,7 +345,7 @@ class ServerPool(Generator):
         return [engine for engine in self._known.values() if engine.usable]
 
     def _fresh(self, usable: list[AnnouncedEngine]) -> list[AnnouncedEngine]:
-        oldest = self._newest_step - self._config.max_staleness
+        oldest = (self._newest_step or 0) - self._config.max_staleness
         return [engine for engine in usable if engine.step >= oldest]
 
     async def _found(self, find: Callable[[], _T | None], end: float) -> _T:
@@ -388,7 +388,6 @@ class ServerPool(Generator):
                 seen = found[0]
                 with contextlib.suppress(WeightsError):  # engines refuse it too
                     self._newest_step = decode(found[1]).step
-                    self._knows_newest = True
 
     async def _keep_looking(self) -> None:
         while True:

@@ -89,7 +89,9 @@ class VllmDialect(Dialect):
         if engine.tensor_parallel > 1:
             flags["tensor-parallel-size"] = engine.tensor_parallel
         if self._config.learner.lora.alone:
-            flags |= self._adapter_flags()
+            rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
+            most = adapters_in_flight(self._config.max_staleness)
+            flags |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": most}
         if cpu:
             flags["kv-cache-memory-bytes"] = engine.kv_cache
         return merged(flags, engine.flags)
@@ -97,11 +99,6 @@ class VllmDialect(Dialect):
     @property
     def _sleeps(self) -> bool:
         return self._config.rollout.placement == "colocated"
-
-    def _adapter_flags(self) -> dict[str, Any]:
-        """Room for the adapters of all versions that requests in flight may have begun with."""
-        rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
-        return {"enable-lora": True, "max-lora-rank": rank, "max-loras": adapters_in_flight(self._config.max_staleness)}
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
         environ = VLLM.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)

@@ -423,9 +423,7 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
     assert launch.environ["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize(
-    "engine", [{}, {"flags": {"logprobs-mode": "raw_logprobs"}}, {"url": ["http://x"]}]
-)
+@pytest.mark.parametrize("engine", [{}, {"flags": {"logprobs-mode": "raw_logprobs"}}, {"url": ["http://x"]}])
 def test_a_server_is_asked_for_its_settings_unless_all_are_ours(engine: dict[str, Any]) -> None:
     mine = dialect(engine={"kind": "vllm", **engine})
     asked = [call.path for call in mine.about()]

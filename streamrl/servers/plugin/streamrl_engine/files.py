@@ -113,6 +113,14 @@ def _opened(source: Source) -> dict[str, Any]:
     return opened
 
 
+def gathered(mine: Any, group: Any) -> list[Any]:
+    """What each rank of a group has; all ranks must ask."""
+    found = [mine] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    return found
+
+
 def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise BadVersion(f"tensors of type {name} are not known here")
@@ -146,16 +154,14 @@ class Landing:
         if not source.url:
             raise BadVersion(f"the server does not see {source.folder}: it is on another host, or the version is gone")
         end = time.monotonic() + deadline
-        headers = _headers()
-        shards = _announced(source.url, headers)
+        shards = _announced(source.url)
         # Another run may serve other bytes at the same address.
         folder = self._made() / hashlib.sha256(json.dumps([source.url, shards]).encode()).hexdigest()[:24]
         folder.mkdir(exist_ok=True)
         for name in source.files:
             if name not in shards or "/" in name:
                 raise BadVersion(f"{source.url} does not announce {name}")
-            size, checksum = shards[name]
-            _fetch(f"{source.url}/{name}", folder / name, size, checksum, headers, end)
+            _fetch(f"{source.url}/{name}", folder / name, *shards[name], end)
         return replace(source, folder=str(folder), url="")
 
     def clear(self, keep: Source | None = None) -> None:
@@ -175,20 +181,10 @@ class Landing:
         return self._root
 
 
-def _headers() -> dict[str, str]:
-    file = os.environ.get("STREAMRL_WEIGHTS_TOKEN_FILE")
-    if not file:
-        return {}
-    try:
-        return {"Authorization": "Bearer " + Path(file).read_text(encoding="utf-8").strip()}
-    except OSError as error:
-        raise BadVersion(f"the token in {file} cannot be read: {error.strerror}") from error
-
-
-def _announced(url: str, headers: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+def _announced(url: str) -> dict[str, tuple[int, str]]:
     """Size in bytes and checksum (xxh3-128 in hexadecimal) of each file; refuses a delta."""
     try:
-        with _open(f"{url}/manifest.json", headers) as answer:
+        with _open(f"{url}/manifest.json") as answer:
             shards = json.load(answer)["shards"]
         if any(shard.get("kind", "full") != "full" for shard in shards):
             raise BadVersion(f"{url} is a delta, which only a replica on this server's own host can put together")
@@ -197,7 +193,7 @@ def _announced(url: str, headers: Mapping[str, str]) -> dict[str, tuple[int, str
         raise BadVersion(f"{url}/manifest.json cannot be read: {error}") from error
 
 
-def _fetch(url: str, target: Path, size: int, checksum: str, headers: Mapping[str, str], end: float) -> None:
+def _fetch(url: str, target: Path, size: int, checksum: str, end: float) -> None:
     """Bring one file, which appears whole under its name; a broken connection goes on where it ended."""
     if target.exists():
         return
@@ -209,7 +205,7 @@ def _fetch(url: str, target: Path, size: int, checksum: str, headers: Mapping[st
         if idle >= _ATTEMPTS or time.monotonic() > end:
             raise BadVersion(f"{url} stopped at byte {have} of {size}: {cause or 'the deadline is over'}")
         try:
-            _append(url, partial, have, headers, end)
+            _append(url, partial, have, end)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
                 raise BadVersion(f"{url} answers {error.code}") from error
@@ -224,8 +220,8 @@ def _fetch(url: str, target: Path, size: int, checksum: str, headers: Mapping[st
     partial.replace(target)
 
 
-def _append(url: str, partial: Path, have: int, headers: Mapping[str, str], end: float) -> None:
-    with _open(url, {**headers, "Range": f"bytes={have}-"} if have else headers) as answer, partial.open("ab") as file:
+def _append(url: str, partial: Path, have: int, end: float) -> None:
+    with _open(url, have) as answer, partial.open("ab") as file:
         if have and answer.status != 206:
             file.truncate(0)
         while block := answer.read(_BLOCK):
@@ -234,10 +230,16 @@ def _append(url: str, partial: Path, have: int, headers: Mapping[str, str], end:
                 return
 
 
-def _open(url: str, headers: Mapping[str, str]) -> Any:
+def _open(url: str, start: int = 0) -> Any:
     if not url.startswith(("http://", "https://")):
         raise BadVersion(f"{url} is no HTTP address")
-    return urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=_PATIENCE)  # noqa: S310
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310
+    if file := os.environ.get("STREAMRL_WEIGHTS_TOKEN_FILE"):
+        try:
+            request.add_header("Authorization", "Bearer " + Path(file).read_text(encoding="utf-8").strip())
+        except OSError as error:
+            raise BadVersion(f"the token in {file} cannot be read: {error.strerror}") from error
+    return urllib.request.urlopen(request, timeout=_PATIENCE)  # noqa: S310
 
 
 def _checksum(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .files import BadVersion, Landing, Source, finite, table, tensors
+from .files import BadVersion, Landing, Source, finite, gathered, table, tensors
 from .sglang_rehearsal import check_used, rehearse
 from .sglang_spans import renamed
 
@@ -31,8 +31,8 @@ def register() -> None:
 
     for name, hook in (
         ("update_weights_from_tensor", _update),
-        ("release_memory_occupation", _release),
-        ("resume_memory_occupation", _resume),
+        ("release_memory_occupation", _memory("ReleaseMemoryOccupationReqOutput", released=False)),
+        ("resume_memory_occupation", _memory("ResumeMemoryOccupationReqOutput", released=True)),
     ):
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
     HookRegistry.register(_RENAMING, renamed, HookType.AROUND)
@@ -58,32 +58,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
                 raise BadVersion(f"{name} holds values that are not finite")
     except BadVersion as error:
         problem = str(error)
-    if _any_rank(group, refuses=bool(problem)):
-        raise BadVersion(problem or "another rank of this server refuses the version")
-    check_used(heads, _over_ranks(group, copied))
+    if problem := next(filter(None, gathered(problem, group)), ""):
+        raise BadVersion(problem)
+    check_used(heads, [sum(counts) for counts in zip(*gathered(copied, group), strict=True)])
     try:
         model.load_weights(tensors(source))
     except Exception as error:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
     _landing.clear(keep=source)
-
-
-def _any_rank(group: Any, *, refuses: bool) -> bool:
-    """Whether any rank of tensor parallelism refuses; all ranks must ask."""
-    if group.world_size == 1:
-        return refuses
-    flag = torch.tensor([int(refuses)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(flag.item())
-
-
-def _over_ranks(group: Any, counts: list[int]) -> list[int]:
-    """Return the sums over all ranks."""
-    if group.world_size == 1:
-        return counts
-    sums = torch.tensor(counts)
-    torch.distributed.all_reduce(sums, group=group.cpu_group)
-    return [int(count) for count in sums]
 
 
 def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
@@ -115,19 +97,18 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
     return answer
 
 
-def _release(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """Release only what is not released yet; the server would back up released memory a second time."""
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+def _memory(answer: str, *, released: bool) -> Callable[..., Any]:
+    """Name only what is `released` already, or only what is not.
 
-    request.tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag not in component.offload_tags]
-    return original(component, request) if request.tags else ReleaseMemoryOccupationReqOutput()
+    The server would back up released memory a second time, and die of a call that resumes what was not released.
+    """
 
+    def hook(original: Callable[..., Any], component: Any, request: Any) -> Any:
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+        from sglang.srt.managers import io_struct
 
-def _resume(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """Skip what was not released; the server would die of a call that names it."""
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+        tags = request.tags or GPU_MEMORY_ALL_TYPES
+        request.tags = [tag for tag in tags if (tag in component.offload_tags) == released]
+        return original(component, request) if request.tags else getattr(io_struct, answer)()
 
-    request.tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag in component.offload_tags]
-    return original(component, request) if request.tags else ResumeMemoryOccupationReqOutput()
+    return hook

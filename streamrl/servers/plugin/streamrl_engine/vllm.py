@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, resto
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from .files import BadVersion, Head, Landing, Source, finite, table, tensors, torch_dtype
+from .files import BadVersion, Head, Landing, Source, finite, gathered, table, tensors, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
             problem = problem or type(error).__name__
         last = True
         for group in (get_tp_group(), get_pp_group()):
-            problem = _first(problem, group)
+            problem = next(filter(None, gathered(problem, group)), "")
             last = last and group.rank_in_group == group.world_size - 1
         if problem:
             raise (BadVersion(problem) if last else _FailedElsewhere)
@@ -147,13 +147,6 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
 def _no_logits(*_: Any) -> Any:
     raise RuntimeError("an update of the weights failed here: they are a mixture")
-
-
-def _first(text: str, group: Any) -> str:
-    texts = [text] * group.world_size
-    if group.world_size > 1:
-        torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
-    return next(filter(None, texts), "")
 
 
 class WorkerExt:
