@@ -299,13 +299,14 @@ def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -
 
 
 def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
-    total = int(meta["completion_tokens"])
+    total, spans = int(meta["completion_tokens"]), meta.get("weight_versions")
     finish = _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
     logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
     if cut := meta.get("output_token_sampling_logprobs"):
         logprobs = read_logprobs(_fresh(cut, total, received))
-    runs = None if finish in {None, "abort"} else read_spans(meta.get("weight_versions") or (), total)
+    unsaid = finish is None or (spans is None and finish == "abort")
+    runs = None if unsaid else read_spans(spans or (), total)
     return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
 
 

@@ -213,7 +213,8 @@ class VllmDialect(Dialect):
         if named != tokens:
             raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(named)} others in one chunk")
         logprobs, finish = read_logprobs(values), read_finish(reason)
-        runs = None if finish in {None, "abort"} else read_spans(spans or (), received + len(tokens))
+        unsaid = finish is None or (spans is None and finish == "abort")
+        runs = None if unsaid else read_spans(spans or (), received + len(tokens))
         # vLLM says what was cached only in the message after the last token.
         return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 

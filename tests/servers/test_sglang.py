@@ -161,7 +161,7 @@ def test_the_echo_of_an_abort_in_the_queue_repeats_the_last_token():
     finish = {"type": "abort", "message": "Abort in waiting queue"}
     spans = [{"version": "17", "start": 0, "end": 3}]
     chunk = dialect().chunk(message([74], 3, TRIPLES, finish, spans), received=3)
-    assert (chunk.tokens, chunk.logprobs, chunk.finish, chunk.runs) == ([], [], "abort", None)
+    assert (chunk.tokens, chunk.logprobs, chunk.finish, chunk.runs) == ([], [], "abort", [(0, 17)])
     chunk = dialect().chunk(message([], 0, [], finish), received=0)
     assert (chunk.tokens, chunk.finish, chunk.runs) == ([], "abort", None)
     with pytest.raises(WireError, match="spans"):

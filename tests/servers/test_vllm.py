@@ -165,7 +165,7 @@ def test_a_stream_is_understood_message_by_message() -> None:
 
 def test_an_aborted_request_may_have_nothing() -> None:
     done = dialect().chunk(ABORTED, received=0)
-    assert (done.tokens, done.finish, done.runs) == ([], "abort", None)
+    assert (done.tokens, done.finish, done.runs) == ([], "abort", [])
 
 
 def test_only_an_abort_may_come_without_versions() -> None:
