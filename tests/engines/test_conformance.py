@@ -257,13 +257,13 @@ async def test_sixty_four_requests_while_twenty_versions_are_applied(bench: Benc
     await bench.prepare(20)
     # No two have their first token in common: a server may queue some of them, and keep it for them meanwhile.
     prompts = [[tiny.FIRST_PLAIN + index, *prompt(100 + index)] for index in range(64)]
-    begun = [bench.begin(tokens, 600) for tokens in prompts]
+    begun = [bench.begin(tokens, 300) for tokens in prompts]
     await begun[0][1].at_least(1)
     for _ in range(20):
         await bench.apply()
     done = await asyncio.gather(*(task for task, _ in begun))
     for tokens, one in zip(prompts, done, strict=True):
-        assert (one.finish, len(one.tokens)) == ("length", 600)
+        assert (one.finish, len(one.tokens)) == ("length", 300)
         bench.judge(tokens, one)
     seen = {number for one in done for _, number in one.runs}
     assert len(seen) >= 3
