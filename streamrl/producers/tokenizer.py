@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.servers.dialect import PROBE
 from streamrl.wire import Int32Array
 
 
@@ -138,6 +137,8 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """
     if config.tokenizer is None or config.tokenizer == config.path:
         return
+    from streamrl.servers.dialect import PROBE  # with an HTTP client, which few need here
+
     try:
         own = Tokenizer.load(config.model_copy(update={"tokenizer": None}))
     except ConfigError:
