@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -90,7 +91,7 @@ def _become(
     if file_limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
-    sys.exit(asyncio.run(_play(run, run_dir, name)))
+    os._exit(asyncio.run(_play(run, run_dir, name)))  # threads that hang do not hold it
 
 
 async def _play(run: Callable[[Role], Awaitable[None]], run_dir: Path, name: str) -> int:
@@ -124,7 +125,8 @@ def kill_at(point: str) -> None:
     calls = 0
 
     def strike() -> None:
-        os.kill(os.getpid(), signal.SIGSTOP if when == "pause" else signal.SIGKILL)
+        # To this thread: with SIGSTOP for the process it would run on until another thread has stopped all.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP if when == "pause" else signal.SIGKILL)
 
     def due() -> bool:
         nonlocal calls
