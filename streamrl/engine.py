@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from uuid import uuid4
@@ -19,7 +18,6 @@ from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from streamrl.queues.role import Role
-    from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
@@ -208,69 +206,3 @@ class Generator(Protocol):
 
         Notices a decode loop that hangs, not only one that died.
         """
-
-
-class ReplicaEngine(Generator, Protocol):
-    """What a rollout replica needs: a generator of responses with a copy of the policy. All belongs to one event loop.
-
-    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, `sleep`, ...) or a decode step that does not end within a deadline of the engine's own
-    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
-    the supervisor starts it again.
-    """
-
-    async def start(self) -> None:
-        """Load the model and begin to decode.
-
-        Raises:
-            ConfigError: model missing or unusable, or an option that this model or machine cannot serve.
-        """
-
-    async def close(self) -> None:
-        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
-
-        A repeat does nothing. Works on an engine that died or never started.
-        """
-
-    async def apply(self, version: Version) -> None:
-        """Replace all weights between two decode steps, while requests are in flight.
-
-        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
-        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
-        weights; later tokens carry the version. Requests that begin later see nothing that older weights computed,
-        unless their `cache_version` says so; one that was waiting in a server's queue may find what the weights at its
-        arrival computed for the same prompt. Works while asleep. The present version again is a repeat and
-        does nothing. Cancelling the call does not stop an update that has begun.
-
-        A version that is an adapter (`Version.adapter`) changes the weights that the engine began with. Servers that
-        load it beside them sample all of a response with the adapter that was newest when the request came.
-
-        Args:
-            version: newer than the present one; the number never goes down. Not used after the return.
-
-        Raises:
-            WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
-        """
-
-
-class Engine(ReplicaEngine, Protocol):
-    """An engine with the controls that whoever shares its devices needs."""
-
-    async def abort(self) -> None:
-        """End all requests and let each `generate` return what there is, with `finish="abort"`.
-
-        Works while asleep. A request that ended by itself meanwhile keeps its finish.
-        """
-
-    async def sleep(self, level: Literal[0, 1] = 1) -> None:
-        """Give accelerator memory back. A repeat does nothing.
-
-        Level 0 only stops decoding; 1 also frees keys and values and moves the weights to the host. On a CPU only the
-        keys and values are freed. Requests are accepted and wait for `wake`.
-
-        Raises:
-            Refused: requests are being decoded (abort them or wait for their end first), or the engine cannot sleep.
-        """
-
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing."""

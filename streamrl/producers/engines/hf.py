@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -20,11 +20,11 @@ import torch
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Engine, EngineLoad, MemoryTag, Request, RequestLimits
+from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotDecoder
+from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.tensors import Version
@@ -37,8 +37,14 @@ WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
 
 
-class HfEngine(Engine):
-    """`Engine` on transformers; replicas need different seeds."""
+class HfEngine(Generator):
+    """An engine on transformers; replicas need different seeds. All belongs to one event loop.
+
+    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
+    died. A control (`apply`, `sleep`, `wake`) or a decode step that does not end within a deadline of the engine's own
+    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
+    the supervisor starts it again.
+    """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
         self._config = config
@@ -58,13 +64,13 @@ class HfEngine(Engine):
         self._started = False
         self._closed = False
         self._tickets = itertools.count(1)
-        self._open: dict[int, asyncio.Future[JobOutcome]] = {}
+        self._open: dict[int, asyncio.Future[Job]] = {}
         self._arrived: list[Job] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._watcher: asyncio.Task[None] | None = None
 
-    @override
     async def start(self) -> None:
+        """Load the model and begin to decode. ConfigError: model missing or unusable, or an option it cannot serve."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
@@ -72,8 +78,11 @@ class HfEngine(Engine):
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
         self._watcher.add_done_callback(self._watched)
 
-    @override
     async def close(self) -> None:
+        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
+
+        A repeat does nothing. Works on an engine that died or never started.
+        """
         if self._closed:
             return
         self._closed = True
@@ -124,23 +133,30 @@ class HfEngine(Engine):
             seconds=self._loop.time() - start,
         )
 
-    @override
-    async def abort(self) -> None:
-        control = self._controlling()
-        self._flush()
-        self._resolve(await self._run(self._patience, control.take))
-
-    @override
     async def apply(self, version: Version) -> None:
+        """Replace all weights between two decode steps, while requests are in flight. Works while asleep.
+
+        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
+        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
+        weights. Requests that begin later see nothing that older weights computed. The present version again does
+        nothing. Cancelling the call does not stop an update that has begun. A version that is an adapter
+        (`Version.adapter`) changes the weights that the engine began with.
+
+        WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
+        """
         await self._run(self._patience, self._controlling().apply, version)
 
-    @override
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
+        """Stop decoding; level 1 also gives accelerator memory back. A repeat does nothing.
+
+        Level 1 frees keys and values and moves the weights to the host. Requests wait for `wake`, and go on with the
+        tokens that they have; their keys and values are computed again.
+        """
         await self._run(self._patience, self._controlling().sleep, level)
 
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        await self._run(self._patience, self._controlling().wake, tags)
+    async def wake(self) -> None:
+        """Undo `sleep`. A repeat does nothing."""
+        await self._run(self._patience, self._controlling().wake)
 
     @override
     def load(self) -> EngineLoad:
@@ -178,11 +194,11 @@ class HfEngine(Engine):
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
 
-    def _resolve(self, outcomes: list[JobOutcome]) -> None:
-        for outcome in outcomes:
-            future = self._open.get(outcome.ticket)
+    def _resolve(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            future = self._open.get(job.ticket)
             if future is not None and not future.done():
-                future.set_result(outcome)
+                future.set_result(job)
 
     def _fail_open(self, error: Exception) -> None:
         for future in list(self._open.values()):
@@ -274,12 +290,12 @@ class HfEngine(Engine):
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
 
-    def _deliver(self, outcomes: list[JobOutcome]) -> None:
+    def _deliver(self, jobs: list[Job]) -> None:
         """Called by any thread of the decoder."""
-        self._loop.call_soon_threadsafe(self._resolve, outcomes)
+        self._loop.call_soon_threadsafe(self._resolve, jobs)
 
-    def _tear_down(self) -> list[JobOutcome]:
-        ended: list[JobOutcome] = []
+    def _tear_down(self) -> list[Job]:
+        ended: list[Job] = []
         if self._decoder is None:
             return ended
         try:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.config import RunConfig
@@ -75,21 +75,6 @@ def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
         logger.warning("model has no end-of-sequence token: every response runs into its length limit")
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def stop_tokens_of(model: str) -> frozenset[int]:
-    """Tokens that end a response of a model: those of its generation configuration, else of its configuration."""
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
-        ) from error
-    try:
-        generation = GenerationConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        generation = None
-    return stop_tokens(generation, config)
 
 
 def context_length(config: RunConfig, model: Any) -> int:
