@@ -51,7 +51,17 @@ class Admitter:
         self.cursor = 0
 
     async def locate(self) -> None:
-        self.cursor = (await self._ledger.state()).cursor
+        """Read the cursor. `Refused`: the ledger holds groups of other data."""
+        state = await self._ledger.state()
+        if state.fingerprint not in (None, self._terms.fingerprint):
+            others = (
+                "held-out prompts, or evaluation.samples" if self._ledger.evaluation else "prompts, seed or group size"
+            )
+            raise Refused(
+                f"this run was started with other {others}",
+                "restore them, or start a new run (--fresh, or another name)",
+            )
+        self.cursor = state.cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
         """Try to admit up to `limit` groups, none at or after `end`, in one round trip.

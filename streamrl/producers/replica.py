@@ -5,8 +5,8 @@ prompts        -> RolloutWorker -> ServerPool.generate -> engine.N
 engine.kind hf:   RolloutWorker -> HfEngine.generate;  weights stream -> Follower -> HfEngine.apply
 ```
 A response may span versions. With `rollout.placement: colocated` the engine sleeps while the learner has the devices,
-and every response goes on afterwards. When a worker's own engine dies, the worker exits with an error, others take over its
-leases, and the supervisor starts it again.
+and every response goes on afterwards. When a worker's own engine dies, the worker exits with an error, others take over
+its leases, and the supervisor starts it again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.errors import DataError, Refused
+from streamrl.errors import DataError
 from streamrl.producers.engines.drawing import truncated
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer

@@ -526,7 +526,7 @@ class SlotDecoder:
         self._batch.swapped(version)
 
     def release(self) -> None:
-        """Inside `exclusive`: free the cache. Jobs that were begun wait, before all others, for it to be computed again."""
+        """Inside `exclusive`: free the cache. Jobs that were begun wait before all others, and are computed again."""
         with self._changed:
             self._waiting.extendleft(reversed(self._batch.take()))
         self._batch.release()
