@@ -54,11 +54,10 @@ class Admitter:
         """Read the cursor. `Refused`: the ledger holds groups of other data."""
         state = await self._ledger.state()
         if state.fingerprint not in (None, self._terms.fingerprint):
-            others = (
-                "held-out prompts, or evaluation.samples" if self._ledger.evaluation else "prompts, seed or group size"
-            )
+            held_out = "held-out prompts or evaluation.samples"
+            what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
             raise Refused(
-                f"this run was started with other {others}",
+                f"this run was started with other {what}",
                 "restore them, or start a new run (--fresh, or another name)",
             )
         self.cursor = state.cursor

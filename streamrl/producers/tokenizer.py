@@ -22,11 +22,12 @@ from streamrl.wire import Int32Array
 class Tokenizer:
     """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages.
 
-    `model` says how chats are written where that is not by the tokenizer's own template alone.
+    `backend` is the tokenizer of transformers, for what has to know more of it than texts and ids. `model` says how
+    chats are written where that is not by the tokenizer's own template alone.
     """
 
     def __init__(self, backend: Any, name: str, model: ModelConfig | None = None) -> None:
-        self._backend = backend
+        self.backend = backend
         self.name = name
         self.model = model or ModelConfig()
 
@@ -53,14 +54,9 @@ class Tokenizer:
         return cls(backend, name, config)
 
     @property
-    def backend(self) -> Any:
-        """The tokenizer of transformers, for what has to know more of it than texts and ids."""
-        return self._backend
-
-    @property
     def template(self) -> str:
         """Source of the chat template; empty when there is none."""
-        found = self._backend.chat_template or ""
+        found = self.backend.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
     def encode_texts(self, texts: Sequence[str]) -> list[Int32Array]:
@@ -82,7 +78,7 @@ class Tokenizer:
     def decode(self, tokens: npt.ArrayLike, *, special: bool = False) -> str:
         """Return the text of sampled ids without any tidying of spaces; `special` tokens are left out unless asked."""
         ids = np.asarray(tokens).tolist()
-        text: str = self._backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text: str = self.backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 
     def chat_text(
@@ -98,13 +94,13 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        if not self._backend.chat_template:
+        if not self.backend.chat_template:
             raise DataError(
                 f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`",
                 "give prompts as text (`prompt`), or take a chat model",
             )
         try:
-            text: str = self._backend.apply_chat_template(
+            text: str = self.backend.apply_chat_template(
                 [dict(message) for message in self.with_system(messages)],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
@@ -126,7 +122,7 @@ class Tokenizer:
         if not texts:
             return []
         # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
-        encoded = self._backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+        encoded = self.backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 

@@ -102,12 +102,7 @@ class KnownRenderer(ChatRenderer):
         self._tokenizer = tokenizer
         self._inner = inner
         self._control = ControlTokens(tokenizer.backend)
-        self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
-
-    @property
-    @override
-    def stops(self) -> frozenset[int]:
-        return self._stops
+        self.stops = frozenset(int(token) for token in inner.get_stop_token_ids())
 
     @override
     def render(self, messages: Messages, tools: Tools = None) -> list[int]:
@@ -145,7 +140,7 @@ class KnownRenderer(ChatRenderer):
                 raw = "".join(call.raw for call in found.tool_calls)
                 return Reply(f"{found.content or ''}{raw}", found.reasoning_content or "")
             begin = found.tool_calls[0].token_span[0]
-            end = len(tokens) - (tokens[-1] in self._stops)
+            end = len(tokens) - (tokens[-1] in self.stops)
             spoken = self.parse(tokens[:begin], prompt=prompt)
             return replace(spoken, content=spoken.content + self._tokenizer.decode(tokens[begin:end], special=True))
         written = [self._written(call, tokens) for call in found.tool_calls]

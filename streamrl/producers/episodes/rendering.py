@@ -70,8 +70,7 @@ class ChatRenderer(Protocol):
     `stops` are the ids that end a turn of the policy. Whether a turn can be extended, `extend` says.
     """
 
-    @property
-    def stops(self) -> frozenset[int]: ...
+    stops: frozenset[int]
 
     def render(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the ids of a whole chat, with what opens the next turn of the policy at the end.

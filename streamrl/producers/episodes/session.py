@@ -206,7 +206,7 @@ class EpisodeSession:
         reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
         text, stopped = self._tokenizer.decode(tokens), ""
-        if ends is not None and ends.ends(tokens):
+        if ends.ends(tokens):
             text, stopped = ends.split(text, tokens)
             reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
             reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)
@@ -445,18 +445,17 @@ class EpisodeSession:
 
     async def _completion(
         self, place: NextTurn, longest: int, own: Mapping[str, Any], key: bytes
-    ) -> tuple[Completion, StopTexts | None]:
+    ) -> tuple[Completion, StopTexts]:
         """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
         number = next(self._numbers)
         options = self._order.drawn(self._config, number) | dict(own)
         options["stop"] = tuple(options["stop"])
         if self._order.greedy:
             options["temperature"] = 0.0
-        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"]) if options["stop"] else None
+        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"])
 
         async def sampled() -> Completion:
-            completion = await self._generate(place.ids, longest, number, options)
-            return completion if ends is None else ends.cut(completion)
+            return ends.cut(await self._generate(place.ids, longest, number, options))
 
         async with self._faults():
             completion = await self.journal.reply(key, sampled)

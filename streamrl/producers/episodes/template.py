@@ -46,11 +46,7 @@ class TemplateRenderer(ChatRenderer):
         answered = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}])
         self._close = answered.rpartition(_SENTINEL)[2]
         self._stops = self._find_stops()
-
-    @property
-    @override
-    def stops(self) -> frozenset[int]:
-        return frozenset(self._stops.values())
+        self.stops = frozenset(self._stops.values())
 
     @override
     def render(self, messages: Messages, tools: Tools = None) -> list[int]:
