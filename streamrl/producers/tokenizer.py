@@ -59,21 +59,17 @@ class Tokenizer:
         found = self.backend.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
-    def encode_texts(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Return the ids of plain prompts, with the special tokens that the model expects at their start."""
-        return self._encode(texts, special=True)
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
+        """Return the ids of texts; `special`: with the special tokens that the model expects at their start."""
+        if not texts:
+            return []
+        # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
+        encoded = self.backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def plain_ids(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens, to compare two tokenizers."""
-        return [int(token) for token in self._encode([text], special=False)[0]]
-
-    def encode_chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Int32Array]]:
-        """Return, for each chat, its text after the model's chat template, and its ids; the answer's turn is open.
-
-        `DataError`: the model has no chat template, or the template refuses the messages.
-        """
-        texts = [self.chat_text(messages) for messages in chats]
-        return list(zip(texts, self._encode(texts, special=False), strict=True))
+        return [int(token) for token in self.encode([text], special=False)[0]]
 
     def decode(self, tokens: npt.ArrayLike, *, special: bool = False) -> str:
         """Return the text of sampled ids without any tidying of spaces; `special` tokens are left out unless asked."""
@@ -117,13 +113,6 @@ class Tokenizer:
         if prompt is None or (messages and messages[0].get("role") in ("system", "developer")):
             return messages
         return [{"role": "system", "content": prompt}, *messages]
-
-    def _encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
-        if not texts:
-            return []
-        # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
-        encoded = self.backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
@@ -230,34 +229,27 @@ class HfEngine(Generator):
         if failure is not None:
             self._fail(failure)
 
-    async def _run(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    async def _run(self, seconds: float, work: Callable[..., _T], *args: Any) -> _T:
         """Run work on the control thread, in order of the calls; work that does not end makes the engine dead.
 
         A cancelled caller stops neither the work, which would leave a model half changed, nor its deadline.
         """
-        future = self._loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        future = self._loop.run_in_executor(self._thread, lambda: work(*args))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
-        deadline = self._loop.call_later(seconds, self._fail, late)
 
-        def settled(_: asyncio.Future[_T]) -> None:
-            deadline.cancel()
-            if not future.cancelled() and isinstance(error := future.exception(), DeadlineExceeded):
-                self._fail(error)  # the decode step that the work waits for does not end
-
-        future.add_done_callback(settled)
-        try:
+        async def result() -> _T:
             await asyncio.wait([future], timeout=seconds)
-            if not future.done():
-                self._fail(late)
-                raise late
-            if future.cancelled():
-                raise Unreachable("the engine was closed")
-            return future.result()
-        except DeadlineExceeded as error:
-            raise _death(error) from error
-        finally:
-            if not future.done():
-                future.add_done_callback(_log_failure)
+            try:
+                if not future.done():
+                    raise late
+                if future.cancelled():
+                    raise Unreachable("the engine was closed")
+                return future.result()
+            except DeadlineExceeded as error:  # also of the decode step that the work waits for
+                self._fail(error)
+                raise _death(error) from error
+
+        return await asyncio.shield(self._loop.create_task(result()))
 
     def _fail(self, cause: BaseException) -> None:
         """Mark the engine as dead; the first cause counts."""
@@ -303,8 +295,3 @@ class HfEngine(Generator):
 
 def _death(failure: BaseException) -> Unreachable:
     return Unreachable(f"the engine died: {failure}")
-
-
-def _log_failure(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("an engine control failed after its caller left", exc_info=error)
