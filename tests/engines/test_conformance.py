@@ -301,7 +301,7 @@ async def test_waking_undoes_sleep(bench: Bench):
     finally:
         await bench.engine.wake()
     assert bench.judge(prompt(71), await late) == [(0, 16, number)]
-    bench.judge(prompt(70), await bench.end(begun))
+    bench.judge_apart(prompt(70), await bench.end(begun))
 
 
 @SERVERS
