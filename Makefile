@@ -104,18 +104,17 @@ compiled: setup
 	@listed=$$($(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$listed"; exit 1; }
 
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time, the longest first.
-prepare-slow: warm-start environment-vllm environment-sglang crosscheck adapters
+prepare-slow: environment-vllm environment-sglang crosscheck adapters demo-data
 
-# One thread each: on two cores, two that spin are much slower.
-warm-start: warm-start-sort warm-start-tools
-warm-start-%: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python examples/$*/prepare.py
+demo-data: demo-data-sort demo-data-tools
+demo-data-%: setup
+	@$(BIN)/python examples/$*/prepare.py
 
 test-slow: prepare-slow
 	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
 
 # Run this after a change to a benchmark; CI does not.
-test-benchmarks: environment-vllm crosscheck warm-start
+test-benchmarks: environment-vllm crosscheck demo-data
 	$(BIN)/pytest -m benchmarks
 
 # Chaos wants the machine for itself.
@@ -150,4 +149,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow warm-start test test-slow test-benchmarks chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks chaos test-all lint deploy docs clean

@@ -95,7 +95,7 @@ def config_of(**episode: Any) -> RunConfig:
 
 def order_of(tokenizer: Tokenizer, number: int) -> SampleOrder:
     messages = [{"role": "user", "content": "ab+1"}]
-    ((_, ids),) = tokenizer.encode_chats([messages])
+    (ids,) = tokenizer.encode([tokenizer.chat_text(messages)], special=False)
     return SampleOrder(Prompt(tokens=pack_int32(ids), messages=messages), id=f"bench-{number}")
 
 

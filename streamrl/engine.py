@@ -18,7 +18,6 @@ from streamrl.wire import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from streamrl.queues.role import Role
-    from streamrl.weight_sync.tensors import Version
 
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 Runs: TypeAlias = list[tuple[int, int]]
@@ -206,41 +205,4 @@ class Generator(Protocol):
         """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
 
         Notices a decode loop that hangs, not only one that died.
-        """
-
-
-class ReplicaEngine(Generator, Protocol):
-    """A generator with its own copy of the policy, in the process of a rollout replica; all in one event loop.
-
-    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, ...) or a decode step that does not end within a deadline of the engine's own counts as
-    its death as well. An engine that died stays dead: its process ends and the supervisor starts it again.
-    """
-
-    async def start(self) -> None:
-        """Load the model and begin to decode.
-
-        Raises:
-            ConfigError: model missing or unusable, or an option that this model or machine cannot serve.
-        """
-
-    async def close(self) -> None:
-        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
-
-        A repeat does nothing. Works on an engine that died or never started.
-        """
-
-    async def apply(self, version: Version) -> None:
-        """Replace all weights between two decode steps, while requests are in flight.
-
-        Whole or not at all: names, shapes, types and finiteness are checked before the first copy. Requests in flight
-        keep their keys and values; later tokens carry the version. Requests that begin later see nothing that older
-        weights computed, unless their `cache_version` says so. Works while asleep. The present version again is a
-        repeat and does nothing. Cancelling the call does not stop an update that has begun.
-
-        Args:
-            version: newer than the present one; the number never goes down. Not used after the return.
-
-        Raises:
-            WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """

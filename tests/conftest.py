@@ -48,13 +48,13 @@ def redis(tmp_path: Path) -> Iterator[ForeignRedis]:
 
 @pytest.fixture(scope="session")
 def sort_cache() -> Path:
-    """Prompts, tokenizer and warm-started model of the sort demo; made here when they are not there (two minutes)."""
+    """Prompts, tokenizer and starting model of the sort demo; made here when they are not there."""
     return _prepared("sort")
 
 
 @pytest.fixture(scope="session")
 def tools_cache() -> Path:
-    """Prompts, tokenizer and warm-started model of the tools demo; made here when they are not there (a minute)."""
+    """Prompts, tokenizer and starting model of the tools demo; made here when they are not there."""
     return _prepared("tools")
 
 

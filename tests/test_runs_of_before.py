@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.run_kit import data_of, process
+from tests.cli.run_kit import cli, data_of, process
 
 MADE_IN = b"/tmp/w/old/case"
 ARCHIVE = Path(__file__).parent / "data" / "run-2026-11-22.tar.xz"
@@ -32,7 +32,7 @@ def case(tmp_path: Path) -> Path:
 
 
 def ok(*arguments: str) -> str:
-    done = process(*arguments, seconds=120)
+    done = cli(*arguments)
     assert done.returncode == 0, done
     return done.stdout
 
@@ -74,6 +74,8 @@ def test_its_checkpoint_is_exported(case: Path, which: str) -> None:
 @pytest.mark.slow
 def test_it_is_resumed(case: Path) -> None:
     run = str(case / "runs" / "old")
-    ok("up", str(case / "run.yaml"), "--resume", "--run", run, "--set", "learner.steps=14", "--screen", "plain")
+    command = ("up", str(case / "run.yaml"), "--resume", "--run", run, "--set", "learner.steps=14", "--screen", "plain")
+    done = process(*command, seconds=120)
+    assert done.returncode == 0, done
     assert audit(run)["trained"] == 28
     assert data_of(ok("trace", "9", "--run", run, "--json"), "streamrl.trace/1")["record"]["step"] == 5

@@ -51,8 +51,7 @@ def init(
     """Write a commented run.yaml, a reward plug-in, sample prompts and .env.example.
 
     Nothing is written if one of the files exists, unless --force is given. The templates sort, tools and agent
-    also train a small model and write its prompts to DIR/cache, in about a minute; these runs need neither network nor
-    GPU.
+    also write a small model and its prompts to DIR/cache; these runs need neither network nor GPU.
     """
     files = FILES[template]
     there = [name for name in files if (folder / name).exists()]

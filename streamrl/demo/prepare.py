@@ -1,8 +1,9 @@
 """Prepare a demo: prompts, tokenizer, and a model that knows both a right and a wrong rule.
 
 The model is a 1M-parameter Qwen2, trained on a mixture of right and wrong lessons. It then answers about 0.4 of all
-prompts rightly, so reinforcement learning has to find out which of its skills pays. The files are made once, in
-`cache/` in DIR; `--force` makes them again. Run it as `python -m streamrl.demo.prepare DIR --task sort` (or `tools`).
+prompts rightly, so reinforcement learning has to find out which of its skills pays. Its weights after that training are
+in `starts/`, in bfloat16. The files are made once, in `cache/` in DIR; `--force` makes them again and trains the model
+here. Run it as `python -m streamrl.demo.prepare DIR --task sort` (or `tools`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -36,6 +38,7 @@ from streamrl.errors import ExitCode
 
 STEPS, WARM_UP, DECAY_FROM, BATCH, LEARNING_RATE = 650, 100, 300, 64, 2e-3
 TRAINING_PROMPTS, HELD_OUT_PROMPTS = 16384, 1024
+STARTS: Final = Path(__file__).parent / "starts"
 LINE_EVERY = 10.0  # seconds, without a terminal for a progress bar
 
 
@@ -117,6 +120,14 @@ def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
     )
 
 
+def starting_model(task_name: str) -> Qwen2ForCausalLM:
+    """The model as `warm_start` left it."""
+    model = make_model()
+    weights = load_file(STARTS / f"{task_name}.safetensors")
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    return model
+
+
 def warm_start(progress: Progress, demo: Demo) -> Qwen2ForCausalLM:
     """Teach all rules: AdamW 2e-3, 100 steps of warm-up, linear decay to 0 from step 300 to 650, or a share of that."""
     torch.manual_seed(0)
@@ -151,27 +162,33 @@ def write_prompts(folder: Path, demo: Demo) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(folder: Path, console: Console, demo: Demo) -> None:
+def prepare(folder: Path, console: Console, task_name: str, *, train: bool) -> None:
     """Fill `cache/` in `folder` atomically, so that a half-made cache is never used."""
+    demo = DEMOS[task_name]
     with whole_directory(folder / "cache") as draft:
         console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
         write_prompts(draft, demo)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        loss = TextColumn("loss {task.fields[loss]:.3f}")
-        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        if THREADS not in os.environ:
-            torch.set_num_threads(share_cores(usable_cores(), 1))
-        torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
-        try:
-            with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
-                model = warm_start(progress, demo)
-        finally:
-            torch.set_num_threads(threads)
-            torch.set_float32_matmul_precision(precision)  # "medium" would make a caller's engine use bfloat16 on AMX
+        model = trained(demo, console) if train else starting_model(task_name)
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
         model.save_pretrained(draft / "model")
         demo.tokenizer().save_pretrained(draft / "model")
+
+
+def trained(demo: Demo, console: Console) -> Qwen2ForCausalLM:
+    """A model that `warm_start` trains now."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    loss = TextColumn("loss {task.fields[loss]:.3f}")
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    if THREADS not in os.environ:
+        torch.set_num_threads(share_cores(usable_cores(), 1))
+    torch.set_float32_matmul_precision("medium")  # oneDNN: twice as fast on CPUs, fp32 results without AMX
+    try:
+        with Progress(*columns, loss, console=console, disable=not console.is_terminal) as progress:
+            return warm_start(progress, demo)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)  # "medium" would make a caller's engine use bfloat16 on AMX
 
 
 @contextlib.contextmanager
@@ -189,7 +206,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--task", choices=DEMOS, default="sort", help="what the model is to learn")
-    parser.add_argument("--force", action="store_true", help="make everything again")
+    parser.add_argument("--force", action="store_true", help="make everything again, and train the model (minutes)")
     given = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     cache = given.folder / "cache"
@@ -197,9 +214,9 @@ def main(arguments: Sequence[str]) -> int:
         given.folder.mkdir(parents=True, exist_ok=True)
         with _alone(given.folder):
             if cache.exists() and not given.force:
-                console.print(f"warm start: found in {cache} (prepared before; --force makes it again)")
+                console.print(f"model and prompts: found in {cache} (prepared before)")
             else:
-                prepare(given.folder, console, DEMOS[given.task])
+                prepare(given.folder, console, given.task, train=given.force)
     except KeyboardInterrupt:
         console.print("given up: nothing was written")
         return ExitCode.INTERRUPTED

@@ -51,7 +51,16 @@ class Admitter:
         self.cursor = 0
 
     async def locate(self) -> None:
-        self.cursor = (await self._ledger.state()).cursor
+        """Read the cursor. `Refused`: the ledger holds groups of other data."""
+        state = await self._ledger.state()
+        if state.fingerprint not in (None, self._terms.fingerprint):
+            held_out = "held-out prompts or evaluation.samples"
+            what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
+            raise Refused(
+                f"this run was started with other {what}",
+                "restore them, or start a new run (--fresh, or another name)",
+            )
+        self.cursor = state.cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
         """Try to admit up to `limit` groups, none at or after `end`, in one round trip.

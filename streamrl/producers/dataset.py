@@ -178,12 +178,13 @@ class _Faults:
     def check(self) -> None:
         """Raise one DataError for all."""
         said = []
-        for error, (first, *others) in self._kinds.values():
+        kinds = sorted(self._kinds.values(), key=lambda kind: kind[1])
+        for error, (first, *others) in kinds:
             named = ", ".join(map(str, others[:_NAMED]))
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
             said.append(f"{self._path}:{first}: {error.message}{f' (also {named}{more})' if others else ''}")
         if said:
-            raise DataError("; ".join(said), "; ".join(dict.fromkeys(error.hint for error, _ in self._kinds.values())))
+            raise DataError("; ".join(said), "; ".join(dict.fromkeys(error.hint for error, _ in kinds)))
 
 
 def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
@@ -240,21 +241,20 @@ def _is_chat(messages: Any) -> bool:
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
     """The text and the ids of each prompt; a chat that the template refuses is a fault."""
-    texts = [row for row in rows if "prompt" in row.record and row.record["prompt"] is not None]
-    found: dict[int, tuple[str, Int32Array]] = {
-        row.line: (row.record["prompt"], tokens)
-        for row, tokens in zip(texts, tokenizer.encode_texts([row.record["prompt"] for row in texts]), strict=True)
-    }
-    chats = [row for row in rows if row.line not in found]
-    with contextlib.suppress(DataError):  # if one is refused, each is encoded alone below
-        encoded = tokenizer.encode_chats([row.record["messages"] for row in chats])
-        found |= {row.line: chat for row, chat in zip(chats, encoded, strict=True)}
+    texts: list[tuple[_Line, str]] = []
+    chats: list[tuple[_Line, str]] = []
     for row in rows:
-        if row.line not in found:
-            with faults.at(row.line):
-                [found[row.line]] = tokenizer.encode_chats([row.record["messages"]])
-        if row.line in found:
-            yield row, *found[row.line]
+        prompt = row.record.get("prompt")
+        with faults.at(row.line):
+            if prompt is not None:
+                texts.append((row, prompt))
+            else:
+                chats.append((row, tokenizer.chat_text(row.record["messages"])))
+    found: dict[int, tuple[_Line, str, Int32Array]] = {}
+    for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
+        ids = tokenizer.encode([text for _, text in part], special=special)
+        found |= {row.line: (row, text, tokens) for (row, text), tokens in zip(part, ids, strict=True)}
+    return (found[row.line] for row in rows if row.line in found)
 
 
 def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import Refused, WireError
+from streamrl.errors import WireError
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
@@ -60,9 +60,9 @@ class Evaluation:
         self._config = config.evaluation
         self._ledger = role.ledgers.evaluation
         self._versions = versions
-        self._fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
+        fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
-        terms = AdmissionTerms(self._fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
+        terms = AdmissionTerms(fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
         self._admitter = Admitter(self._ledger, terms, lambda group_id: data.prompts[group_id % len(data)])
         self._data = data
         self._budget = budget
@@ -76,12 +76,7 @@ class Evaluation:
 
     async def start(self) -> None:
         """Take over the held-out ledger and the round that an earlier feeder left; `Refused` if its data differ."""
-        state = await self._ledger.state()
-        if state.fingerprint not in (None, self._fingerprint):
-            raise Refused(
-                "this run was started with other held-out prompts or another evaluation.samples",
-                "restore them, or start a new run (--fresh, or another name)",
-            )
+        await self._admitter.locate()
         self._log = await asyncio.to_thread(EvaluationLog, self._role.run_dir)
         fence = await self._ledger.fence(self._nonce, 0)
         await self._ledger.lift(self._nonce, self._log.watermark)
@@ -314,13 +309,10 @@ class EvaluationLog:
         return True
 
     def read_round(self) -> EvaluationRound | None:
-        """Return the round that was begun last; None when there was none, or its file is unreadable."""
+        """Return the round that was begun last; None: there was none."""
         try:
             return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
         except FileNotFoundError:
-            return None
-        except msgspec.DecodeError as error:
-            logger.warning("evaluation round unreadable", extra={"file": str(self._round_path), "error": str(error)})
             return None
 
     def write_round(self, current: EvaluationRound) -> bool:
@@ -348,11 +340,8 @@ class EvaluationLog:
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
             os.truncate(self._path, whole)
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
-            try:
-                self._count(msgspec.json.decode(line, type=EvaluatedGroup))
-            except msgspec.DecodeError as error:
-                logger.warning("invalid line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
+        for line in data[:whole].splitlines():
+            self._count(msgspec.json.decode(line, type=EvaluatedGroup))
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:

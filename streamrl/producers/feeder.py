@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final
 
 from streamrl.config import RunConfig
-from streamrl.errors import Refused, unwrapped
+from streamrl.errors import unwrapped
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, DropGuard, SameFailureGuard, VersionWatcher
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
@@ -78,10 +78,9 @@ class Training:
         self._ledger = role.ledgers.train
         self._data = data
         self._versions = versions
-        self._fingerprint = train_fingerprint(config, data)
         self._end = None if config.data.epochs is None else config.data.epochs * len(data)
         terms = AdmissionTerms(
-            fingerprint=self._fingerprint,
+            fingerprint=train_fingerprint(config, data),
             samples=config.sampling.responses,
             min_group=config.sampling.min_responses,
             budget=config.budget,
@@ -94,13 +93,7 @@ class Training:
         self._same_failure = SameFailureGuard(self._ledger)
 
     async def check(self) -> None:
-        state = await self._ledger.state()
-        if state.fingerprint not in (None, self._fingerprint):
-            raise Refused(
-                f"this run was started with other prompts than {self._data.path}, another seed or another group size",
-                "restore them, or start a new run (--fresh, or another name)",
-            )
-        self._admitter.cursor = state.cursor
+        await self._admitter.locate()
         await self._same_failure.begin()
         self._show("starting")
 

@@ -137,10 +137,7 @@ class Player:
         self._cursor = 0
 
     async def run(self) -> None:
-        state = await self._ledger.state()
-        if state.fingerprint not in (None, self._fingerprint):
-            raise Refused("this run was started with other data than this recording", "--fresh, or another name")
-        self._cursor = state.cursor
+        self._cursor = (await self._ledger.state()).cursor
         await self._versions.read()
         self._role.ready()
         async with asyncio.TaskGroup() as tasks:

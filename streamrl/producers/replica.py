@@ -4,29 +4,27 @@
 prompts        -> RolloutWorker -> ServerPool.generate -> engine.N
 engine.kind hf:   RolloutWorker -> HfEngine.generate;  weights stream -> Follower -> HfEngine.apply
 ```
-A response may span versions. When a worker's own engine dies, the worker exits with an error, others take over its
-leases, and the supervisor starts it again.
+A response may span versions. With `rollout.placement: colocated` the engine sleeps while the learner has the devices,
+and every response goes on afterwards. When a worker's own engine dies, the worker exits with an error, others take over
+its leases, and the supervisor starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Literal
 
-from streamrl.engine import ReplicaEngine, life_seed
+from streamrl.engine import life_seed
 from streamrl.errors import unwrapped
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.producers.worker import RolloutWorker
 from streamrl.queues import Role
+from streamrl.queues.device_lock import EngineDevices
 from streamrl.servers.pool import ServerPool
 from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
-
-if TYPE_CHECKING:  # workers that call servers have no model
-    from streamrl.producers.engines.hf import HfEngine
 
 
 async def run_rollout(role: Role) -> None:
@@ -51,9 +49,16 @@ async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
 
 
 async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
-    from streamrl.producers.engines.hf import HfEngine
+    import torch
 
-    async with _running(role, HfEngine(role.config, await life_seed(role))) as engine, asyncio.TaskGroup() as tasks:
+    from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
+
+    engine = HfEngine(role.config, await life_seed(role))
+    lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
+    # On a CPU there is no memory to give back: learner and engine share its cores.
+    level: Literal[0, 1] = 1 if role.config.engine.device != "cpu" and torch.cuda.is_available() else 0
+    devices = EngineDevices(lock, role.name, wake=engine.wake, sleep=partial(engine.sleep, level))
+    async with devices.engine(engine.start, engine.close), asyncio.TaskGroup() as tasks:
         follower = Follower(
             role.ledgers.weights,
             role.config.weights,
@@ -78,18 +83,3 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
             ).run()
         ended.set()
         following.cancel()
-
-
-@asynccontextmanager
-async def _running(role: Role, engine: HfEngine) -> AsyncIterator[ReplicaEngine]:
-    if role.config.rollout.placement == "colocated":
-        from streamrl.producers.colocated import under_device_lock
-
-        async with under_device_lock(role, engine) as shared:
-            yield shared
-        return
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.close()

@@ -16,18 +16,18 @@ import numpy.typing as npt
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.servers.dialect import PROBE
 from streamrl.wire import Int32Array
 
 
 class Tokenizer:
     """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages.
 
-    `model` says how chats are written where that is not by the tokenizer's own template alone.
+    `backend` is the tokenizer of transformers, for what has to know more of it than texts and ids. `model` says how
+    chats are written where that is not by the tokenizer's own template alone.
     """
 
     def __init__(self, backend: Any, name: str, model: ModelConfig | None = None) -> None:
-        self._backend = backend
+        self.backend = backend
         self.name = name
         self.model = model or ModelConfig()
 
@@ -54,36 +54,27 @@ class Tokenizer:
         return cls(backend, name, config)
 
     @property
-    def backend(self) -> Any:
-        """The tokenizer of transformers, for what has to know more of it than texts and ids."""
-        return self._backend
-
-    @property
     def template(self) -> str:
         """Source of the chat template; empty when there is none."""
-        found = self._backend.chat_template or ""
+        found = self.backend.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
-    def encode_texts(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Return the ids of plain prompts, with the special tokens that the model expects at their start."""
-        return self._encode(texts, special=True)
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
+        """Return the ids of texts; `special`: with the special tokens that the model expects at their start."""
+        if not texts:
+            return []
+        # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
+        encoded = self.backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def plain_ids(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens, to compare two tokenizers."""
-        return [int(token) for token in self._encode([text], special=False)[0]]
-
-    def encode_chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Int32Array]]:
-        """Return, for each chat, its text after the model's chat template, and its ids; the answer's turn is open.
-
-        `DataError`: the model has no chat template, or the template refuses the messages.
-        """
-        texts = [self.chat_text(messages) for messages in chats]
-        return list(zip(texts, self._encode(texts, special=False), strict=True))
+        return [int(token) for token in self.encode([text], special=False)[0]]
 
     def decode(self, tokens: npt.ArrayLike, *, special: bool = False) -> str:
         """Return the text of sampled ids without any tidying of spaces; `special` tokens are left out unless asked."""
         ids = np.asarray(tokens).tolist()
-        text: str = self._backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text: str = self.backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 
     def chat_text(
@@ -99,13 +90,13 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        if not self._backend.chat_template:
+        if not self.backend.chat_template:
             raise DataError(
                 f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`",
                 "give prompts as text (`prompt`), or take a chat model",
             )
         try:
-            text: str = self._backend.apply_chat_template(
+            text: str = self.backend.apply_chat_template(
                 [dict(message) for message in self.with_system(messages)],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
@@ -123,13 +114,6 @@ class Tokenizer:
             return messages
         return [{"role": "system", "content": prompt}, *messages]
 
-    def _encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
-        if not texts:
-            return []
-        # `verbose` would warn of prompts longer than the model; the data set checks lengths itself, with file and line.
-        encoded = self._backend(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
-
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Check that the configured tokenizer gives the ids of the model's own; `ConfigError` when not. Slow.
@@ -138,6 +122,8 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """
     if config.tokenizer is None or config.tokenizer == config.path:
         return
+    from streamrl.servers.dialect import PROBE  # with an HTTP client, which few need here
+
     try:
         own = Tokenizer.load(config.model_copy(update={"tokenizer": None}))
     except ConfigError:

@@ -43,7 +43,6 @@ from streamrl.queues.connection import open_to_look
 from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
 from streamrl.runtime.model_checks import look_at_models
 from streamrl.servers import environments
-from streamrl.servers.launch import PLUGIN
 from streamrl.store import run_store
 
 _DEADLINE: Final = 10.0
@@ -297,6 +296,8 @@ def look_at_reward_models(config: RunConfig) -> str:
 
 
 def _environment(engine: EngineConfig, kind: ServerKind) -> str:
+    from streamrl.servers.launch import PLUGIN  # an HTTP client, which takes a while
+
     wants_cpu = environments.on_cpu(engine)
     folder = environments.find_environment(engine.environment, kind)
     taken = sorted({flag.lstrip("-").replace("_", "-") for flag in engine.flags} & _OWN_FLAGS)

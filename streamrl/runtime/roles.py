@@ -49,12 +49,8 @@ _RUNNERS: Final = {
 }
 KINDS: Final = ("redis", *_RUNNERS)
 _LOADS_LATER: Final = {
-    "feeder": ("transformers.models.auto.tokenization_auto",),
-    "rollout": (
-        "transformers.models.auto.modeling_auto",
-        "transformers.modeling_utils",
-        "streamrl.producers.engines.hf",
-    ),
+    "feeder": "transformers.models.auto.tokenization_auto",
+    "rollout": "streamrl.producers.engines.hf",
 }
 """Large modules that a role would import later, where garbage collection costs a fifth of the import time."""
 _EXTRAS: Final = frozenset({"torch", "transformers", "safetensors", "tokenizers"})
@@ -175,10 +171,10 @@ def _runner(kind: str, index: int | None, config: RunConfig) -> Runner:
     if kind == "feeder":
         _do_without_torch()
     try:
-        with _no_collection():
+        with no_collection():
             runner: Runner = getattr(import_module(module), attribute)
-            for later in () if served else _LOADS_LATER.get(kind, ()):
-                import_module(later)
+            if kind in _LOADS_LATER and not served:
+                import_module(_LOADS_LATER[kind])
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] in _EXTRAS:
             raise ConfigError(f"role {kind} needs {error.name}", "pip install 'streamrl[train]'") from error
@@ -193,7 +189,7 @@ def _do_without_torch() -> None:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Import without garbage collection, and exclude what is imported from later collections."""
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,10 @@ from streamrl.config import RunConfig
 from streamrl.errors import StreamrlError, writing
 from streamrl.monitor.tail import Tail
 from streamrl.producers.meter import TICK_SECONDS
-from streamrl.runtime.offline import OnProgress, measure_accuracy, with_model
+from streamrl.runtime.roles import no_collection
+
+if TYPE_CHECKING:
+    from streamrl.runtime.offline import OnProgress
 
 Interval: TypeAlias = tuple[float, float]
 LEARNER_FILE: Final = "learner.0.jsonl"
@@ -56,6 +59,9 @@ async def measure(config: RunConfig, run_dir: Path, on_progress: OnProgress) -> 
     `after` is empty if the run has exported no model. A cancellation skips the rest. A model, data or rewards that
     cannot be used are a `failure`, so that the other figures are still written.
     """
+    with no_collection():
+        from streamrl.runtime.offline import measure_accuracy, with_model  # loads torch: only to measure
+
     seed = config.seed + _MEASURING_SEED
     before: Mapping[str, float] = {}
     try:

@@ -42,9 +42,9 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 BLOWS = int(os.environ.get("CHAOS_BLOWS", "12"))
 
 
-def write_run(folder: Path, cache: Path, reward: str, **sections: dict[str, Any]) -> Path:
+def write_run(folder: Path, cache: Path, reward: str, poison: dict[int, str], **sections: dict[str, Any]) -> Path:
+    """A run whose prompts at these places have their poison."""
     prompts = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
-    poison = POISONED | dict.fromkeys(HANGING if "episode" in sections else (), "hang tool")
     lines = [row | ({"poison": poison[place]} if place in poison else {}) for place, row in enumerate(prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = yaml.safe_load((cache.parent / "run.yaml").read_text())
@@ -68,7 +68,7 @@ def write_run(folder: Path, cache: Path, reward: str, **sections: dict[str, Any]
 @pytest.mark.chaos
 @pytest.mark.timeout(700 + 60 * BLOWS)
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache: Path):
-    fire = Fire(write_run(tmp_path, sort_cache, "Poisoned"), tmp_path / "run", SEED)
+    fire = Fire(write_run(tmp_path, sort_cache, "Poisoned", POISONED), tmp_path / "run", SEED)
     roles = ("feeder.0", "rollout.0", "reward.0", "learner.0", "learner.1", "redis")
     blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]
     blows += [fire.kill_in_step, fire.kill_in_checkpoint, fire.replace_paused_learner, fire.hang_redis]
@@ -86,7 +86,8 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
 @pytest.mark.timeout(700 + 60 * BLOWS)
 def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_twice(tmp_path: Path, tools_cache: Path):
     sections = {"episode": EPISODE, "archive": {"enabled": True}}
-    fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", **sections), tmp_path / "run", SEED)
+    poison = POISONED | dict.fromkeys(HANGING, "hang tool")
+    fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", poison, **sections), tmp_path / "run", SEED)
     roles = ("feeder.0", "rollout.0", "rollout.0", "reward.0", "reward.0")
     blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]
     blows += [fire.kill_in_episode, fire.kill_in_episode, fire.kill_in_step]

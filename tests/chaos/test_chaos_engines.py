@@ -74,7 +74,7 @@ class EngineFire(Fire):
 
 def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Path, sort_cache: Path):
     weights = {"deadline": HANG_SECONDS, "dtype": "bfloat16"}
-    run = write_run(tmp_path, sort_cache, "Poisoned", engine=ENGINE, weights=weights)
+    run = write_run(tmp_path, sort_cache, "Poisoned", {}, engine=ENGINE, weights=weights)
     fire = EngineFire(run, tmp_path / "run", SEED)
     blows: list[Blow] = [fire.lose_both]
     if BLOWS > 12:  # each start of a server takes half a minute
@@ -99,4 +99,4 @@ def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Pat
         print("\n".join(f"{seconds:8.1f}  {what}" for seconds, what in fire.log))
         print(fire.last_words())
     _, letters = fire.streamrl("dead", "ls")
-    assert {letter["group"] for letter in letters["letters"]} <= {60, 75, 90, 110, 130}
+    assert letters["letters"] == []

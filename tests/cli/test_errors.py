@@ -270,7 +270,10 @@ def _commands():
     return [found for name in command_line.COMMANDS for found in below(command_line.load_command(name), name)]
 
 
-@pytest.mark.parametrize("module", ["streamrl.cli", "streamrl.queues", "streamrl.consumers", "streamrl.monitor.screen"])
+@pytest.mark.parametrize(
+    "module",
+    ["streamrl.cli", "streamrl.queues", "streamrl.consumers", "streamrl.monitor.screen", "streamrl.commands.finish"],
+)
 def test_looking_needs_no_torch(module: str):
     heavy = ("torch", "transformers", "safetensors", "matplotlib")
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"

@@ -101,10 +101,10 @@ def test_a_recording_is_made_and_trained(tiny: Path, tmp_path: Path):
     recorded = tmp_path / "runs" / "tiny" / "recording"
     trace = cli("trace", "3", "--run", str(recorded.parent), "--json")
     assert data_of(trace.stdout, "streamrl.trace/1")["record"]["gid"] == 3
-    again = process("up", run_file, "--train-only", str(recorded), cwd=tmp_path)
+    again = cli("up", run_file, "--train-only", str(recorded), cwd=tmp_path)
     assert again.returncode == 78  # the directory of the run that recorded
     assert "recording.mode was 'write' and is 'read'" in again.stderr
-    fresh = process("up", run_file, "--train-only", str(recorded), "--fresh", cwd=tmp_path)
+    fresh = cli("up", run_file, "--train-only", str(recorded), "--fresh", cwd=tmp_path)
     assert (fresh.returncode, "would put" in fresh.stderr) == (2, True)
     assert recorded.is_dir()
     done = process(

@@ -35,8 +35,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(prepare, name, value)
-        assert prepare.main([str(folder)]) == 0
-        assert prepare.main([str(folder / "tools"), "--task", "tools"]) == 0
+        assert prepare.main([str(folder), "--force"]) == 0
+        assert prepare.main([str(folder / "tools"), "--task", "tools", "--force"]) == 0
         yield folder
 
 
@@ -61,8 +61,10 @@ def test_the_commands_that_are_printed_run(new: Path):
 
 
 @pytest.mark.parametrize("moment", ["torch is loaded", "the model is trained"])
-def test_ctrl_c_ends_the_warm_start_without_a_traceback(tmp_path: Path, moment: str):
+def test_ctrl_c_ends_the_preparation_without_a_traceback(tmp_path: Path, moment: str):
     command = [sys.executable, "-m", "streamrl", "init", str(tmp_path / "new"), "--template", "sort"]
+    if moment == "the model is trained":
+        command = [sys.executable, "-m", "streamrl.demo.prepare", str(tmp_path / "new"), "--force"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stderr is not None
         said = ""
@@ -84,7 +86,7 @@ def test_ctrl_c_ends_the_warm_start_without_a_traceback(tmp_path: Path, moment: 
 def test_two_preparations_at_once_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun, go = threading.Semaphore(0), threading.Event()
 
-    def slowly(folder: Path, *_: object) -> None:
+    def slowly(folder: Path, *_: object, **__: object) -> None:
         begun.release()
         assert go.wait(30)
         (folder / "cache").mkdir()

@@ -40,6 +40,16 @@ def test_prepare_makes_the_run_directory_and_starts_nothing(tiny: Path, tmp_path
     assert again.returncode == 0, again.stderr
 
 
+def test_up_loads_nothing_heavy_before_the_roles_start(tiny: Path, tmp_path: Path):
+    code = (
+        "import sys; from streamrl.cli import run; code = run(['up', sys.argv[1], '--prepare', '--run', 'r']);"
+        "heavy = ('torch', 'transformers', 'matplotlib', 'aiohttp', 'ray');"
+        "print(code, [name for name in heavy if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(tiny / "run.yaml")]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == "0 []\n"
+
+
 def test_wrong_ways_to_start(tiny: Path, tmp_path: Path):
     run_file = str(tiny / "run.yaml")
     assert cli("up", cwd=tmp_path).returncode == 2

@@ -18,7 +18,7 @@ from .run_kit import cli, data_of, process
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 LONGEST = 300
 """Seconds for a whole run on busy cores."""
-SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2"]
+SETTINGS = ["learner.lora.rank=4", "learner.lora.alpha=8", "learner.lr=1e-2", "evaluation.final_prompts=0"]
 
 
 def up(tiny: Path, folder: Path, *settings: str, resume: bool = False) -> Path:

@@ -19,6 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request, RequestLimits
 from streamrl.http import Lost
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.producers.engines.slots import Job
 from streamrl.servers.dialect import Chunk
 from streamrl.servers.request import Response, read_response
 from streamrl.servers.server import Server
@@ -156,12 +157,23 @@ class HeardEngine(HfEngine):
                 await asyncio.wait([sampling], timeout=0.002)
                 assert self._decoder is not None
                 for row in tuple(self._decoder._batch._rows):
-                    if row is not None and row.job.prompt == tokens and (count := len(row.logprobs)) > told:
+                    if row is not None and row.prompt == tokens and (count := len(row.logprobs)) > told:
                         listener(row.tokens[told:count], row.logprobs[told:count])
                         told = count
             return await sampling
         finally:
             sampling.cancel()
+
+    async def abort(self) -> None:
+        """End all requests with what they have."""
+        self._flush()
+        decoder = self._serving()
+
+        def take() -> list[Job]:
+            with decoder.exclusive():
+                return decoder.take()
+
+        self._resolve(await self._run(self._patience, take))
 
 
 class HeardServer(Server):

@@ -9,12 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 from streamrl.consumers.worker import run_reward_worker
+from streamrl.learner.leader import run_learner
 from streamrl.producers.feeder import run_feeder
 from streamrl.producers.replica import run_rollout
 from streamrl.queues import Role
 from streamrl.queues.ledger import Ledger
 from streamrl.runtime.audit import Audit, audit
-from tests.producers.producer_kit import Run, kill, until, write_prompts
+from tests.forked import kill
+from tests.producers.producer_kit import Run, until, write_prompts
 
 ROLES = {"feeder.0": run_feeder, "rollout.0": run_rollout, "reward.0": run_reward_worker}
 
@@ -35,7 +37,7 @@ class Pipeline:
     @contextlib.asynccontextmanager
     async def running(self):
         """All roles are started; at the end those in this process are stopped, and have to end without an error."""
-        learner = self.run.spawn("streamrl.learner.leader:run_learner", "learner.0")
+        learner = self.run.spawn(run_learner, "learner.0")
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(kill, learner)
             self._stack, self.learner = stack, learner
@@ -56,7 +58,7 @@ class Pipeline:
 
     def alive(self) -> bool:
         """No role has died. The learner may have reached its end."""
-        return not any(task.done() for task in self.tasks.values()) and self.learner.poll() in {None, 0}
+        return not any(task.done() for task in self.tasks.values()) and self.learner.exitcode in {None, 0}
 
     async def until_step(self, ledger: Ledger, version: int) -> None:
         await until(lambda: self._reached(ledger, version), 60)
@@ -67,8 +69,8 @@ class Pipeline:
 
     async def end(self) -> Audit:
         """Wait for the learner's own end, with every role alive, and account for every group."""
-        await until(lambda: not self.alive() or self.learner.poll() is not None, 90)
-        assert self.learner.returncode == 0
+        await until(lambda: not self.alive() or self.learner.exitcode is not None, 90)
+        assert self.learner.exitcode == 0
         assert self.alive()
         async with self.run.open() as ledgers:
             found = await audit(self.run.config, self.run.run_dir, ledgers)

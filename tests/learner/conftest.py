@@ -38,17 +38,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[object]:
-    """Starts learners that can be killed."""
-    from leader_kit import Zygote
-
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny model of whole runs."""
     from playing import make_model
@@ -57,10 +47,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(redis_run: object, model: Path, zygote: object) -> Iterator[object]:
+def run(redis_run: object, model: Path) -> Iterator[object]:
     """A run with a player; the test starts its learners, and none of them outlives it."""
     from leader_kit import Run
 
-    made = Run(redis_run, model, zygote)
+    made = Run(redis_run, model)
     yield made
     made.kill()

@@ -4,64 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import orjson
 from playing import Player, make_config
 
+from streamrl.learner import leader, recorder
 from streamrl.learner.checkpoint import Checkpoints
+from streamrl.producers import player
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runtime.audit import audit
+from tests import forked
 
 DEADLINE = 60
-
-
-class Zygote:
-    """Starts learners that can be killed."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "zygote.py")]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
-        assert self._line() == "ready"
-
-    def _line(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def ask(self, **order) -> int:
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self._line())
-
-    def start(self, run_dir: Path, **order) -> int:
-        return self.ask(start=str(run_dir), **order)
-
-    async def wait(self, pid: int) -> int:
-        """Exit code, negative for a signal. A learner that does not end within the deadline is killed."""
-        waiting = asyncio.create_task(asyncio.to_thread(self.ask, wait=pid))
-        done, _ = await asyncio.wait([waiting], timeout=DEADLINE)
-        if not done:
-            os.kill(pid, signal.SIGKILL)
-            raise TimeoutError(f"the learner {pid} did not end: {await waiting}")
-        return waiting.result()
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+RUNNERS = {"learner": leader.run_learner, "recorder": recorder.run_recorder, "player": player.run_player}
 
 
 class Run:
     """A run with a player; learners are started by the test."""
 
-    def __init__(self, redis_run, model, zygote) -> None:
+    def __init__(self, redis_run, model) -> None:
         self.run_dir, self.redis_run = redis_run.run_dir, redis_run
-        self._model, self._zygote = model, zygote
-        self.pids: list[int] = []
+        self._model = model
+        self._processes: dict[int, ForkServerProcess] = {}
+        forked.server()  # not later, when a player has leases
         self.players: list[Player] = []
         self.config = self.configure()
 
@@ -69,21 +36,27 @@ class Run:
         self.config = make_config(self.redis_run.config, self._model, self.run_dir, **learner)
         return self.config
 
-    def start(self, kill: str | None = None, **order) -> int:
-        self.pids.append(self._zygote.start(self.run_dir, kill=kill, **order))
-        return self.pids[-1]
+    def start(self, kill: str | None = None, name: str = "learner.0", **options) -> int:
+        process = forked.fork(RUNNERS[name.partition(".")[0]], self.run_dir, name, kill=kill, **options)
+        self._processes[process.pid] = process
+        return process.pid
 
     def kill(self) -> None:
         """Kill every learner that is still there."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self._processes.values():
+            forked.kill(process)
 
     async def wait(self, pid: int) -> int:
-        return await self._zygote.wait(pid)
+        """Exit code, negative for a signal. A learner that does not end within the deadline is killed."""
+        process = self._processes[pid]
+        await asyncio.to_thread(process.join, DEADLINE)
+        if process.exitcode is None:
+            forked.kill(process)
+            raise TimeoutError(f"{process.name} did not end: {self.log(process.name)}")
+        return process.exitcode
 
-    async def learn(self, kill: str | None = None, **order) -> int:
-        return await self.wait(self.start(kill, **order))
+    async def learn(self, kill: str | None = None, **options) -> int:
+        return await self.wait(self.start(kill, **options))
 
     @contextlib.asynccontextmanager
     async def play(self, **options):
@@ -125,9 +98,12 @@ class Run:
 
     async def until(self, condition) -> None:
         """Look until it is so; files and processes ring no bell."""
-        async with asyncio.timeout(DEADLINE):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                while not condition():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise TimeoutError(self.log()) from None
 
 
 def stopped(pid: int) -> bool:

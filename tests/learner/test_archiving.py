@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @contextlib.contextmanager
-def archiving(redis, model, zygote, **learner):
-    run = Run(redis, model, zygote)
+def archiving(redis, model, **learner):
+    run = Run(redis, model)
     run.configure(**learner)
     keep(run)
     yield run
@@ -67,8 +67,8 @@ KILLS = {
 
 
 @pytest.mark.parametrize("point", KILLS)
-async def test_a_killed_learner_archives_all_it_retires(redis_run, model, zygote, point):
-    with archiving(redis_run, model, zygote) as run:
+async def test_a_killed_learner_archives_all_it_retires(redis_run, model, point):
+    with archiving(redis_run, model) as run:
         async with run.play():
             assert await run.learn(KILLS[point]) == -signal.SIGKILL, run.log()
             if (run.run_dir / ARCHIVE).exists():
@@ -81,8 +81,8 @@ async def test_a_killed_learner_archives_all_it_retires(redis_run, model, zygote
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_dropped_groups_are_archived_before_they_go(redis_run, model, zygote, when):
-    with archiving(redis_run, model, zygote, advantage={"zero_variance": "drop"}, checkpoint_every=1000) as run:
+async def test_dropped_groups_are_archived_before_they_go(redis_run, model, when):
+    with archiving(redis_run, model, advantage={"zero_variance": "drop"}, checkpoint_every=1000) as run:
         async with run.play():
             kill = f"streamrl.queues.ledger:Ledger.drop:{when}:2"
             assert await run.learn(kill) == -signal.SIGKILL, run.log()
@@ -91,8 +91,8 @@ async def test_dropped_groups_are_archived_before_they_go(redis_run, model, zygo
         await check(run)
 
 
-async def test_a_learner_without_room_for_the_archive_trains(redis_run, model, zygote):
-    with archiving(redis_run, model, zygote) as run:
+async def test_a_learner_without_room_for_the_archive_trains(redis_run, model):
+    with archiving(redis_run, model) as run:
         (run.run_dir / ARCHIVE).write_text("in the way")
         async with run.play():
             assert await run.learn() == 0, run.log()
@@ -103,16 +103,16 @@ async def test_a_learner_without_room_for_the_archive_trains(redis_run, model, z
         assert run.log().count("groups are not in the archive") == 1, "given up at the end, with a word"
 
 
-async def test_an_archive_is_trained_like_a_recording(redis_run, model, zygote, tmp_path):
+async def test_an_archive_is_trained_like_a_recording(redis_run, model, tmp_path):
     """`up --train-only RUN_DIR/archive`; what is trained again is archived again."""
     first = RedisRun(tmp_path / "first")
     first.start()
-    with archiving(first, model, zygote, steps=None) as run:
+    with archiving(first, model, steps=None) as run:
         async with run.play(end=8):
             assert await run.learn() == 0, run.log()
         kept = run.run_dir / ARCHIVE
     first.kill()
-    with archiving(redis_run, model, zygote, steps=None) as run:
+    with archiving(redis_run, model, steps=None) as run:
         keep(run, recording=RecordingConfig(mode="read", path=kept))
         player = run.start(name="player.0")
         assert await run.learn() == 0, run.log()
@@ -122,8 +122,8 @@ async def test_an_archive_is_trained_like_a_recording(redis_run, model, zygote, 
         assert await check(run) == set(range(8))
 
 
-async def test_an_archive_without_log_probabilities_is_not_trained(redis_run, model, zygote, tmp_path):
-    with archiving(redis_run, model, zygote) as run:
+async def test_an_archive_without_log_probabilities_is_not_trained(redis_run, model, tmp_path):
+    with archiving(redis_run, model) as run:
         without = run.config.model_copy(update={"archive": ArchiveConfig(logprobs=False)})
         await archived(tmp_path, without, closed(0))
         keep(run, recording=RecordingConfig(mode="read", path=tmp_path / ARCHIVE))

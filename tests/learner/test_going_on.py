@@ -9,9 +9,9 @@ import signal
 
 import pytest
 from leader_kit import stopped
-from zygote import FENCED
 
 from streamrl.queues.records import ReplayOutcome
+from tests.forked import FENCED
 from tests.queues.ledger_kit import replay
 
 

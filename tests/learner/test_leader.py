@@ -1,6 +1,6 @@
 """The learner as real processes: steps, kills at every point of a step and of a checkpoint, fencing, full disks, ranks.
 
-`Player` closes groups as feeder, rollout replicas and reward workers would; the learners are forked by `zygote`.
+`Player` closes groups as feeder, rollout replicas and reward workers would; the learners are forks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import signal
 import orjson
 import pytest
 from leader_kit import DEADLINE, stopped
-from zygote import FENCED
 
 from streamrl.learner.checkpoint import Checkpoints, shard_name
 from streamrl.learner.checkpoint_files import open_shards
 from streamrl.learner.lineage import read_record
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.weight_sync.manifest import decode
+from tests.forked import FENCED
 
 
 async def test_a_run_of_six_steps_and_what_it_leaves_behind(run):

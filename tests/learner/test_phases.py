@@ -65,7 +65,7 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, model, zygote):
+def undisturbed(tmp_path_factory, model):
     """State, numbers and learning rates of a run that nobody kills, by its settings; each is made once."""
     made = {}
 
@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory, model, zygote):
         return made[name]
 
     async def play(redis, settings):
-        run = Run(redis, model, zygote)
+        run = Run(redis, model)
         run.configure(**settings)
         async with run.play():
             assert await run.learn() == 0, run.log()

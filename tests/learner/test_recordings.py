@@ -24,8 +24,8 @@ GROUPS = 40
 
 
 @contextlib.contextmanager
-def opened(redis, model, zygote, *, epochs=1, recording, **learner):
-    run = Run(redis, model, zygote)
+def opened(redis, model, *, epochs=1, recording, **learner):
+    run = Run(redis, model)
     run.configure(epochs=epochs, **learner)
     run.config = run.config.model_copy(update={"recording": RecordingConfig(**recording)})
     save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
@@ -34,13 +34,13 @@ def opened(redis, model, zygote, *, epochs=1, recording, **learner):
 
 
 @pytest.fixture
-def recording_run(redis_run, model, zygote):
-    with opened(redis_run, model, zygote, steps=None, recording={"mode": "write", "file_bytes": 1500}) as run:
+def recording_run(redis_run, model):
+    with opened(redis_run, model, steps=None, recording={"mode": "write", "file_bytes": 1500}) as run:
         yield run
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, model, zygote):
+def recorded(tmp_path_factory, model):
     """A recording of ten groups by a recorder that nobody killed, and one that is no message at its end."""
     redis = RedisRun(tmp_path_factory.mktemp("recorded") / "run")
     redis.start()
@@ -50,7 +50,7 @@ def recorded(tmp_path_factory, model, zygote):
             assert await run.learn(name="recorder.0") == 0, run.log("recorder.0")
         return await run.audit()
 
-    with opened(redis, model, zygote, steps=None, recording={"mode": "write"}) as run:
+    with opened(redis, model, steps=None, recording={"mode": "write"}) as run:
         found = asyncio.run(play(run))
         assert (found.trained, found.dead) == (10, 1)
         yield run.run_dir / FOLDER
@@ -91,8 +91,8 @@ async def test_a_killed_recorder_records_every_group_once(recording_run, point):
     assert await run.learn(name="learner.0") in {0, 78}, run.log()
 
 
-async def test_a_recording_ends_after_the_groups_of_its_steps(redis_run, model, zygote):
-    with opened(redis_run, model, zygote, steps=3, recording={"mode": "write"}) as run:
+async def test_a_recording_ends_after_the_groups_of_its_steps(redis_run, model):
+    with opened(redis_run, model, steps=3, recording={"mode": "write"}) as run:
         async with run.play():
             assert await run.learn(name="recorder.0") == 0, run.log("recorder.0")
         assert run.finished()["reason"] == "steps"
@@ -104,9 +104,9 @@ async def test_a_recording_ends_after_the_groups_of_its_steps(redis_run, model, 
 
 
 @pytest.mark.parametrize("fault", [None, "learner", pytest.param("player", marks=pytest.mark.slow)])
-async def test_a_recording_is_trained(redis_run, model, zygote, recorded, fault):
+async def test_a_recording_is_trained(redis_run, model, recorded, fault):
     read = {"mode": "read", "path": recorded}
-    with opened(redis_run, model, zygote, epochs=2, steps=None, recording=read) as run:
+    with opened(redis_run, model, epochs=2, steps=None, recording=read) as run:
         kills = {
             "player": "streamrl.queues.ledger:Ledger.admit_closed:after:9",
             "learner": "streamrl.learner.rank_group:RankWorker.apply:after:4",
@@ -131,8 +131,8 @@ async def test_a_recording_is_trained(redis_run, model, zygote, recorded, fault)
             assert (await ledgers.train.state()).epochs == 2
 
 
-async def test_another_temperature_is_refused(redis_run, model, zygote, recorded):
-    with opened(redis_run, model, zygote, recording={"mode": "read", "path": recorded}) as run:
+async def test_another_temperature_is_refused(redis_run, model, recorded):
+    with opened(redis_run, model, recording={"mode": "read", "path": recorded}) as run:
         sampling = run.config.sampling.model_copy(update={"temperature": 0.7})
         config = run.config.model_copy(update={"sampling": sampling})
         save(LoadedConfig(config=config, origins={}), run.run_dir / "run.json")
@@ -140,8 +140,8 @@ async def test_another_temperature_is_refused(redis_run, model, zygote, recorded
         assert "sampled at temperature 1" in run.log("player.0")
 
 
-async def test_a_recorder_goes_on_at_its_temperature_alone(redis_run, model, zygote, recorded):
-    with opened(redis_run, model, zygote, steps=None, recording={"mode": "write"}) as run:
+async def test_a_recorder_goes_on_at_its_temperature_alone(redis_run, model, recorded):
+    with opened(redis_run, model, steps=None, recording={"mode": "write"}) as run:
         shutil.copytree(recorded, run.run_dir / FOLDER)
         sampling = run.config.sampling.model_copy(update={"temperature": 0.7})
         config = run.config.model_copy(update={"sampling": sampling})
@@ -150,8 +150,8 @@ async def test_a_recorder_goes_on_at_its_temperature_alone(redis_run, model, zyg
         assert "sampled at temperature 1" in run.log("recorder.0")
 
 
-async def test_a_run_of_other_data_is_refused(redis_run, model, zygote, recorded):
-    with opened(redis_run, model, zygote, recording={"mode": "read", "path": recorded}) as run:
+async def test_a_run_of_other_data_is_refused(redis_run, model, recorded):
+    with opened(redis_run, model, recording={"mode": "read", "path": recorded}) as run:
         async with run.play(end=1):
             await run.until(lambda: run.players[0].cursor == 1)
         assert await run.learn(name="player.0") == 78

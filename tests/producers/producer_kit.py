@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import orjson
@@ -19,6 +16,7 @@ from streamrl.config import RunConfig
 from streamrl.queues import Lease, Role, open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import Prompt, Sample, SampleScore, decode, encode, pack_float32, pack_int32
+from tests.forked import fork
 
 
 def save_tokenizer(folder):
@@ -116,29 +114,9 @@ class Run:
                 await asyncio.gather(task, return_exceptions=True)
 
     def spawn(self, coroutine, name):
-        """Start a role as a process of its own: `module:function`."""
+        """Start a role as a process of its own."""
         save(LoadedConfig(config=self.config, origins={}), self.run_dir / "run.json")
-        return subprocess.Popen([sys.executable, "-c", SPAWNED, str(self.run_dir), coroutine, name])
-
-
-SPAWNED = """
-import asyncio, importlib, sys
-from pathlib import Path
-from streamrl.runfile import read_saved
-from streamrl.queues import open_role
-folder, where, name = Path(sys.argv[1]), *sys.argv[2:]
-module, function = where.split(":")
-run = getattr(importlib.import_module(module), function)
-async def main():
-    async with open_role(name, read_saved(folder / "run.json").config, folder) as role:
-        await run(role)
-asyncio.run(main())
-"""
-
-
-def kill(process):
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
+        return fork(coroutine, self.run_dir, name)
 
 
 class Hands:

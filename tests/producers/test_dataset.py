@@ -79,26 +79,26 @@ def test_chat_prompts_go_through_the_template_once(tmp_path, chat_tokenizer):
     assert text.token_ids.tolist() == [0, ord("x")]
 
 
-def test_chats_are_encoded_together_unless_one_is_refused(tmp_path, chat_tokenizer, monkeypatch):
-    sizes, encode = [], Tokenizer.encode_chats
+def test_chats_are_encoded_together_without_those_that_are_refused(tmp_path, chat_tokenizer, monkeypatch):
+    sizes, encode = [], Tokenizer.encode
 
-    def noted(self, chats):
-        sizes.append(len(chats))
-        return encode(self, chats)
+    def noted(self, texts, *, special):
+        sizes.append(len(texts))
+        return encode(self, texts, special=special)
 
-    monkeypatch.setattr(Tokenizer, "encode_chats", noted)
+    monkeypatch.setattr(Tokenizer, "encode", noted)
     chats = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
     path = write(tmp_path / "p.jsonl", *chats[:2], {"prompt": "x"}, chats[2])
     data = load_prompts(path, chat_tokenizer, PromptLimits(99, 100))
     assert [decode(prompt, Prompt).text[:7] for prompt in data.prompts] == ["[user]a", "[user]b", "x", "[user]c"]
-    assert sizes == [3]
+    assert sizes == [1, 3]
     with pytest.raises(DataError, match=r":2: .*no robots"):
         load_prompts(
             write(path, chats[0], {"messages": [{"role": "robot", "content": "a"}]}),
             chat_tokenizer,
             PromptLimits(99, 100),
         )
-    assert sizes == [3, 2, 1, 1]
+    assert sizes == [1, 3, 0, 1]
 
 
 def test_decoding_leaves_out_special_tokens_only(tokenizer):
@@ -157,8 +157,8 @@ def test_all_bad_lines_are_named_by_kind(tmp_path, chat_tokenizer):
     parts = caught.value.message.split("; ")
     assert parts[0].startswith(f"{path}:2: no JSON: ")
     assert parts[0].endswith("(also 5, 6, 7, 8, 9 and 2 more)")
-    assert parts[1] == f"{path}:4: needs either `prompt` (text) or `messages` (chat)"
-    assert parts[2] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also 13)"
+    assert parts[1] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also 13)"
+    assert parts[2] == f"{path}:4: needs either `prompt` (text) or `messages` (chat)"
     assert parts[3].startswith(f"{path}:12: the chat template of tiny-chat refuses the messages")
     assert len(parts) == 4
     assert "long_prompts: drop" in caught.value.hint
@@ -226,8 +226,8 @@ def test_a_saved_tokenizer_loads_and_encodes_alike(tmp_path, chat_tokenizer):
     make_backend(TEMPLATE).save_pretrained(tmp_path)
     loaded = Tokenizer.load(ModelConfig(path="elsewhere", tokenizer=str(tmp_path)))
     for texts in ([], ["a"], ["12=", "b c"]):
-        assert [ids.tolist() for ids in loaded.encode_texts(texts)] == [
-            ids.tolist() for ids in chat_tokenizer.encode_texts(texts)
+        assert [ids.tolist() for ids in loaded.encode(texts, special=True)] == [
+            ids.tolist() for ids in chat_tokenizer.encode(texts, special=True)
         ]
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import replica_kit
-from producer_kit import Hands, kill, until, write_prompts
+from producer_kit import Hands, until, write_prompts
 from rich.console import Console
 
 from streamrl.commands.rundir import find_run
@@ -25,6 +25,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
 from streamrl.wire import SampleScore, encode
+from tests.forked import kill
 
 
 def expected(run, count):
@@ -104,9 +105,9 @@ async def test_kill_9_of_the_feeder_at_any_moment(run):
         try:
             while (await ledgers.train.state()).done is None:
                 if process is None:
-                    process = run.spawn("streamrl.producers.feeder:run_feeder", "feeder.0")
+                    process = run.spawn(run_feeder, "feeder.0")
                 before = (await ledgers.train.state()).cursor
-                assert process.poll() is None
+                assert process.exitcode is None
                 await until(lambda before=before: moved(ledgers.train, before))
                 if kills < 3:  # somewhere in the middle of a burst of admissions
                     await hands.step()

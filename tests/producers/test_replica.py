@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from producer_kit import kill, payload, tiny_model, until
+from producer_kit import payload, tiny_model, until
 from replica_kit import Faulty, Learner, admit, check_sample, emitted, replica_on, samples_of, with_model
 
 from streamrl.config import RunConfig
@@ -23,6 +23,7 @@ from streamrl.producers.sampler import SampleOrder, seed_of
 from streamrl.producers.worker import lease_width
 from streamrl.queues import Role
 from streamrl.wire import Prompt, Sample, decode
+from tests.forked import kill
 
 PROMPT = Prompt(tokens=b"")
 
@@ -157,7 +158,7 @@ async def test_kill_9_in_mid_group_generates_only_what_is_missing(small):
     async with small.open() as ledgers:
         await Learner.of(small, ledgers)
         await admit(small, ledgers.train, 1, samples=8)
-        process = small.spawn("streamrl.producers.replica:run_rollout", "rollout.0")
+        process = small.spawn(run_rollout, "rollout.0")
         try:
             await until(lambda: emitted(ledgers.train, 1), 60)
         finally:

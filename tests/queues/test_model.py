@@ -595,4 +595,4 @@ TestLedgerOn62.settings = thorough(12)
 @pytest.mark.parametrize("machine", [LedgerMachine, LedgerMachine70])
 def test_the_ledger_thoroughly(machine):
     find_version(machine.version)
-    run_state_machine_as_test(machine, settings=thorough(50))
+    run_state_machine_as_test(machine, settings=thorough(20))

@@ -103,4 +103,4 @@ TestWholeOn70.settings = thorough(12)
 @pytest.mark.parametrize("machine", [WholeMachine, WholeMachine70])
 def test_whole_groups_thoroughly(machine):
     find_version(machine.version)
-    run_state_machine_as_test(machine, settings=thorough(40))  # the other rules have more in test_model
+    run_state_machine_as_test(machine, settings=thorough(16))  # the other rules have more in test_model

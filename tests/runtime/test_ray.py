@@ -68,10 +68,12 @@ def run_on(cluster: Any, folder: Path, settings: dict[str, Any], *units: Any, **
     return run
 
 
-async def test_roles_are_placed_drained_and_nothing_is_left(tmp_path: Path, cluster: Any, model: dict[str, Any]):
-    add(cluster)
+async def test_on_a_ray_of_its_own_roles_are_placed_drained_and_nothing_is_left(
+    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_TMPDIR", mkdtemp(prefix="ray-"))  # paths of sockets must be short
     units = [unit(tmp_path, "rollout.0", "ready", "serve"), unit(tmp_path, "reward.0", "ready", "serve")]
-    async with run_on(cluster, tmp_path, model, *units) as run:
+    async with run_on(SimpleNamespace(address="local"), tmp_path, model, *units) as run:
         await run.until(run.all_ready, 60)
         pids = [run.pid(name) for name in ("rollout.0", "reward.0")]
         os.kill(os.getpid(), signal.SIGTERM)
@@ -306,18 +308,3 @@ def test_a_run_whose_directory_is_on_the_driver_only(tiny: Path, tmp_path: Path)
         node.wait()
         made.shutdown()
         redis.kill()
-
-
-def said_by_ray(folder: Path) -> str:
-    """The end of what each process of a cluster wrote, to see why one died."""
-    files = sorted(folder.glob("ray/session_2*/logs/*.*"))
-    return "".join(f"\n--- {file}\n{file.read_text(errors='replace')[-1500:]}" for file in files if file.is_file())
-
-
-def test_a_whole_run_on_a_ray_of_its_own(tiny: Path, tmp_path: Path):  # noqa: F811
-    env = {"PYTHONPATH": str(tiny), "RAY_TMPDIR": str(mkdtemp(prefix="ray-"))}  # paths of sockets must be short
-    up = ["up", str(tiny / "run.yaml"), "--on", "ray", "--set", "cluster.address=local", "--screen", "logs"]
-    done = process(*up, cwd=tmp_path, env=env, seconds=200)
-    assert done.returncode == 0, done.stderr + done.stdout + said_by_ray(Path(env["RAY_TMPDIR"]))
-    data = data_of(cli("audit", "--json", cwd=tmp_path).stdout, "streamrl.audit/2")
-    assert (data["trained"], data["lost"], data["twice"]) == (12, 0, 0)

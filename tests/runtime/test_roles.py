@@ -153,11 +153,12 @@ from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
 from streamrl.runtime import roles
 roles._runner("feeder", 0, RunConfig())
 model = ModelConfig(path=sys.argv[1])
-print(sys.modules.get("torch") is None, Tokenizer.load(model).encode_texts(["0123", "31"]), vocabulary_of(model))
+ids = Tokenizer.load(model).encode(["0123", "31"], special=True)
+print(sys.modules.get("torch") is None, ids, vocabulary_of(model))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     model = ModelConfig(path=str(tmp_path))
-    assert done.stdout == f"True {Tokenizer.load(model).encode_texts(['0123', '31'])} {vocabulary_of(model)}\n"
+    assert done.stdout == f"True {Tokenizer.load(model).encode(['0123', '31'], special=True)} {vocabulary_of(model)}\n"
     assert "PyTorch" not in done.stderr
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final, Literal
 
 import torch
 
-from streamrl.engine import MemoryTag
 from streamrl.errors import WeightsError
-from streamrl.producers.engines.slots import JobOutcome, SlotDecoder
+from streamrl.producers.engines.slots import Job, SlotDecoder
 from streamrl.weight_sync.adapter import Names, adapted, merge
 from streamrl.weight_sync.manifest import Adapter, Pair
 from streamrl.weight_sync.tensors import Version
@@ -28,18 +27,12 @@ class Control:
         self._device: torch.device = model.device
         self._base = BaseWeights(model)
         self._hold = ExitStack()
-        self._asleep: set[MemoryTag] = set()
+        self._asleep = False
         self.pair: Pair = (0, 0)
 
-    def take(self) -> list[JobOutcome]:
-        with self._decoder.exclusive():
+    def close(self) -> list[Job]:
+        with self._hold, self._decoder.exclusive():
             return self._decoder.take()
-
-    def close(self) -> list[JobOutcome]:
-        try:
-            return self.take()
-        finally:
-            self._hold.close()
 
     def apply(self, version: Version) -> None:
         pair = version.pair
@@ -61,26 +54,17 @@ class Control:
             self.pair = pair
 
     def sleep(self, level: Literal[0, 1]) -> None:
-        new = not self._asleep
-        if new:
-            self._hold.enter_context(self._decoder.exclusive())
-        if level:
-            try:
-                self._decoder.release()
-            except BaseException:
-                if new:
-                    self._hold.close()
-                raise
-            self._model.to("cpu")
-        if new or level:
-            self._asleep = {"weights", "kv_cache"}
-
-    def wake(self, tags: Sequence[MemoryTag]) -> None:
-        if "weights" in tags and "weights" in self._asleep:
-            self._model.to(self._device)
-        self._asleep -= set(tags)
         if not self._asleep:
-            self._hold.close()
+            self._hold.enter_context(self._decoder.exclusive())
+            self._asleep = True
+        if level:
+            self._decoder.release()
+            self._model.to("cpu")
+
+    def wake(self) -> None:
+        self._model.to(self._device)
+        self._asleep = False
+        self._hold.close()
 
 
 # ---- a version and the model

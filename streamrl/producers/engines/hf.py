@@ -11,34 +11,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, EngineLoad, MemoryTag, ReplicaEngine, Request, RequestLimits
+from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
-from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotDecoder
+from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 WATCH_SECONDS = 0.25
 LOAD_SECONDS = 1800.0
 
 
-class HfEngine(ReplicaEngine):
-    """An engine on transformers, with the controls for devices that are shared; replicas need different seeds."""
+class HfEngine(Generator):
+    """An engine on transformers; replicas need different seeds. All belongs to one event loop.
+
+    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
+    died. A control (`apply`, `sleep`, `wake`) or a decode step that does not end within a deadline of the engine's own
+    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
+    the supervisor starts it again.
+    """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
         self._config = config
@@ -58,22 +63,24 @@ class HfEngine(ReplicaEngine):
         self._started = False
         self._closed = False
         self._tickets = itertools.count(1)
-        self._open: dict[int, asyncio.Future[JobOutcome]] = {}
+        self._open: dict[int, asyncio.Future[Job]] = {}
         self._arrived: list[Job] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._watcher: asyncio.Task[None] | None = None
 
-    @override
     async def start(self) -> None:
+        """Load the model and begin to decode. ConfigError: model missing or unusable, or an option it cannot serve."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
         self._looked_at = self._loop.time()
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
-        self._watcher.add_done_callback(self._watched)
 
-    @override
     async def close(self) -> None:
+        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
+
+        A repeat does nothing. Works on an engine that died or never started.
+        """
         if self._closed:
             return
         self._closed = True
@@ -124,26 +131,30 @@ class HfEngine(ReplicaEngine):
             seconds=self._loop.time() - start,
         )
 
-    async def abort(self) -> None:
-        """End all requests and let each `generate` return what there is, with `finish="abort"`; also while asleep."""
-        control = self._controlling()
-        self._flush()
-        self._resolve(await self._run(self._patience, control.take))
-
-    @override
     async def apply(self, version: Version) -> None:
+        """Replace all weights between two decode steps, while requests are in flight. Works while asleep.
+
+        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
+        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
+        weights. Requests that begin later see nothing that older weights computed. The present version again does
+        nothing. Cancelling the call does not stop an update that has begun. A version that is an adapter
+        (`Version.adapter`) changes the weights that the engine began with.
+
+        WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
+        """
         await self._run(self._patience, self._controlling().apply, version)
 
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
-        """Stop decoding; level 1 also frees keys and values and moves the weights to the host (not on a CPU).
+        """Stop decoding; level 1 also gives accelerator memory back. A repeat does nothing.
 
-        Requests are accepted and wait for `wake`. A repeat does nothing. `Refused`: requests are being decoded.
+        Level 1 frees keys and values and moves the weights to the host. Requests wait for `wake`, and go on with the
+        tokens that they have; their keys and values are computed again.
         """
         await self._run(self._patience, self._controlling().sleep, level)
 
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Undo `sleep`, in parts when only one tag is given. A repeat does nothing."""
-        await self._run(self._patience, self._controlling().wake, tags)
+    async def wake(self) -> None:
+        """Undo `sleep`. A repeat does nothing."""
+        await self._run(self._patience, self._controlling().wake)
 
     @override
     def load(self) -> EngineLoad:
@@ -181,11 +192,11 @@ class HfEngine(ReplicaEngine):
             jobs, self._arrived = self._arrived, []
             self._decoder.submit(jobs)
 
-    def _resolve(self, outcomes: list[JobOutcome]) -> None:
-        for outcome in outcomes:
-            future = self._open.get(outcome.ticket)
+    def _resolve(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            future = self._open.get(job.ticket)
             if future is not None and not future.done():
-                future.set_result(outcome)
+                future.set_result(job)
 
     def _fail_open(self, error: Exception) -> None:
         for future in list(self._open.values()):
@@ -201,11 +212,6 @@ class HfEngine(ReplicaEngine):
                 self._fail_open(_death(self._failure))
                 return
             await asyncio.sleep(WATCH_SECONDS)
-
-    def _watched(self, watcher: asyncio.Task[None]) -> None:
-        if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._fail(error)
-            self._fail_open(_death(error))
 
     def _look(self) -> None:
         """Record a decode loop that is dead, or that has a step to make and makes none for too long."""
@@ -223,34 +229,27 @@ class HfEngine(ReplicaEngine):
         if failure is not None:
             self._fail(failure)
 
-    async def _run(self, seconds: float, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    async def _run(self, seconds: float, work: Callable[..., _T], *args: Any) -> _T:
         """Run work on the control thread, in order of the calls; work that does not end makes the engine dead.
 
         A cancelled caller stops neither the work, which would leave a model half changed, nor its deadline.
         """
-        future = self._loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        future = self._loop.run_in_executor(self._thread, lambda: work(*args))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
-        deadline = self._loop.call_later(seconds, self._fail, late)
 
-        def settled(_: asyncio.Future[_T]) -> None:
-            deadline.cancel()
-            if not future.cancelled() and isinstance(error := future.exception(), DeadlineExceeded):
-                self._fail(error)  # the decode step that the work waits for does not end
-
-        future.add_done_callback(settled)
-        try:
+        async def result() -> _T:
             await asyncio.wait([future], timeout=seconds)
-            if not future.done():
-                self._fail(late)
-                raise late
-            if future.cancelled():
-                raise Unreachable("the engine was closed")
-            return future.result()
-        except DeadlineExceeded as error:
-            raise _death(error) from error
-        finally:
-            if not future.done():
-                future.add_done_callback(_log_failure)
+            try:
+                if not future.done():
+                    raise late
+                if future.cancelled():
+                    raise Unreachable("the engine was closed")
+                return future.result()
+            except DeadlineExceeded as error:  # also of the decode step that the work waits for
+                self._fail(error)
+                raise _death(error) from error
+
+        return await asyncio.shield(self._loop.create_task(result()))
 
     def _fail(self, cause: BaseException) -> None:
         """Mark the engine as dead; the first cause counts."""
@@ -277,12 +276,12 @@ class HfEngine(ReplicaEngine):
         self._control = Control(model, decoder, self._fail)
         self._decoder = decoder
 
-    def _deliver(self, outcomes: list[JobOutcome]) -> None:
+    def _deliver(self, jobs: list[Job]) -> None:
         """Called by any thread of the decoder."""
-        self._loop.call_soon_threadsafe(self._resolve, outcomes)
+        self._loop.call_soon_threadsafe(self._resolve, jobs)
 
-    def _tear_down(self) -> list[JobOutcome]:
-        ended: list[JobOutcome] = []
+    def _tear_down(self) -> list[Job]:
+        ended: list[Job] = []
         if self._decoder is None:
             return ended
         try:
@@ -296,8 +295,3 @@ class HfEngine(ReplicaEngine):
 
 def _death(failure: BaseException) -> Unreachable:
     return Unreachable(f"the engine died: {failure}")
-
-
-def _log_failure(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("an engine control failed after its caller left", exc_info=error)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, share_cores, usable_cores
@@ -22,20 +25,17 @@ _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 _TRIED_WINDOW: Final = 3
 
 
-def load_model(config: RunConfig) -> Any:
+def load_model(config: RunConfig) -> PreTrainedModel:
     """Load the policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
-    import transformers
-    from safetensors import SafetensorError
-
     engine = config.engine
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     elif THREADS not in os.environ:  # a role has its share in it; other processes compute alone
         torch.set_num_threads(share_cores(usable_cores(), 1))
     device = pick_device(engine.device)
-    transformers.utils.logging.disable_progress_bar()
+    disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             config.model.path,
             dtype=getattr(torch, engine.dtype),
             attn_implementation=engine.attention,
@@ -75,23 +75,6 @@ def stop_tokens(generation: Any, config: Any) -> frozenset[int]:
         logger.warning("model has no end-of-sequence token: every response runs into its length limit")
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def stop_tokens_of(model: str) -> frozenset[int]:
-    """Tokens that end a response of a model: those of its generation configuration, else of its configuration."""
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model {model!r} cannot be read: {error}", "model.path names a Hugging Face directory"
-        ) from error
-    try:
-        generation = transformers.GenerationConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        generation = None
-    return stop_tokens(generation, config)
 
 
 def context_length(config: RunConfig, model: Any) -> int:

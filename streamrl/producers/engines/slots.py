@@ -25,7 +25,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from streamrl.engine import EngineLoad, Finish, Request, Runs
-from streamrl.errors import DeadlineExceeded, Refused, Unreachable, WeightsError
+from streamrl.errors import DeadlineExceeded, Unreachable, WeightsError
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.stopping import StopTexts
 
@@ -39,11 +39,12 @@ SLIDING: Final = "sliding_attention"
 # ---- what comes in and goes out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Job:
-    """A checked request: `ticket` is never used again, `limit` fits the context.
+    """A checked request, and what was sampled for it so far.
 
-    `request`: for what else it asks of sampling, None: nothing; `stop` are its texts that end it.
+    `ticket` is never used again, `limit` fits the context. `request`: for what else it asks of sampling, None: nothing;
+    `stop` are its texts that end it. `finish` says how it ended.
     """
 
     ticket: int
@@ -52,37 +53,30 @@ class Job:
     temperature: float
     request: Request | None = None
     stop: StopTexts | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish = "abort"
+    generator: torch.Generator | None = None
+    _runs: Runs = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JobOutcome:
-    """How a job ended."""
+    @property
+    def runs(self) -> Runs:
+        """Which version sampled which tokens: `[(first token, version), ...]`."""
+        return [run for run in self._runs if run[0] < len(self.tokens)]
 
-    ticket: int
-    tokens: list[int]
-    logprobs: list[float]
-    runs: Runs
-    finish: Finish
-
-
-class Spans:
-    """The version runs of one request, `[(first token, version), ...]`; swaps without a token between are one."""
-
-    __slots__ = ("_runs",)
-
-    def __init__(self, version: int) -> None:
-        self._runs: Runs = [(0, version)]
-
-    def swap(self, sampled: int, version: int) -> None:
-        if self._runs[-1][0] == sampled:
+    def swap(self, version: int) -> None:
+        """Later tokens belong to `version`; swaps without a token between are one."""
+        if self._runs and self._runs[-1][0] == len(self.tokens):
             self._runs.pop()
-        self._runs.append((sampled, version))
-
-    def runs(self, sampled: int) -> Runs:
-        return [run for run in self._runs if run[0] < sampled]
+        if not self._runs or self._runs[-1][1] != version:
+            self._runs.append((len(self.tokens), version))
 
 
-Deliver: TypeAlias = Callable[[list[JobOutcome]], None]
+Deliver: TypeAlias = Callable[[list[Job]], None]
 
 
 # ---- keys and values
@@ -220,22 +214,6 @@ def attention_kinds(config: Any) -> set[str]:
     return set(kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL])
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    job: Job
-    spans: Spans
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    generator: torch.Generator | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.job.prompt) + len(self.tokens)
-
-    def outcome(self, finish: Finish) -> JobOutcome:
-        return JobOutcome(self.job.ticket, self.tokens, self.logprobs, self.spans.runs(len(self.tokens)), finish)
-
-
 class SlotBatch:
     """The sequences being decoded, and the step that samples one token for each. Not thread-safe."""
 
@@ -262,7 +240,7 @@ class SlotBatch:
         self._kinds = attention_kinds(config)
         self._window: int | None = config.sliding_window if SLIDING in self._kinds else None
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
-        self._rows: list[_Sequence | None] = [None] * slots
+        self._rows: list[Job | None] = [None] * slots
         self._high = 0
         device = model.device
         self._token = torch.zeros(slots, dtype=torch.long, device=device)
@@ -275,21 +253,22 @@ class SlotBatch:
         return self.slots - self._rows.count(None)
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> list[JobOutcome]:
-        """Compute the prompts of at most `slots - active` jobs, sample their first tokens; return jobs that ended."""
+    def admit(self, jobs: Sequence[Job]) -> list[Job]:
+        """Compute what at most `slots - active` jobs have, sample their next tokens; return jobs that ended."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
-            row = self._rows[slot] = _Sequence(job, Spans(self.version))
-            if job.request is not None and job.request.seed is not None:
-                row.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
-            groups.setdefault(job.prompt, []).append(slot)
-        ended: list[JobOutcome] = []
+            self._rows[slot] = job
+            job.swap(self.version)
+            if job.generator is None and job.request is not None and job.request.seed is not None:
+                job.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
+            groups.setdefault((*job.prompt, *job.tokens), []).append(slot)
+        ended: list[Job] = []
         for prompts in _parts(sorted(groups, key=len)):
             ended += self._prefill(prompts, [groups[prompt] for prompt in prompts])
         return ended
 
-    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[JobOutcome]:
+    def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Job]:
         """One forward pass over distinct prompts, the longest last, padded on the right.
 
         The model's own causal mask keeps the padding out, and what lies before a sliding window.
@@ -327,7 +306,7 @@ class SlotBatch:
         return min(1.0, used / (self.slots * self.context))
 
     @torch.inference_mode()
-    def step(self) -> list[JobOutcome]:
+    def step(self) -> list[Job]:
         self._compact()
         count = self._high
         position = self._position[:count]
@@ -358,34 +337,34 @@ class SlotBatch:
         sliding = full.masked_fill(self._ruler[:span] <= place - self._window, -math.inf)
         return {FULL: full, SLIDING: sliding} if FULL in self._kinds else sliding
 
-    def take(self, tickets: Collection[int] | None = None) -> list[JobOutcome]:
-        ending = [(slot, row) for slot, row in self._active() if tickets is None or row.job.ticket in tickets]
+    def take(self, tickets: Collection[int] | None = None) -> list[Job]:
+        ending = [(slot, row) for slot, row in self._active() if tickets is None or row.ticket in tickets]
         self._free([slot for slot, _ in ending])
-        return [row.outcome("abort") for _, row in ending]
+        return [row for _, row in ending]
 
     def swapped(self, version: int) -> None:
         self.version = version
         for _, row in self._active():
-            row.spans.swap(len(row.tokens), version)
+            row.swap(version)
 
     def release(self) -> None:
         """Free the keys and values; only without sequences. The next `admit` allocates again."""
         self._cache.free()
 
-    def _active(self) -> Iterator[tuple[int, _Sequence]]:
+    def _active(self) -> Iterator[tuple[int, Job]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
     def _draw(self, logits: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the next token of each slot; free ones draw what nobody reads."""
         rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
-        if all(row.job.request is None and row.job.temperature == 1.0 for row in rows.values()):
+        if all(row.request is None and row.temperature == 1.0 for row in rows.values()):
             return sample(logits, None, self._generator)  # the usual case, and a division saved
-        special = {at: row.job.request for at, row in rows.items() if row.job.request is not None}
+        special = {at: row.request for at, row in rows.items() if row.request is not None}
         early = [at for at, asked in special.items() if len(rows[at].tokens) < asked.min_tokens]
         if early and self._stop:
             logits = logits.clone()
             logits[torch.tensor(early)[:, None], torch.tensor(list(self._stop))] = -math.inf
-        heat = [rows[at].job.temperature if at in rows else 1.0 for at in range(len(slots))]
+        heat = [rows[at].temperature if at in rows else 1.0 for at in range(len(slots))]
         return sample(
             logits,
             torch.tensor(heat, device=logits.device),
@@ -394,8 +373,8 @@ class SlotBatch:
             own={at: row.generator for at, row in rows.items() if row.generator is not None},
         )
 
-    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[JobOutcome]:
-        ended: list[JobOutcome] = []
+    def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[Job]:
+        ended: list[Job] = []
         freed: list[int] = []
         total = 0.0
         for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
@@ -406,9 +385,10 @@ class SlotBatch:
             row.logprobs.append(logprob)
             total += logprob
             self.tokens_sampled += 1
-            stopped = token in self._stop or (row.job.stop is not None and row.job.stop.ends(row.tokens))
-            if stopped or len(row.tokens) == row.job.limit:
-                ended.append(row.outcome("stop" if stopped else "length"))
+            stopped = token in self._stop or (row.stop is not None and row.stop.ends(row.tokens))
+            if stopped or len(row.tokens) == row.limit:
+                row.finish = "stop" if stopped else "length"
+                ended.append(row)
                 freed.append(slot)
         if not math.isfinite(total):
             raise WeightsError(f"version {self.version} of the weights gives log-probabilities that are not finite")
@@ -535,26 +515,20 @@ class SlotDecoder:
                 self._holds -= 1
                 self._changed.notify_all()
 
-    def take(self) -> list[JobOutcome]:
-        """Inside `exclusive`: end all jobs and return what they have, `finish="abort"`."""
+    def take(self) -> list[Job]:
+        """Inside `exclusive`: end all jobs and return them with what they have, `finish="abort"`."""
         with self._changed:
             ending, self._waiting = self._waiting, deque()
-        return [JobOutcome(job.ticket, [], [], [], "abort") for job in ending] + self._batch.take()
+        return [*ending, *self._batch.take()]
 
     def swapped(self, version: int) -> None:
         """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
         self._batch.swapped(version)
 
     def release(self) -> None:
-        """Inside `exclusive`: free the cache, which the next prompt allocates again.
-
-        `Refused`: a job is being decoded, and nothing has changed.
-        """
-        if self._batch.active:
-            raise Refused(
-                f"{self._batch.active} requests are being decoded: their keys and values would be lost",
-                "abort them or wait for their end, then sleep",
-            )
+        """Inside `exclusive`: free the cache. Jobs that were begun wait before all others, and are computed again."""
+        with self._changed:
+            self._waiting.extendleft(reversed(self._batch.take()))
         self._batch.release()
 
     def load(self, arriving: int) -> EngineLoad:

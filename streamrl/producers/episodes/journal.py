@@ -67,9 +67,7 @@ class AnswersEntry(msgspec.Struct, frozen=True, tag="answers"):
 
 
 _Entry: TypeAlias = ReplyEntry | AnswersEntry
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode_begin: Final = msgspec.msgpack.Decoder(BeginEntry).decode
-_decode: Final = msgspec.msgpack.Decoder(_Entry).decode
+_encode: Final = msgspec.msgpack.encode
 
 
 class BeginAgain(StreamrlError):
@@ -168,8 +166,8 @@ class EpisodeJournal:
             return
         entries = None
         with contextlib.suppress(msgspec.DecodeError):  # another version of streamrl wrote it
-            self.restarts = _decode_begin(turns[0]).restarts
-            entries = [_decode(turn) for turn in turns[1:]]
+            self.restarts = msgspec.msgpack.decode(turns[0], type=BeginEntry).restarts
+            entries = [msgspec.msgpack.decode(turn, type=_Entry) for turn in turns[1:]]
         if self._full or entries is None:
             await self._forget()
             return

@@ -7,7 +7,7 @@ the class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +18,8 @@ from typing_extensions import override
 
 from streamrl.errors import ConfigError, DataError, need_packages
 from streamrl.producers.episodes import probe
-from streamrl.producers.episodes.control_tokens import ControlTokens, CuttingTokenizer
-from streamrl.producers.episodes.messages import json_object
-from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
+from streamrl.producers.episodes.messages import ControlTokens, CuttingTokenizer, json_object
+from streamrl.producers.episodes.rendering import ChatRenderer, Ids, Message, Messages, Reply, Tools, ToolSchema
 from streamrl.producers.episodes.template import TemplateRenderer
 from streamrl.producers.episodes.tool_formats import FORMATS, WrittenCall, name_calls
 from streamrl.producers.tokenizer import Tokenizer
@@ -52,7 +51,7 @@ def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer
 def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> probe.Findings:
     """Probe how episodes extend the chats of a model; `why` says all of it in words. Errors as `renderer_of`."""
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode(ids: Ids) -> str:
         return tokenizer.decode(ids, special=True)
 
     renderer = renderer_of(tokenizer, tool_format)
@@ -65,9 +64,7 @@ def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> probe.Findi
     return probe.Findings(findings.stable, "; ".join(said))
 
 
-def _unlike_template(
-    renderer: ChatRenderer, template: TemplateRenderer, decode: Callable[[Sequence[int]], str]
-) -> list[str]:
+def _unlike_template(renderer: ChatRenderer, template: TemplateRenderer, decode: Callable[[Ids], str]) -> list[str]:
     """What a server would render differently, in words: none or one."""
     try:
         ours, theirs = (each.render(probe.MESSAGES, probe.TOOLS) for each in (renderer, template))
@@ -105,31 +102,19 @@ class KnownRenderer(ChatRenderer):
         self._tokenizer = tokenizer
         self._inner = inner
         self._control = ControlTokens(tokenizer.backend)
-        self._stops = frozenset(int(token) for token in inner.get_stop_token_ids())
-
-    @property
-    @override
-    def stops(self) -> frozenset[int]:
-        return self._stops
+        self.stops = frozenset(int(token) for token in inner.get_stop_token_ids())
 
     @override
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = None) -> list[int]:
         spelled = self._spell(self._tokenizer.with_system(messages))
         try:
             return list(self._inner.render_ids(spelled, tools=_listed(tools), add_generation_prompt=True))
         except _REFUSALS as error:
-            raise self._refused(error) from error
+            what = f"the renderer {self.family} of {self._tokenizer.name} refuses the messages: {error!r}"
+            raise DataError(what) from error
 
     @override
-    def extend(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema] | None,
-        ids: Sequence[int],
-        new: Sequence[Mapping[str, Any]],
-        *,
-        sampled: int,
-    ) -> list[int] | None:
+    def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
         begin = len(ids) - sampled
         prompt, turn = [int(token) for token in ids[:begin]], [int(token) for token in ids[begin:]]
         spelled = self._spell([*messages, *new])[len(messages) :]
@@ -143,14 +128,11 @@ class KnownRenderer(ChatRenderer):
         return list(bridged.token_ids[len(ids) :])
 
     @override
-    def parse(
-        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
-    ) -> Reply:
+    def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
         tokens = [int(token) for token in ids]
+        before = [int(token) for token in prompt]
         try:
-            found = self._inner.parse_response(
-                tokens, tools=_listed(tools), prompt_ids=[int(token) for token in prompt] or None
-            )
+            found = self._inner.parse_response(tokens, tools=_listed(tools), prompt_ids=before or None)
         except _REFUSALS:  # a policy may write anything; what cannot be read is content
             return Reply(self._tokenizer.decode(tokens))
         if found.tool_calls and not tools:  # they stay text, as they were sampled
@@ -158,18 +140,16 @@ class KnownRenderer(ChatRenderer):
                 raw = "".join(call.raw for call in found.tool_calls)
                 return Reply(f"{found.content or ''}{raw}", found.reasoning_content or "")
             begin = found.tool_calls[0].token_span[0]
-            end = len(tokens) - (tokens[-1] in self._stops)
-            before = self.parse(tokens[:begin], prompt=prompt)
-            return replace(before, content=before.content + self._tokenizer.decode(tokens[begin:end], special=True))
+            end = len(tokens) - (tokens[-1] in self.stops)
+            spoken = self.parse(tokens[:begin], prompt=prompt)
+            return replace(spoken, content=spoken.content + self._tokenizer.decode(tokens[begin:end], special=True))
         written = [self._written(call, tokens) for call in found.tool_calls]
         return Reply(found.content or "", found.reasoning_content or "", name_calls(written, tokens, prompt))
 
     def _written(self, call: Any, tokens: list[int]) -> WrittenCall:
-        raw = (
-            call.raw
-            if call.token_span is None
-            else self._tokenizer.decode(tokens[slice(*call.token_span)], special=True)
-        )
+        raw = call.raw
+        if call.token_span is not None:
+            raw = self._tokenizer.decode(tokens[slice(*call.token_span)], special=True)
         name = call.name if isinstance(call.name, str) else ""
         if call.status not in ("ok", "unknown_tool"):  # whether there is such a tool is for the episode to say
             return WrittenCall(raw, name)
@@ -177,7 +157,7 @@ class KnownRenderer(ChatRenderer):
         text = arguments if isinstance(arguments, str) else probe.json_text(arguments)
         return WrittenCall(raw, name, json_object(text))
 
-    def _spell(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    def _spell(self, messages: Messages) -> list[Message]:
         spelled = self._control.spell_out(messages)
         if self.family in _NAMES_RESULTS:
             calls = [call for message in spelled for call in message.get("tool_calls", ())]
@@ -186,9 +166,6 @@ class KnownRenderer(ChatRenderer):
                 if message["role"] == "tool" and not message.get("name"):
                     message["name"] = names.get(message.get("tool_call_id"), "unknown")
         return spelled
-
-    def _refused(self, error: Exception) -> DataError:
-        return DataError(f"the renderer {self.family} of {self._tokenizer.name} refuses the messages: {error!r}")
 
 
 def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
@@ -207,5 +184,5 @@ def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
         ) from error
 
 
-def _listed(tools: Sequence[ToolSchema] | None) -> list[ToolSchema] | None:
+def _listed(tools: Tools) -> list[ToolSchema] | None:
     return list(tools) if tools else None

@@ -16,6 +16,9 @@ Message: TypeAlias = dict[str, Any]
 `reasoning_content`."""
 ToolSchema: TypeAlias = dict[str, Any]
 """An OpenAI function: `{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`."""
+Ids: TypeAlias = Sequence[int]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Tools: TypeAlias = Sequence[ToolSchema] | None
 CallStatus: TypeAlias = Literal["ok", "malformed"]
 
 
@@ -67,10 +70,9 @@ class ChatRenderer(Protocol):
     `stops` are the ids that end a turn of the policy. Whether a turn can be extended, `extend` says.
     """
 
-    @property
-    def stops(self) -> frozenset[int]: ...
+    stops: frozenset[int]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the ids of a whole chat, with what opens the next turn of the policy at the end.
 
         Raises:
@@ -78,15 +80,7 @@ class ChatRenderer(Protocol):
         """
         ...
 
-    def extend(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema] | None,
-        ids: Sequence[int],
-        new: Sequence[Mapping[str, Any]],
-        *,
-        sampled: int,
-    ) -> list[int] | None:
+    def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
         """Return only the ids to append to `ids` for the messages `new`; what opens the next turn is at their end.
 
         Args:
@@ -105,9 +99,7 @@ class ChatRenderer(Protocol):
         """
         ...
 
-    def parse(
-        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
-    ) -> Reply:
+    def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
         """Return a sampled turn in parts; never fails, whatever the policy wrote.
 
         Args:

@@ -73,6 +73,7 @@ class SampledTurn:
         logprobs: of `tokens`.
         cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
             `context_overflow`.
+        text: all of it, its thinking and calls of tools as they were written; without special tokens.
         stopped: the text that ended it, which is not in `reply`; empty: none.
         pieces: `tokens` as text, if somebody asked for it.
     """
@@ -84,6 +85,7 @@ class SampledTurn:
     tokens: Int32Array
     logprobs: Float32Array
     cut: StopReason | None
+    text: str
     stopped: str = ""
     pieces: Sequence[str] = ()
 
@@ -204,7 +206,7 @@ class EpisodeSession:
         reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
         reply = replace(reply, calls=reply.calls[:most_calls])
         text, stopped = self._tokenizer.decode(tokens), ""
-        if ends is not None and ends.ends(tokens):
+        if ends.ends(tokens):
             text, stopped = ends.split(text, tokens)
             reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
             reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)
@@ -222,6 +224,7 @@ class EpisodeSession:
             completion.tokens,
             completion.logprobs,
             flight.limit if completion.finish == "length" else None,
+            text,
             stopped,
         )
 
@@ -244,22 +247,14 @@ class EpisodeSession:
         """The tokens of a reply as text, each by itself."""
         return [self._all_text([token]) for token in turn.tokens.tolist()]
 
-    def text(self, turn: SampledTurn) -> str:
-        """All text of a reply, its thinking and calls of tools as they were written; without special tokens."""
-        return self._history.turns[turn.number].text
-
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
         return len(self._history.place(messages, tools).ids)
 
-    def reward(self, value: float, turn: int | None = None) -> None:
-        """Add a finite number to the reward of sampled turn `turn`; None: of the last one. DataError: there is none."""
-        turns = self._history.turns
-        if turn is None:
-            turn = next((at for at in reversed(range(len(turns))) if turns[at].sampled), None)
-        if turn is None:
-            raise DataError("a reward for a turn before the first reply", "reward a chat after it has answered")
-        turns[turn].reward = (turns[turn].reward or 0.0) + finite(value, "the reward of a turn")
+    def reward(self, value: float, turn: int) -> None:
+        """Add a finite number to the reward of a sampled turn."""
+        rewarded = self._history.turns[turn]
+        rewarded.reward = (rewarded.reward or 0.0) + finite(value, "the reward of a turn")
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
         """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
@@ -450,18 +445,17 @@ class EpisodeSession:
 
     async def _completion(
         self, place: NextTurn, longest: int, own: Mapping[str, Any], key: bytes
-    ) -> tuple[Completion, StopTexts | None]:
+    ) -> tuple[Completion, StopTexts]:
         """What the journal has for this conversation, else what the engine samples; what texts may have ended it."""
         number = next(self._numbers)
         options = self._order.drawn(self._config, number) | dict(own)
         options["stop"] = tuple(options["stop"])
         if self._order.greedy:
             options["temperature"] = 0.0
-        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"]) if options["stop"] else None
+        ends = StopTexts(options["stop"], self._all_text, options["min_tokens"])
 
         async def sampled() -> Completion:
-            completion = await self._generate(place.ids, longest, number, options)
-            return completion if ends is None else ends.cut(completion)
+            return ends.cut(await self._generate(place.ids, longest, number, options))
 
         async with self._faults():
             completion = await self.journal.reply(key, sampled)

@@ -7,7 +7,6 @@ longer text begins with the shorter one, which is checked each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -17,8 +16,8 @@ from typing_extensions import override
 
 from streamrl.errors import DataError
 from streamrl.producers.episodes import probe
-from streamrl.producers.episodes.control_tokens import CUT, ControlTokens
-from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolSchema
+from streamrl.producers.episodes.messages import CUT, ControlTokens
+from streamrl.producers.episodes.rendering import ChatRenderer, Ids, Message, Messages, Reply, Tools
 from streamrl.producers.episodes.tool_formats import format_of, name_calls
 from streamrl.producers.tokenizer import Tokenizer
 
@@ -44,30 +43,17 @@ class TemplateRenderer(ChatRenderer):
         self._kept_text = lru_cache(_TEXTS)(lambda key: self._write(*orjson.loads(key)))
         self._kept_ids = lru_cache(_TEXTS)(lambda text: np.asarray(tokenizer.plain_ids(text), dtype=np.int32))
         self._form = self._find_form()
-        self._close = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[
-            2
-        ]
+        answered = self._text([*probe.QUESTION, {"role": "assistant", "content": _SENTINEL}])
+        self._close = answered.rpartition(_SENTINEL)[2]
         self._stops = self._find_stops()
-
-    @property
-    @override
-    def stops(self) -> frozenset[int]:
-        return frozenset(self._stops.values())
+        self.stops = frozenset(self._stops.values())
 
     @override
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = None) -> list[int]:
         return self._ids(self._text(messages, tools, opened=True))
 
     @override
-    def extend(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema] | None,
-        ids: Sequence[int],
-        new: Sequence[Mapping[str, Any]],
-        *,
-        sampled: int,
-    ) -> list[int] | None:
+    def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
         if not messages or messages[-1]["role"] != "assistant" or not new:
             return None
         if any(message["role"] == "assistant" for message in new):
@@ -84,33 +70,24 @@ class TemplateRenderer(ChatRenderer):
         return None if close is None else self._tail_ids(close + whole[len(held) :], closed=ids[-1] in self.stops)
 
     @override
-    def parse(
-        self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None, *, prompt: Sequence[int] = ()
-    ) -> Reply:
+    def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
         ended = len(ids) > 0 and ids[-1] in self.stops
         text = self._tokenizer.decode(ids[:-1] if ended else ids, special=True)
         reasoning, text = self._split_reasoning(text, prompt)
         content, written = self._format(text, tools) if tools else (text, [])
         return Reply(content, reasoning, name_calls(written, ids, prompt))
 
-    def _split_reasoning(self, text: str, prompt: Sequence[int]) -> tuple[str, str]:
+    def _split_reasoning(self, text: str, prompt: Ids) -> tuple[str, str]:
         if not self._thinks:
             return "", text
-        opened = (
-            self._tokenizer.decode(prompt[-8:], special=True).rstrip().endswith("<think>") if len(prompt) else False
-        )
+        opened = self._tokenizer.decode(prompt[-8:], special=True).rstrip().endswith("<think>")
         thought, end, rest = text.partition("</think>")
         if not (end or opened or text.lstrip().startswith("<think>")):
             return "", text
         return thought.replace("<think>", "", 1).strip(), rest.lstrip("\n")
 
     def _text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema] | None = None,
-        *,
-        opened: bool = False,
-        form: _ArgumentForm | None = None,
+        self, messages: Messages, tools: Tools = None, *, opened: bool = False, form: _ArgumentForm | None = None
     ) -> str:
         form = form or self._form
         if self._dated:  # what is kept would say yesterday's date after midnight
@@ -123,13 +100,7 @@ class TemplateRenderer(ChatRenderer):
             return self._kept_text(key)
         return self._write(messages, tools, opened, form)
 
-    def _write(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema] | None,
-        opened: bool,
-        form: _ArgumentForm,
-    ) -> str:
+    def _write(self, messages: Messages, tools: Tools, opened: bool, form: _ArgumentForm) -> str:
         shaped = [self._shape(message, form) for message in self._control.spell_out(messages)]
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
 

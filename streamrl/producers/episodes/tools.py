@@ -152,7 +152,7 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Tool], schemas: Sequence[ToolSchema] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._schemas = [*(tool.schema for tool in tools), *schemas]
+        self.schemas: list[ToolSchema] = [*(tool.schema for tool in tools), *schemas]
         if len(self._tools) < len(tools):
             raise PluginError(f"two tools have the same name: {', '.join(tool.name for tool in tools)}")
 
@@ -169,10 +169,6 @@ class Toolbox:
         """Prepare all tools. ConfigError: one of them cannot work here."""
         for tool in self._tools.values():
             await tool.open()
-
-    @property
-    def schemas(self) -> list[ToolSchema]:
-        return self._schemas
 
     def keeps_state(self, name: str) -> bool:
         """Whether a tool must see each call even if its answer is known: all but plain functions may keep a state."""

@@ -10,7 +10,6 @@ import torch
 from engine_kit import engine_config, held, named, random_model, request, versions
 
 from streamrl.errors import Unreachable
-from streamrl.producers.colocated import ColocatedEngine
 from streamrl.producers.engines.hf import HfEngine
 
 PROMPT = [5, 6, 7, 8]
@@ -19,10 +18,9 @@ PROMPT = [5, 6, 7, 8]
 @pytest.fixture
 async def shared(model_dir):
     engine = HfEngine(engine_config(model_dir("qwen2", stops=False)), seed=7)
-    made = ColocatedEngine(engine, stops=frozenset(), context=200, level=1)
-    await made.start()
-    yield made
-    await made.close()
+    await engine.start()
+    yield engine
+    await engine.close()
 
 
 @torch.no_grad()
@@ -36,7 +34,7 @@ def by_version(models, prompt, done):
     return np.asarray(found)
 
 
-async def sampled(engine: ColocatedEngine, tokens: int) -> None:
+async def sampled(engine: HfEngine, tokens: int) -> None:
     async with asyncio.timeout(30):
         while engine.load().tokens_sampled < tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -47,16 +45,13 @@ async def test_responses_go_on_after_every_turn_with_the_weights_then_in_force(s
     tasks = [asyncio.create_task(shared.generate(request(str(k), PROMPT, 150))) for k in range(8)]
     for version in (1, 2, 3):
         await sampled(shared, shared.load().tokens_sampled + 100)
-        await shared.leave()
-        await shared.leave()
+        await shared.sleep()
+        await shared.sleep()
         before = shared.load().tokens_sampled
-        applying = asyncio.create_task(shared.apply(held((1, version), named(models[version]))))
-        await asyncio.sleep(0)
-        assert not applying.done(), "weights are applied on the devices only"
+        await shared.apply(held((1, version), named(models[version])))
         assert shared.load().tokens_sampled == before
-        await shared.come_back()
-        assert applying.done()
-        await shared.come_back()
+        await shared.wake()
+        await shared.wake()
     for done in await asyncio.gather(*tasks):
         assert len(done.tokens) == 150
         assert done.finish == "length"
@@ -66,18 +61,18 @@ async def test_responses_go_on_after_every_turn_with_the_weights_then_in_force(s
 
 
 async def test_requests_that_come_while_it_is_away_wait(shared):
-    await shared.leave()
+    await shared.sleep()
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 5)))
     await asyncio.sleep(0)
     assert not task.done()
-    await shared.come_back()
+    await shared.wake()
     assert len((await task).tokens) == 5
 
 
 async def test_a_close_while_away_keeps_what_was_sampled(shared):
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 190)))
     await sampled(shared, 5)
-    await shared.leave()
+    await shared.sleep()
     await shared.close()
     done = await task
     assert done.finish == "abort"
@@ -93,7 +88,7 @@ async def test_a_close_ends_what_is_sampled(shared):
 
 
 async def test_a_close_while_away_ends_what_waits(shared):
-    await shared.leave()
+    await shared.sleep()
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 5)))
     await asyncio.sleep(0)
     await shared.close()
@@ -103,21 +98,11 @@ async def test_a_close_while_away_ends_what_waits(shared):
 
 
 async def test_a_turn_that_is_over_before_a_request_began_is_waited_out(shared):
-    await shared.leave()
+    await shared.sleep()
     task = asyncio.create_task(shared.generate(request("a", PROMPT, 5)))
     await asyncio.sleep(0)
-    await shared.come_back()
-    await shared.leave()  # the request has not had its turn in between
+    await shared.wake()
+    await shared.sleep()  # the request has not had its turn in between
     assert not task.done()
-    await shared.come_back()
+    await shared.wake()
     assert ((await task).finish, len((await task).tokens)) == ("length", 5)
-
-
-async def test_a_close_while_away_ends_an_update_that_waits(shared):
-    await shared.leave()
-    applying = asyncio.create_task(shared.apply(held((1, 1), named(random_model("qwen2", 1)))))
-    await asyncio.sleep(0)
-    await shared.close()
-    with pytest.raises(Unreachable):
-        async with asyncio.timeout(30):
-            await applying

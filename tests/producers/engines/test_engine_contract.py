@@ -1,4 +1,4 @@
-"""What every engine promises (`streamrl.engine.Engine`), of the one in this process."""
+"""What every engine promises (`streamrl.engine.Generator`), of the one in this process."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from streamrl.errors import WeightsError
 from streamrl.producers.engines import slots
 from streamrl.producers.engines.control import copy_weights, match_weights
 from streamrl.producers.engines.drawing import sample
-from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch, SlotCache, Spans, round_up
+from streamrl.producers.engines.slots import Job, SlotBatch, SlotCache, round_up
 
 
 def batch_of(model, count=5, context=200, stop=frozenset({EOS})):
     return SlotBatch(model, slots=count, context=context, stop_tokens=stop, generator=torch.Generator().manual_seed(1))
 
 
-def completion(outcome: JobOutcome) -> Completion:
+def completion(outcome: Job) -> Completion:
     return Completion(
         np.asarray(outcome.tokens, np.int32),
         np.asarray(outcome.logprobs, np.float32),
@@ -36,13 +36,13 @@ def completion(outcome: JobOutcome) -> Completion:
 
 @given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3))), st.integers(0, 5))
 def test_runs_say_which_version_sampled_which_token(version, steps, tail):
-    spans, truth = Spans(version), []
-    for tokens, newer in steps:
+    job, truth = Job(0, (3,), 99, 1.0), []
+    for tokens, newer in [*steps, (tail, 0)]:
+        job.swap(version)
         truth += [version] * tokens
+        job.tokens = truth
         version += newer
-        spans.swap(len(truth), version)
-    truth += [version] * tail
-    runs = spans.runs(len(truth))
+    runs = job.runs
     blank = bytes(4 * len(truth))
     # the wire refuses runs that are out of order or do not cover the tokens
     sample = wire.Sample(tokens=blank, logprobs=blank, runs=runs, finish="stop")
@@ -62,7 +62,7 @@ def test_random_schedules_are_exact(kind, seed, monkeypatch):
     move = batch._cache.move
     monkeypatch.setattr(batch._cache, "move", lambda *args: (moves.append(args), move(*args)))
     jobs: dict[int, Job] = {}
-    ended: list[JobOutcome] = []
+    ended: list[Job] = []
     texts = [tuple(source.randrange(3, VOCABULARY) for _ in range(length)) for length in (1, 2, 9, 30, 70)]
     while len(jobs) < 60 or batch.active:
         free = batch.slots - batch.active

@@ -1,4 +1,4 @@
-"""The engine in this process: levels and tags of sleep, figures, updates."""
+"""The engine in this process: levels of sleep, figures, updates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import asyncio
 import random
 
 import numpy as np
-import pytest
 from engine_kit import gated, held, named, plain, prompt, random_model, replay, request, versions
-
-from streamrl.errors import Refused
 
 
 async def test_level_0_keeps_keys_and_values(start):
@@ -55,29 +52,10 @@ async def test_level_0_stops_decoding_and_keeps_all(start):
         await gate.passed(4)
         await gate.during(engine.sleep(0))
         entered = gate.entered
-        with pytest.raises(Refused, match="being decoded"):
-            await engine.sleep(1)
-        await engine.wake(["weights"])
         await engine.sleep(0)
         assert gate.entered == entered
-        await engine.wake(["kv_cache"])
+        await engine.wake()
     np.testing.assert_allclose((await task).logprobs, plain(random_model("qwen2", 0), prompt(3), await task), atol=1e-5)
-
-
-async def test_waking_in_parts(start):
-    engine = await start()
-    await engine.generate(request("before", prompt(40), 4))
-    await engine.sleep(1)
-    await engine.sleep(1)
-    task = asyncio.create_task(engine.generate(request("a", prompt(40), 6)))
-    await engine.wake(["kv_cache"])
-    await engine.sleep(0)
-    assert not task.done()
-    await engine.apply(held((1, 1), named(random_model("qwen2", 1))))
-    await engine.wake(["weights"])
-    done = await task
-    assert done.runs == [(0, 1)]
-    np.testing.assert_allclose(done.logprobs, plain(random_model("qwen2", 1), prompt(40), done), atol=1e-5)
 
 
 # --- load, an update without its caller ---

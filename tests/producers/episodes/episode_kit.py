@@ -33,7 +33,7 @@ def add(a: int, b: int) -> int:
 
 def save_talker(folder, calls=(ADD, WRONG, ABSENT, BROKEN), *, ends=True):
     """A model that answers at random: half of its replies are `DONE` (if it `ends`), the others one of `calls`."""
-    backend = make_tokenizer(HERMES, eos="<|im_end|>")._backend
+    backend = make_tokenizer(HERMES, eos="<|im_end|>").backend
     backend.add_tokens([*calls, DONE])
     backend.save_pretrained(folder)
     size = 512
@@ -121,6 +121,6 @@ def config_of(episode, **sections):
 def order_of(tokenizer, text="what is 1 + 2?", **fields):
     messages = [{"role": "user", "content": text}]
     ids = renderer_of(tokenizer).render(messages)
-    rendered = tokenizer._backend.decode(ids)
+    rendered = tokenizer.backend.decode(ids)
     prompt = Prompt(tokens=pack_int32(ids), text=rendered, messages=messages, answer="3", metadata={"level": 1}, line=7)
     return SampleOrder(prompt, id="rollout.0-1", affinity="g0", **fields)

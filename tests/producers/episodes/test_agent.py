@@ -325,7 +325,7 @@ def test_agents_end_with_the_process_that_started_them(tmp_path):
 import asyncio
 from pathlib import Path
 from streamrl.config.episode import AgentConfig
-from streamrl.producers.episodes.agent_process import start_agent
+from streamrl.producers.episodes.agent import start_agent
 
 async def main():
     config = AgentConfig(command={agent(tmp_path, code)!r})

@@ -273,7 +273,7 @@ def shelves(ledger, **changed):
 def answers(sample):
     """What the tools answered, as the model read it."""
     ids = [turn.observed_ids for turn in sample.turns if turn.role == "tool"]
-    return [make_tokenizer(HERMES)._backend.decode(each) for each in ids]
+    return [make_tokenizer(HERMES).backend.decode(each) for each in ids]
 
 
 async def test_an_environment_that_restores_its_state_goes_on_without_running_its_tools_again(ledger):

@@ -17,13 +17,14 @@ from streamrl.queues.keys import GROUP
 from streamrl.runtime.audit import audit, structural_faults
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.wire import PROMPT, Prompt, Sample, decode, encode
-from tests.producers.producer_kit import Hands, kill
+from tests.forked import kill
+from tests.producers.producer_kit import Hands
 from tests.queues.ledger_kit import admit, until, until_async
 
 from .episode_kit import ADD, order_of, save_talker
-from .killed_replica import TURNS
+from .killed_replica import TURNS, serve
 
-GROUPS, SAMPLES, KILLS = 4, 2, 3
+GROUPS, SAMPLES, KILLS = 4, 2, 2
 WHERE = "tests.producers.episodes.killed_replica"
 
 
@@ -42,7 +43,7 @@ def noted(run):
 
 
 def more_noted(run, replica, count):
-    assert replica.poll() is None, "the replica ended by itself"
+    assert replica.exitcode is None, "the replica ended by itself"
     return len(noted(run)) >= count
 
 
@@ -112,13 +113,13 @@ async def samples_of_lives(run, folder):
             await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
         await publish(run, ledgers, folder)
         for life in range(KILLS):
-            replica = run.spawn(f"{WHERE}:serve", f"rollout.{life}")
+            replica = run.spawn(serve, f"rollout.{life}")
             try:
                 await until(partial(more_noted, run, replica, len(noted(run)) + 6), 90)
             finally:
                 kill(replica)
         assert not await all_emitted(train), "nobody died in mid-episode"
-        replica = run.spawn(f"{WHERE}:serve", "rollout.9")
+        replica = run.spawn(serve, "rollout.9")
         try:
             await until_async(lambda: all_emitted(train), 120)
         finally:
@@ -154,7 +155,7 @@ async def test_a_tool_that_kills_its_process_is_buried_and_the_others_are_made(r
             await admit(train, line, prompt=encode(msgspec.structs.replace(prompt, line=line)), samples=1)
         await publish(run, ledgers, folder)
         while await train.connection.read("XLEN", train.keys.prompts) and lives < 12:
-            replica = run.spawn(f"{WHERE}:serve", f"rollout.{lives}")
+            replica = run.spawn(serve, f"rollout.{lives}")
             lives += 1
             try:
                 await until_async(partial(dead_or_done, replica, train), 90)
@@ -190,9 +191,9 @@ async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run,
             await admit(train, group_id, prompt=encode(prompt), samples=SAMPLES)
         await publish(run, ledgers, folder)
         try:
-            replicas.append(run.spawn(f"{WHERE}:serve", "rollout.0"))
+            replicas.append(run.spawn(serve, "rollout.0"))
             await until_async(held_seconds, 90)
-            replicas.append(run.spawn(f"{WHERE}:serve", "rollout.1"))
+            replicas.append(run.spawn(serve, "rollout.1"))
             await until_async(lambda: ready("rollout.1"), 90)
             before = await held_seconds()
 
@@ -206,7 +207,7 @@ async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run,
             gate.touch()
             await until_async(lambda: all_emitted(train), 120)
             await until_async(lambda: ready("rollout.0"), 30)
-            assert [replica.poll() for replica in replicas] == [None, None]
+            assert [replica.exitcode for replica in replicas] == [None, None]
         finally:
             for replica in replicas:
                 kill(replica)
@@ -215,7 +216,7 @@ async def test_a_tool_that_holds_the_event_loop_is_named_and_costs_no_lease(run,
 
 
 async def dead_or_done(replica, ledger):
-    return replica.poll() is not None or not await ledger.connection.read("XLEN", ledger.keys.prompts)
+    return replica.exitcode is not None or not await ledger.connection.read("XLEN", ledger.keys.prompts)
 
 
 async def read(ledger, group_id):

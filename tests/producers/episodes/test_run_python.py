@@ -209,7 +209,7 @@ def configured(**episode):
 async def played(episode, config, *texts):
     async with EpisodeSampler(config, Script(TOKENIZER, texts), TOKENIZER, episode, "rollout.0") as sampler:
         sample = await sampler.sample(order_of(TOKENIZER))
-    return sample, [TOKENIZER._backend.decode(turn.observed_ids) for turn in sample.turns if turn.observed]
+    return sample, [TOKENIZER.backend.decode(turn.observed_ids) for turn in sample.turns if turn.observed]
 
 
 async def test_a_run_file_names_it_beside_functions_and_sets_its_limits():

@@ -48,7 +48,7 @@ async def sampled(episode, texts, limits=None, *, order=None, **sections):
 
 
 def heard(sample):
-    return [TOKENIZER._backend.decode(turn.observed_ids) for turn in sample.turns if turn.observed]
+    return [TOKENIZER.backend.decode(turn.observed_ids) for turn in sample.turns if turn.observed]
 
 
 async def test_a_real_model_calls_tools(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from streamrl import wire
 from streamrl.errors import DataError, Unreachable
 from streamrl.producers.episodes.clock import EpisodeOver
+from streamrl.producers.episodes.episode import Chat
 from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession
 from streamrl.score import Score
@@ -40,12 +41,12 @@ async def test_turns_are_one_sample_whose_tokens_are_those_of_the_engine():
     session, engine = session_of([call(ADD), "three"])
     first = await replied(session, CHAT, [LOOK_UP])
     session.used(first.calls[0].id, ToolUse(name="add", outcome="error", seconds=2.5))
-    session.reward(0.5)
+    session.reward(0.5, 1)
     engine.version = 2
     again = [*CHAT, first.message, answered("3", first.calls[0].id)]
     await replied(session, again, [LOOK_UP])
-    session.reward(1.0)
-    session.reward(-0.25)
+    session.reward(1.0, 3)
+    session.reward(-0.25, 3)
     sample = wire.decode(wire.encode(session.sample(Score(2.0, {"a": 1.0}), "rollout.0")), wire.Sample)
     assert sample.v == 2
     assert np.array_equal(sample.token_ids, ids_of(engine, f"{call(ADD)}<|im_end|>", "three<|im_end|>"))
@@ -75,7 +76,7 @@ async def test_a_text_ends_a_reply_and_the_conversation_goes_on_behind_its_token
     said = TOKENIZER.decode(turn.tokens)
     assert said.startswith("think\nObservation:")
     assert not TOKENIZER.decode(turn.tokens[:-1]).endswith("Observation:")
-    assert session.text(turn) == "think"
+    assert turn.text == "think"
     chat = [*CHAT, turn.reply.message, asked("Observation: it rains")]
     second = await session.sampled(chat)  # the texts of the run
     assert (second.reply.content, TOKENIZER.decode(second.tokens)) == ("done", "done;")
@@ -304,7 +305,7 @@ async def test_nothing_sampled_is_an_error_that_says_why():
     with pytest.raises(DataError, match=r"line 7 .* without a single sampled token"):
         session.sample()
     with pytest.raises(DataError, match="before the first reply"):
-        session.reward(1.0)
+        Chat(session).reward(1.0)
     session, _ = session_of([], order=order_of(TOKENIZER, text=LONG * 30))
     with pytest.raises(ContextOverflow, match=r"model\.context"):
         await replied(session, [asked(LONG * 30)])

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from streamrl.errors import ConfigError, Unreachable, leaves, need_packages, unwrapped
 from streamrl.http import read_key
-from streamrl.producers.episodes.agent_process import search_path
+from streamrl.producers.episodes.agent import search_path
 from streamrl.producers.episodes.environment import act
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.tools import Tool, as_text

@@ -102,7 +102,7 @@ class SteppedEpisode(Episode):
                 messages = _opening(task, (await playing.asend(None)).answer)
             while session.stop is None:
                 turn = await session.sampled(messages)
-                text = session.text(turn) if self.whole_text else turn.reply.content
+                text = turn.text if self.whole_text else turn.reply.content
                 step = await self._stepped(session, playing.asend(text))
                 if step.reward is not None:
                     steps, total = steps + 1, total + finite(step.reward, "the reward of a step")

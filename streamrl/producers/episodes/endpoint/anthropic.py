@@ -18,15 +18,17 @@ from streamrl.producers.episodes.endpoint.calls import (
     CallBody,
     CallRefused,
     Content,
+    Function,
     Options,
     Tokens,
     assistant,
     event,
-    function_schema,
+    most_calls,
     read_call,
     refuse,
     refuse_choice,
     said,
+    schemas,
     stop_texts,
 )
 from streamrl.producers.episodes.messages import text_of
@@ -46,12 +48,8 @@ class _Message(msgspec.Struct):
     content: Content
 
 
-class _Tool(msgspec.Struct):
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
-    strict: bool | None = None
+class _Tool(Function):
+    parameters: dict[str, Any] | None = msgspec.field(default=None, name="input_schema")
 
 
 class _Body(CallBody):
@@ -75,20 +73,14 @@ class AnthropicMessages(AgentApi):
         messages: list[Message] = [{"role": "system", "content": text_of(asked.system)}] if asked.system else []
         for message in asked.messages:
             messages += _spoken(message.content) if message.role == "assistant" else _answers(message.content)
-        tools = asked.tools or []
-        if other := next((tool.type for tool in tools if tool.type not in (None, "custom")), None):
-            what = f"there is no tool of type {other!r} here; only tools that the agent runs itself, with a schema"
-            raise CallRefused(400, what, "unsupported_parameter")
-        refuse("strict", any(tool.strict for tool in tools), ignored)
-        schemas = [function_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
         choice = asked.tool_choice or {}
         refuse_choice(choice.get("type"), ignored)
         return AgentCall(
             messages,
-            schemas,
+            schemas(asked.tools, ignored, "custom"),
             asked.model,
             asked.max_tokens,
-            0 if choice.get("type") == "none" else 1 if choice.get("disable_parallel_tool_use") else None,
+            most_calls(choice.get("type"), not choice.get("disable_parallel_tool_use")),
             asked.stream,
             options=asked.options(ignored, stop=stop_texts("stop_sequences", asked.stop_sequences, ignored)),
         )

@@ -80,6 +80,16 @@ class CallBody(msgspec.Struct, kw_only=True):
         return {name: value for name, value in (drawn | more).items() if value is not None}
 
 
+class Function(msgspec.Struct):
+    """A function that an agent offers to the model."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class AgentApi(Protocol):
     """One API: its bodies to calls, and turns to its answers. Implementations have no state."""
 
@@ -160,12 +170,25 @@ def json_schema(form: Mapping[str, Any] | None, ignored: Collection[str]) -> str
     return json.dumps(schema)
 
 
-def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+def schemas(tools: Sequence[Function] | None, ignored: Collection[str], kind: str = "function") -> list[ToolSchema]:
+    """CallRefused: one of the tools is none of this kind, has no name, or wants its arguments kept to the schema."""
+    found: list[ToolSchema] = []
+    for tool in tools or ():
+        if tool.type not in (None, kind):
+            what = f"there is no tool of type {tool.type!r} here; only functions that the agent runs itself"
+            raise CallRefused(400, what, "unsupported_parameter")
+        if not tool.name:
+            raise CallRefused(400, "a tool has no name")
+        refuse("strict", bool(tool.strict), ignored)
+        about = {} if tool.description is None else {"description": tool.description}
+        parameters = tool.parameters or {"type": "object", "properties": {}}
+        found.append({"type": "function", "function": {"name": tool.name, **about, "parameters": parameters}})
+    return found
+
+
+def most_calls(choice: object, parallel: bool | None) -> int | None:
+    """How many calls of tools a reply may have: with the choice `none` they stay text. None: any number."""
+    return 0 if choice == "none" else 1 if parallel is False else None
 
 
 def assistant(text: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:

@@ -19,16 +19,18 @@ from streamrl.producers.episodes.endpoint.calls import (
     AgentCall,
     CallBody,
     Content,
+    Function,
     Options,
     Tokens,
     assistant,
     event,
-    function_schema,
     json_schema,
+    most_calls,
     read_call,
     refuse,
     refuse_choice,
     said,
+    schemas,
     stop_texts,
 )
 from streamrl.producers.episodes.messages import text_of
@@ -62,15 +64,8 @@ class _Message(msgspec.Struct):
     name: str | None = None
 
 
-class _Schema(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class _Tool(msgspec.Struct):
-    function: _Schema
+    function: Function
     type: Literal["function"] = "function"
 
 
@@ -95,17 +90,15 @@ class ChatCompletions(AgentApi):
     @override
     def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
         asked = read_call(body, _Body, _OPTIONS, ignored)
-        functions = [tool.function for tool in asked.tools or ()]
-        refuse("strict", any(function.strict for function in functions), ignored)
         refuse_choice(asked.tool_choice, ignored)
         refuse("top_logprobs", bool(asked.top_logprobs), ignored, "only those of the sampled tokens are known")
         stop, schema = stop_texts("stop", asked.stop, ignored), json_schema(asked.response_format, ignored)
         return AgentCall(
             [_message(message) for message in asked.messages],
-            [function_schema(each.name, each.description, each.parameters) for each in functions],
+            schemas([tool.function for tool in asked.tools or ()], ignored),
             asked.model,
             asked.max_completion_tokens or asked.max_tokens,
-            0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
+            most_calls(asked.tool_choice, asked.parallel_tool_calls),
             bool(asked.stream),
             bool((asked.stream_options or {}).get("include_usage")),
             asked.options(ignored, stop=stop, json_schema=schema),

@@ -20,16 +20,18 @@ from streamrl.producers.episodes.endpoint.calls import (
     CallBody,
     CallRefused,
     Content,
+    Function,
     Options,
     Tokens,
     assistant,
     event,
-    function_schema,
     json_schema,
+    most_calls,
     read_call,
     refuse,
     refuse_choice,
     said,
+    schemas,
 )
 from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
@@ -61,14 +63,6 @@ class _Item(msgspec.Struct):
         return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
 
 
-class _Function(msgspec.Struct):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class _Text(msgspec.Struct, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -78,7 +72,7 @@ class _Body(CallBody):
     input: str | list[_Item]
     model: str = MODEL
     instructions: str | None = None
-    tools: list[_Function] | None = None
+    tools: list[Function] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Tokens | None = None
@@ -95,20 +89,15 @@ class Responses(AgentApi):
         messages = opening + _messages(items)
         if not messages:
             raise CallRefused(400, "`input` is empty")
-        tools = asked.tools or []
-        if other := next((tool.type for tool in tools if tool.type != "function"), None):
-            raise CallRefused(400, f"there is no tool of type {other!r} here; only functions", "unsupported_parameter")
-        refuse("strict", any(tool.strict for tool in tools), ignored)
-        schemas = [function_schema(tool.name, tool.description, tool.parameters) for tool in tools]
         refuse_choice(asked.tool_choice, ignored)
         text = asked.text or _Text()
         refuse("text.verbosity", text.verbosity not in (None, "medium"), ignored)
         return AgentCall(
             messages,
-            schemas,
+            schemas(asked.tools, ignored),
             asked.model,
             asked.max_output_tokens,
-            0 if asked.tool_choice == "none" else 1 if asked.parallel_tool_calls is False else None,
+            most_calls(asked.tool_choice, asked.parallel_tool_calls),
             bool(asked.stream),
             options=asked.options(ignored, json_schema=json_schema(text.format, ignored)),
         )

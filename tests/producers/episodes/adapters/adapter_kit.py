@@ -34,7 +34,7 @@ class Played:
         self.sample = sample
         self.rewards = [turn.reward for turn in sample.turns if turn.sampled]
         self.uses = [(use.name, use.outcome) for turn in sample.turns for use in turn.tools]
-        self.prompts = [TOKENIZER._backend.decode(request.tokens) for request in engine.requests]
+        self.prompts = [TOKENIZER.backend.decode(request.tokens) for request in engine.requests]
 
 
 @contextlib.asynccontextmanager
