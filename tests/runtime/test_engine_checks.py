@@ -13,10 +13,9 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
-from streamrl.runtime import preflight
 from streamrl.runtime.limits import shared_memory_copies
 from streamrl.runtime.preflight import look_at_engine, look_at_way
-from streamrl.servers import environments
+from streamrl.servers import environments, launch
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
@@ -97,7 +96,7 @@ def test_the_plug_in_of_every_engine_is_there(kind: str):
 def test_an_installation_without_the_plug_in_is_found(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(preflight, "PLUGIN", tmp_path / "plugin")
+    monkeypatch.setattr(launch, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
         look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 

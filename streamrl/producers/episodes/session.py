@@ -201,15 +201,9 @@ class EpisodeSession:
             finally:
                 self._flights.remove(flight)
                 self._landed.set()
-        readable = tools if most_calls != 0 else None
         tokens = completion.tokens.tolist()
-        reply = self._renderer.parse(tokens, readable, prompt=place.ids.tolist())
-        reply = replace(reply, calls=reply.calls[:most_calls])
-        text, stopped = self._tokenizer.decode(tokens), ""
-        if ends.ends(tokens):
-            text, stopped = ends.split(text, tokens)
-            reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
-            reply = replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning)
+        reply = self._renderer.parse(tokens, tools if most_calls != 0 else None, prompt=place.ids.tolist())
+        reply, text, stopped = self._ended(replace(reply, calls=reply.calls[:most_calls]), tokens, ends)
         self._calls += len(reply.calls)
         self._unread = self._unread + 1 if any(call.status == "malformed" for call in reply.calls) else 0
         uses, away = self._uses(place), self._away(place, begun)
@@ -227,6 +221,15 @@ class EpisodeSession:
             text,
             stopped,
         )
+
+    def _ended(self, reply: Reply, tokens: list[int], ends: StopTexts) -> tuple[Reply, str, str]:
+        """The reply and its text before the text of `stop` that ended it, which is the third."""
+        text = self._tokenizer.decode(tokens)
+        if not ends.ends(tokens):
+            return reply, text, ""
+        text, stopped = ends.split(text, tokens)
+        reasoning = reply.reasoning if reply.content else ends.before(reply.reasoning, tokens)
+        return replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning), text, stopped
 
     def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
         """The option of a reply (`stop`, `json_schema`, `temperature`, ... of `Request`) that it cannot have, and why.
