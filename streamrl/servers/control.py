@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from streamrl.engine import MemoryTag
 from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, Unreachable, WeightsError, WireError
-from streamrl.http import BadAnswer, Call, HttpClient
+from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.servers.dialect import Dialect
 from streamrl.servers.launch import adapters_in_flight
@@ -206,9 +206,11 @@ class ServerControl:
         try:
             await asyncio.to_thread(write_adapter, folder, version.adapter, version.tensors)
             await self._send([self._dialect.load_adapter(name, folder)], self._seconds)
-        except (ConfigError, BadAnswer, CannotCreate) as error:
-            hint = error.hint or "learner.lora.publish: merged works with every engine and every adapter"
+        except (BadRequest, BadAnswer) as error:
+            hint = "learner.lora.publish: merged works with every engine and every adapter"
             raise WeightsError(f"adapter {name!r} is refused: {error.message}", hint) from error
+        except CannotCreate as error:
+            raise WeightsError(error.message, error.hint) from error
         self._adapters.append(name)
         return name
 

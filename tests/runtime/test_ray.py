@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -66,21 +67,6 @@ def run_on(cluster: Any, folder: Path, settings: dict[str, Any], *units: Any, **
     run.config = run.config.model_validate({**run.config.model_dump(), **place, **settings})
     (folder / "run.json").write_bytes(orjson.dumps({}))
     return run
-
-
-async def test_on_a_ray_of_its_own_roles_are_placed_drained_and_nothing_is_left(
-    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RAY_TMPDIR", mkdtemp(prefix="ray-"))  # paths of sockets must be short
-    units = [unit(tmp_path, "rollout.0", "ready", "serve"), unit(tmp_path, "reward.0", "ready", "serve")]
-    async with run_on(SimpleNamespace(address="local"), tmp_path, model, *units) as run:
-        await run.until(run.all_ready, 60)
-        pids = [run.pid(name) for name in ("rollout.0", "reward.0")]
-        os.kill(os.getpid(), signal.SIGTERM)
-        outcome = await run.outcome()
-        assert outcome.reason == "stopped by SIGTERM"
-        assert run.journal("term") == [("rollout.0", "term"), ("reward.0", "term")]
-        assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 async def test_a_node_that_dies_loses_its_roles_which_start_elsewhere(
@@ -226,26 +212,46 @@ async def drive(folder: Path, address: str, settings: str) -> None:
     async with run_on(SimpleNamespace(address=address), folder, orjson.loads(settings), *units) as run:
         await run.until(run.all_ready, 60)
         (folder / "pids").write_text(" ".join(str(run.pid(name)) for name in ("rollout.0", "reward.0")))
-        await asyncio.Event().wait()
+        (folder / "reason").write_text((await run.outcome(300)).reason)
+
+
+@asynccontextmanager
+async def driven(folder: Path, address: str, settings: dict[str, Any]) -> AsyncIterator[tuple[Any, list[int]]]:
+    """The process of a supervisor whose roles are ready, and their pids."""
+    words = [str(folder), address, orjson.dumps(settings, default=str).decode()]
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", DRIVER, *words)
+    try:
+        async with asyncio.timeout(90):
+            while not (folder / "pids").exists():  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(0.1)
+        pids = [int(word) for word in (folder / "pids").read_text().split()]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        yield driver, pids
+    finally:
+        if driver.returncode is None:
+            driver.kill()
+        await driver.wait()
+
+
+async def test_on_a_ray_of_its_own_roles_are_placed_drained_and_nothing_is_left(
+    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_TMPDIR", mkdtemp(prefix="ray-"))  # paths of sockets must be short
+    async with driven(tmp_path, "local", model) as (driver, pids):
+        driver.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(driver.wait(), 60) == 0
+        assert (tmp_path / "reason").read_text() == "stopped by SIGTERM"
+        told = [line.split()[:2] for line in (tmp_path / "journal").read_text().splitlines()]
+        assert [name for name, event in told if event == "term"] == ["rollout.0", "reward.0"]
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 async def test_a_driver_that_is_killed_leaves_nothing_behind_and_another_goes_on(
     tmp_path: Path, cluster: Any, model: dict[str, Any]
 ):
     add(cluster)
-    settings = orjson.dumps(model, default=str).decode()
-    driver = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DRIVER, str(tmp_path), cluster.address, settings
-    )
-    try:
-        async with asyncio.timeout(90):
-            while not (tmp_path / "pids").exists():  # noqa: ASYNC110 (another process writes it)
-                await asyncio.sleep(0.1)
-        pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-        assert all(psutil.pid_exists(pid) for pid in pids)
-    finally:
-        driver.kill()
-        await driver.wait()
+    async with driven(tmp_path, cluster.address, model) as (_, pids):
+        pass
     async with asyncio.timeout(60):
         while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110 (other processes end)
             await asyncio.sleep(0.1)
