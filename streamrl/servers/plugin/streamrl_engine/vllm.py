@@ -107,10 +107,11 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
 
     def receive_weights(self, update_info: Update) -> None:
         """Load the version that was checked last. After a `BadVersion` the model samples no more, on no rank."""
-        self.model.compute_logits = _no_logits
+        # Graphs do not call `forward`; without it a rank that is whole would wait in a layer for the one that is not.
+        self.model.forward = self.model.compute_logits = _no_step
         with suppress(_FailedElsewhere):
             self._together(lambda: self._load(update_info.source))
-            del self.model.compute_logits
+            del self.model.forward, self.model.compute_logits
             self._landing.clear(keep=self._local)
 
     def _load(self, source: Mapping[str, Any]) -> None:
@@ -145,7 +146,7 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
             raise (BadVersion(problem) if last else _FailedElsewhere)
 
 
-def _no_logits(*_: Any) -> Any:
+def _no_step(*_: Any, **__: Any) -> Any:
     raise RuntimeError("an update of the weights failed here: they are a mixture")
 
 
