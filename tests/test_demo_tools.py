@@ -54,11 +54,11 @@ def test_the_tools_demo_learns_and_its_figures_are_true(tmp_path: Path, tools_ca
     run_dir = tmp_path / "demo"
     command = [sys.executable, "-m", "streamrl", "up", str(ROOT / "examples/tools/run.yaml"), "--run", str(run_dir)]
     environ = {**os.environ, "NO_COLOR": "1"}
-    goal = ["--set", "learner.stop_at_accuracy=0.8"]
+    goal = ["--set", "learner.stop_at_accuracy=0.7"]
     subprocess.run([*command, *goal, "--screen", "plain"], check=True, env=environ, timeout=800)
     summary = summary_of(run_dir)
     assert 0.28 <= summary["accuracy_before"] <= 0.48
-    assert summary["accuracy_after"] >= 0.72, "it ends at 0.8 on 128 prompts, whose standard deviation is 3.5 points"
+    assert summary["accuracy_after"] >= 0.6, "it ends at 0.7 on 128 prompts, whose standard deviation is 4 points"
     assert summary["samples_spanning_versions"] > 0
     rows = [json.loads(line) for line in (tools_cache / "held_out.jsonl").read_text().splitlines()]
     assert (

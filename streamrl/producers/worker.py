@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
@@ -30,6 +31,8 @@ from streamrl.wire import Prompt, decode, encode
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
+_STALE_SECONDS: Final = 10.0
+"""Old weights up to that are how `max_staleness` works."""
 _LOOKAHEAD: Final = 4
 """One more sample is leased for each so many slots: the next ones are there before a slot is free."""
 DRAIN_SHARE: Final = 0.22
@@ -83,7 +86,7 @@ class RolloutWorker:
         self._numbers = count()
         self._missing = 0
         self._opened = 0
-        self._stale = False
+        self._fresh_at: float | None = time.monotonic()
         self._leases = Leases(
             [role.ledgers.train, role.ledgers.evaluation],
             "prompts",
@@ -153,16 +156,15 @@ class RolloutWorker:
         self._role.say_blocked(why, self._leases.renew_meanwhile if slow else None)
 
     def _is_stale(self) -> bool:
-        behind = self._behind()
+        behind, now = self._behind(), time.monotonic()
         stale = behind > self._config.max_staleness
-        if stale != self._stale:
-            self._stale = stale
-            self._role.status["stale"] = int(stale)
+        if not stale:
+            self._fresh_at = now
+        elif self._fresh_at is not None and now - self._fresh_at >= _STALE_SECONDS:
+            self._fresh_at = None
             extra = {"steps_behind": behind, "max_staleness": self._config.max_staleness}
-            if stale:
-                logger.warning("takes no more prompts: the weights are too old", extra=extra)
-            else:
-                logger.info("takes prompts again", extra=extra)
+            logger.warning("has taken no prompts for a while: the weights are too old", extra=extra)
+        self._role.status["stale"] = int(stale)
         return stale
 
     async def _wait_for_weights(self) -> None:

@@ -52,7 +52,7 @@ def test_a_run_of_another_machine_is_seen_scaled_and_ended(tiny: Path, tmp_path:
     until(lambda: set(roles().values()) == {"ready"}, "all roles are ready")
     assert set(roles()) == {"learner.0", "rollout.0", "reward.0", "feeder.0"}
     assert cli("lag", *far, env=env, cwd=here).returncode == 0
-    second = process("up", str(tiny / "run.yaml"), *flags, *FOREVER, cwd=here)
+    second = cli("up", str(tiny / "run.yaml"), *flags, *FOREVER, cwd=here)
     assert second.returncode == 78, second.stderr
     assert "running already: supervised by process" in second.stderr
     shutil.rmtree(here / "runs")
@@ -85,7 +85,7 @@ def test_a_run_with_its_own_redis_is_left_and_ended(tiny: Path, tmp_path: Path):
     begun = process("up", str(tiny / "run.yaml"), "--detach", *FOREVER, cwd=tmp_path)
     assert begun.returncode == 0, begun.stderr
     until(lambda: set(states(cwd=tmp_path).values()) == {"ready"}, "all roles are ready")
-    second = process("up", str(tiny / "run.yaml"), "--detach", *FOREVER, cwd=tmp_path)
+    second = cli("up", str(tiny / "run.yaml"), "--detach", *FOREVER, cwd=tmp_path)
     assert second.returncode == 78
     assert "is running already" in second.stderr
     ended = cli("down", cwd=tmp_path)
