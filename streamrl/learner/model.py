@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import PADDING
 
 _LOG_ZERO = -1e4
 """Stands for log 0: finite, and its `exp` is 0."""
@@ -218,9 +217,7 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
         extra: dict[str, torch.Tensor] = {}
-        if until is not None and position_ids is None:
-            extra["attention_mask"] = (until != PADDING).long()
-        elif until is not None and position_ids is not None:
+        if until is not None and position_ids is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
             extra = {"attention_mask": shared_mask(until, dtype), "position_ids": position_ids}
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
@@ -287,7 +284,8 @@ class LogProbModel(Backbone):
 
         Args:
             input_ids: shape (rows, width), padded on the right.
-            until: shape (rows, width), as in `Microbatch`; None where no row is padded or shared.
+            until: shape (rows, width), as in `Microbatch`, where rows are shared; else None: a causal model does not
+                see what is behind, and without a mask attention takes its fast kernels.
             position_ids: shape (rows, width) where rows are shared, else None.
             positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
             targets: shape (n,).

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import PADDING, Limits
+from streamrl.learner.batch import Limits
 from streamrl.learner.model import Backbone, close, decoder_layers, exact_products, set_up_layers
 from streamrl.learner.ranks import Ranks
 
@@ -270,10 +270,9 @@ class _Trial:
         def same(ids: Callable[[int], torch.Tensor]) -> bool:
             rows = [ids(length) for length in lengths]
             batch = torch.zeros(2, lengths[0], dtype=torch.long, device=rows[0].device)
-            until = torch.full_like(batch, PADDING)
             for place, row in enumerate(rows):
-                batch[place, : len(row)], until[place, : len(row)] = row, len(row)
-            together = self._model.hidden(batch, until, None)
+                batch[place, : len(row)] = row
+            together = self._model.hidden(batch, None, None)
             return all(close(together[at, : len(row)], self._alone(row)) for at, row in enumerate(rows))
 
         return self._agrees(2 * sum(lengths), same)

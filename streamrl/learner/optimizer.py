@@ -31,14 +31,14 @@ class Offload:
 
     The tensors stay the same objects with the same storages, so views of them (in FSDP, an optimizer) stay valid. While
     they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for the
-    next time, page-locked for a CUDA device: for tensors that move often.
+    next time, page-locked for a CUDA device: for tensors that move often. `constant` ones are copied there once.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False, constant: bool = False) -> None:
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         self._storages = [storage for storage in storages.values() if storage.nbytes()]
         self._copies: list[torch.UntypedStorage] | None = None
-        self._keep = keep
+        self._keep, self._constant = keep or constant, constant
         self._kept: list[torch.UntypedStorage] = []
 
     @property
@@ -50,8 +50,9 @@ class Offload:
         if self._copies is not None:
             return
         copies = self._kept or [self._room(storage) for storage in self._storages]
-        for storage, copy in zip(self._storages, copies, strict=True):
-            copy.copy_(storage)
+        if not (self._constant and self._kept):
+            for storage, copy in zip(self._storages, copies, strict=True):
+                copy.copy_(storage)
         if self._keep:
             self._kept = copies
         for storage in self._storages:

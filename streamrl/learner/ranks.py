@@ -117,6 +117,11 @@ class Ranks:
                 dist.all_reduce(tensor)
         return tensor
 
+    def give_back_memory(self) -> None:
+        """Leave what torch's allocator holds and does not use to the other processes on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Leave the process group; a repeat does nothing."""
         if dist.is_initialized():

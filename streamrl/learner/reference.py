@@ -69,7 +69,7 @@ class Frozen(RowModel, Reference):
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.
         self._offloads = learner.reference.offload and ranks.device.type != "cpu"
-        self._offload = Offload(shards, keep=self._offloads)
+        self._offload = Offload(shards, constant=True)
         if self._offloads:
             self._offload.to_host()
 
@@ -86,6 +86,7 @@ class Frozen(RowModel, Reference):
     @override
     def to_host(self) -> None:
         self._offload.to_host()
+        self.ranks.give_back_memory()
 
     @override
     def to_device(self) -> None:

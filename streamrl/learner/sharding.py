@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.learner.batch import PADDING, Limits, Microbatch, TrainSample, dummy, layout, work_of
+from streamrl.learner.batch import Limits, Microbatch, TrainSample, dummy, layout, work_of
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
@@ -100,10 +100,9 @@ class RowModel:
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:
-        plain = not part.shared and not (part.until == PADDING).any()
         return self._module(
             input_ids=self._to_device(part.input_ids),
-            until=None if plain else self._to_device(part.until),
+            until=self._to_device(part.until) if part.shared else None,
             position_ids=self._to_device(part.position_ids) if part.shared else None,
             positions=self._to_device(part.positions),
             targets=self._to_device(part.targets),
@@ -196,7 +195,7 @@ class TrainableModel(RowModel, Generic[SumsT]):
         offload = "optimizer" in config.offload and ranks.device.type != "cpu"
         self._optimizer = ShardedAdamW(self._parameters, config, ranks, offload=offload)
         there = (*self._optimizer.live().values(), *frozen)
-        self._offload = Offload(tensor for tensor in there if tensor.device.type == ranks.device.type)
+        self._offload = Offload((tensor for tensor in there if tensor.device.type == ranks.device.type), keep=True)
 
     @property
     def updates(self) -> int:
@@ -236,6 +235,7 @@ class TrainableModel(RowModel, Generic[SumsT]):
         """
         self._reshard()
         self._offload.to_host()
+        self.ranks.give_back_memory()
 
     def to_device(self) -> None:
         """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""

@@ -113,6 +113,17 @@ def test_prompts_are_shared_where_the_model_allows_it(make):
     assert shared.computed < alone.computed
 
 
+def test_rows_that_are_not_shared_have_no_mask(make, monkeypatch):
+    """Fast kernels of attention take none, and what is behind a token cannot reach it."""
+    actor, masks = make(share_prompts=False), []
+    layers = actor._module.model.base_model
+    forward = layers.forward
+    monkeypatch.setattr(layers, "forward", lambda **given: masks.append("attention_mask" in given) or forward(**given))
+    actor.update_policy(make_batch(0))
+    assert masks
+    assert not any(masks)
+
+
 def test_sharing_is_off_for_a_model_that_ignores_the_mask(make, monkeypatch):
     import streamrl.learner.model as module
 

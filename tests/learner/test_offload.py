@@ -63,3 +63,14 @@ def test_a_device_without_room_leaves_everything_on_the_host(monkeypatch):
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     offload.to_device()
     assert [float(tensor[3]) for tensor in tensors] == [0.0, 1.0, 2.0]
+
+
+def test_what_is_constant_is_copied_once():
+    tensor = torch.arange(10.0)
+    offload = Offload([tensor], constant=True)
+    offload.to_host()
+    offload.to_device()
+    tensor.zero_()  # nobody does that to what is constant; here it shows that nothing is copied
+    offload.to_host()
+    offload.to_device()
+    assert torch.equal(tensor, torch.arange(10.0))
