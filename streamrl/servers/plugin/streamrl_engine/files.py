@@ -114,11 +114,16 @@ def _opened(source: Source) -> dict[str, Any]:
 
 
 def gathered(mine: Any, group: Any) -> list[Any]:
-    """What each rank of a group has; all ranks must ask."""
-    found = [mine] * group.world_size
-    if group.world_size > 1:
-        torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
-    return found
+    """What each rank of a group has, as JSON and never pickle; all ranks must ask."""
+    if group.world_size == 1:
+        return [mine]
+    data = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.world_size)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(data)]), group=group.cpu_group)
+    texts = [torch.zeros(max(map(int, sizes)), dtype=torch.uint8) for _ in sizes]
+    padded = torch.nn.functional.pad(data, (0, len(texts[0]) - len(data)))
+    torch.distributed.all_gather(texts, padded, group=group.cpu_group)
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, map(int, sizes), strict=True)]
 
 
 def torch_dtype(name: str) -> torch.dtype:
