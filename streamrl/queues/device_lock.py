@@ -137,7 +137,8 @@ class LearnerDevices:
 class EngineDevices:
     """An engine's side: moves it off the devices when the learner asks or it is not `wanted`, and back afterwards.
 
-    Repeats of `wake` and `sleep` do nothing. `lock` is None where the learner does not share the devices.
+    Repeats of `wake` and `sleep` do nothing. `lock` is None where the learner does not share the devices; `wanted` is
+    None where the engine always is.
     """
 
     def __init__(
@@ -147,10 +148,11 @@ class EngineDevices:
         *,
         wake: Callable[[], Awaitable[None]],
         sleep: Callable[[], Awaitable[None]],
-        wanted: Callable[[], bool] = lambda: True,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         self._lock, self._name = lock, name
-        self._wake, self._sleep, self._wanted = wake, sleep, wanted
+        self._wake, self._sleep, self._wanted = wake, sleep, wanted or (lambda: True)
+        self._moves = lock is not None or wanted is not None
 
     @asynccontextmanager
     async def engine(
@@ -182,7 +184,7 @@ class EngineDevices:
         caller ends the engine and then calls `DeviceLock.leave`.
         """
         awake = True
-        while True:
+        while self._moves:
             if awake:
                 granted = self._lock is None or await self._lock.use(self._name, on_devices=True)
                 if not (granted and self._wanted()):
