@@ -239,6 +239,7 @@ class RankWorker:
         """Move weights and moments to the host; not collective. A repeat does nothing."""
         for model in self._models.movable:
             model.to_host()
+        self.ranks.give_back_memory()
 
     def reload(self) -> None:
         """Bring them back to the device; not collective. A repeat does nothing."""

@@ -68,8 +68,9 @@ class Frozen(RowModel, Reference):
         super().__init__(model, ranks, limits)
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.
-        self._offloads = learner.reference.offload and ranks.device.type != "cpu"
-        self._offload = Offload(shards, constant=True)
+        elsewhere = ranks.device.type != "cpu"
+        self._offloads = learner.reference.offload and elsewhere
+        self._offload = Offload(shards, constant=elsewhere)
         if self._offloads:
             self._offload.to_host()
 
@@ -86,7 +87,6 @@ class Frozen(RowModel, Reference):
     @override
     def to_host(self) -> None:
         self._offload.to_host()
-        self.ranks.give_back_memory()
 
     @override
     def to_device(self) -> None:

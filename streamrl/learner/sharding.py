@@ -195,7 +195,8 @@ class TrainableModel(RowModel, Generic[SumsT]):
         offload = "optimizer" in config.offload and ranks.device.type != "cpu"
         self._optimizer = ShardedAdamW(self._parameters, config, ranks, offload=offload)
         there = (*self._optimizer.live().values(), *frozen)
-        self._offload = Offload((tensor for tensor in there if tensor.device.type == ranks.device.type), keep=True)
+        moving = (tensor for tensor in there if tensor.device.type == ranks.device.type)
+        self._offload = Offload(moving, keep=ranks.device.type != "cpu")
 
     @property
     def updates(self) -> int:
@@ -235,7 +236,6 @@ class TrainableModel(RowModel, Generic[SumsT]):
         """
         self._reshard()
         self._offload.to_host()
-        self.ranks.give_back_memory()
 
     def to_device(self) -> None:
         """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
