@@ -309,10 +309,13 @@ class EvaluationLog:
         return True
 
     def read_round(self) -> EvaluationRound | None:
-        """Return the round that was begun last; None: there was none."""
+        """Return the round that was begun last; None when there was none, or its file is unreadable."""
         try:
             return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
         except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            logger.warning("evaluation round unreadable", extra={"file": str(self._round_path), "error": str(error)})
             return None
 
     def write_round(self, current: EvaluationRound) -> bool:
@@ -340,8 +343,11 @@ class EvaluationLog:
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
             os.truncate(self._path, whole)
-        for line in data[:whole].splitlines():
-            self._count(msgspec.json.decode(line, type=EvaluatedGroup))
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                self._count(msgspec.json.decode(line, type=EvaluatedGroup))
+            except msgspec.DecodeError as error:
+                logger.warning("invalid line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:
