@@ -70,7 +70,7 @@ class RewardServers:
         return bool(await self._connection.call("enlist", [self._train.reward_servers(model)], [name, int(present)]))
 
     async def _enlisted(self, model: str) -> dict[str, bool]:
-        """Servers that people added (True) or removed. Before, a number followed the sign, and `#` had none."""
+        """Servers that people added (True) or removed. Old runs have numbers behind the signs, and a counter `#`."""
         fields = pairs(await self._connection.read("HGETALL", self._train.reward_servers(model)))
         return {text(name): sign[:1] == b"+" for name, sign in fields.items() if sign[:1] in {b"+", b"-"}}
 

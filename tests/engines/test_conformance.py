@@ -84,7 +84,7 @@ async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench,
         at = (kept[:, None] - 1 + more).clamp(0, masses.shape[1] - 1)
         errors = (chosen[:, None] - masses.gather(1, at) - told[:, None]).abs()
         errors[more.abs() > (kept[:, None] // 10).clamp(min=3)] = torch.inf
-        assert float(errors[:, 8].median()) < 2 * BF16, "most are cut at the same place"
+        assert float(errors[:, 7:10].amin(1).median()) < BF16, "most are cut at the same place, or a token beside it"
         assert float(errors.amin(1).max()) < 2 * BF16
         assert float((chosen - told).abs().min()) > 2 * BF16  # those of the whole distribution are others
 
