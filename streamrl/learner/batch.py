@@ -235,7 +235,7 @@ class Microbatch:
 
     samples: Int64Array  # index in the batch of each sample, shape (samples,), row by row
     counts: npt.NDArray[np.int64]  # sampled tokens of each sample, shape (samples,)
-    input_ids: npt.NDArray[np.int64]  # shape (rows, width), zeros to the right
+    input_ids: npt.NDArray[np.int64]  # shape (rows, width), the last token again to the right
     until: npt.NDArray[np.int64]  # first column that does not see each token, shape (rows, width); `PADDING` at the end
     position_ids: npt.NDArray[np.int64]  # shape (rows, width), place of each token in its own sequence, 0 for padding
     shared: bool  # some row holds more than one response or branch
@@ -386,6 +386,7 @@ def _microbatch(batch: Sequence[TrainSample], limbs: _Limbs, rows: Sequence[Row]
                     places[number, start:end] = tree.depth + len(prompt)
                     found = positions.setdefault(sample, np.zeros(len(batch[sample].tokens), dtype=np.int64))
                     found[tree.targets] = np.where(tree.before < 0, last, tree.before + number * width + start)
+        ids[number, end:] = ids[number, end - 1]  # transformers asks for a mask where it sees the padding token
     order = list(positions)
     samples = [batch[index] for index in order]
     counts = np.asarray([len(sample.tokens) for sample in samples])
