@@ -12,7 +12,7 @@ from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.model import Backbone
-from streamrl.learner.model_loading import SMALL, load_model, prepare
+from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import RowModel, TrainableModel, check_fit
@@ -36,7 +36,7 @@ class ValueHead(nn.Linear):
 class ValueModel(Backbone):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
-        self.value_head = ValueHead(self.hidden_width())
+        self.value_head = ValueHead(model.get_output_embeddings().weight.shape[1])
 
     def forward(
         self,
@@ -66,10 +66,11 @@ class Critic(TrainableModel[ValueSums]):
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
-        model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
+        base, rows = load_rows(source, ranks, "learner.critic.path" if critic.path else "model.path")
+        model = ValueModel(base)
         # `head_float32` is about output layers; a value head is in float32 anyway.
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
-        limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
+        limits, whole = prepare(model, rows, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
         super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
@@ -95,7 +96,8 @@ _RECOMPILES = 64
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # By all classes, because FSDP makes a class of its own for a layer.
+    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
@@ -234,13 +236,8 @@ class Backbone(nn.Module):
         """Last hidden states at the places that predict the targets, shape (n, hidden)."""
         return self.hidden(input_ids, until, position_ids).flatten(0, 1).index_select(0, positions)
 
-    @torch.no_grad()
-    def hidden_width(self) -> int:
-        """Width of the last hidden states, by a trial: some models project them."""
-        return self.hidden(self._probe(), None, None).shape[-1]
-
-    def _probe(self) -> torch.Tensor:
-        return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
+    def check(self) -> None:
+        """Refuse a model whose results are not what they are taken for."""
 
     @property
     def vocabulary(self) -> int:
@@ -305,10 +302,11 @@ class LogProbModel(Backbone):
             entropy_gradient=entropy_gradient,
         )
 
+    @override
     @torch.no_grad()
     def check(self) -> None:
         """Refuse a model whose own logits differ from ours, before a step is trained on wrong ratios."""
-        ids = self._probe()
+        ids = (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
         with exact_products():
             try:
                 ours = self.logits(self.hidden(ids, None, None)[0])

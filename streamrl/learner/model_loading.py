@@ -1,4 +1,4 @@
-"""From a directory to a sharded model, and the rows that it can be given.
+"""From a directory to a sharded model, of which each rank reads its own rows, and the layouts of tokens that it takes.
 
 The log-probability of a response must be that of the response alone, whatever stands beside it in a row or in a batch.
 Models come with any attention: windows under any name, masks of their own, positions that depend on the longest row. So
@@ -13,18 +13,21 @@ shared rows      several responses in one row under our mask    differ: narrower
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightTransform
 
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
@@ -35,6 +38,8 @@ from streamrl.learner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+OwnRows: TypeAlias = dict[nn.Parameter, torch.Tensor]
+"""This rank's rows of parameters that are on `meta` themselves, float32 in the host's memory."""
 SMALL: Final = 1 << 26
 """Models with fewer parameters are one FSDP unit and stay whole between forward and backward: memory is no concern,
 while each unit costs a gather and a scatter."""
@@ -78,30 +83,101 @@ _BY_LENGTH: Final = ("longrope", "dynamic")
 
 
 def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
-    """Load the causal language model of a run in float32 on the CPU: the master weights.
+    """Load the causal language model of a run whole, in float32 on the CPU.
 
     `key` of the run's configuration names the path, for messages. A model with a weight that is not finite is refused
     (ConfigError). Code that comes with a model is never executed.
     """
+    model = _read(config, key)
+    broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        raise _not_finite(config, key, broken)
+    return model
+
+
+def load_rows(config: ModelConfig, ranks: Ranks, key: str = "model.path") -> tuple[PreTrainedModel, OwnRows]:
+    """As `load_model`, but the model is on `meta`, and this rank reads its own rows alone. Collective.
+
+    A model of which transformers puts rows together from several tensors of its files is read whole and cut then.
+    """
+    model = _read(config, key, ranks.mesh if ranks.world > 1 else None)
+    if ranks.world > 1 and not all(map(_keeps_rows, getattr(model, "_weight_conversions", ()))):
+        model = _read(config, key)
+    rows: OwnRows = {}
+    broken = []
+
+    def keep(name: str, weight: nn.Parameter) -> nn.Parameter:
+        each = -(-len(weight) // ranks.world)  # as FSDP cuts
+        whole = weight.detach()
+        own = whole.to_local() if isinstance(whole, DTensor) else whole[ranks.rank * each : (ranks.rank + 1) * each]
+        if not bool(torch.isfinite(own).all()):
+            broken.append(name)
+        empty = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+        rows[empty] = own
+        return empty
+
+    _replace(model, keep)
+    if ranks.all_max(len(broken)) != [0]:
+        raise _not_finite(config, key, broken or ["a weight in the rows of another rank"])
+    return model, rows
+
+
+def _read(config: ModelConfig, key: str, mesh: DeviceMesh | None = None) -> PreTrainedModel:
+    """Read a model in float32; with `mesh` its parameters are DTensors of which only this rank's rows are read."""
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, attn_implementation=config.attention
-        )
+        with _cut_before_reading(mesh) if mesh is not None else nullcontext():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                config.path, dtype=torch.float32, attn_implementation=config.attention
+            )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         hint = f"set {key} to a directory of a Hugging Face causal language model"
         where = "exists" if Path(config.path).exists() else "does not exist"
         raise ConfigError(f"{key} {config.path} ({where}) cannot be loaded: {error}", hint) from error
-    broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
-    if broken:
-        raise ConfigError(
-            f"{key} {config.path}: {', '.join(broken[:3])} has values that are not finite",
-            "take another checkpoint of this model: nothing can be sampled or learned from this one",
-        )
     return model
+
+
+def _not_finite(config: ModelConfig, key: str, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{key} {config.path}: {', '.join(names[:3])} has values that are not finite",
+        "take another checkpoint of this model: nothing can be sampled or learned from this one",
+    )
+
+
+@contextmanager
+def _cut_before_reading(mesh: DeviceMesh) -> Iterator[None]:
+    """Within the block transformers, which reads only the local rows of a DTensor, makes models of DTensors."""
+    read = PreTrainedModel._load_pretrained_model  # noqa: SLF001
+
+    def cut(model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+        _replace(model, lambda _, weight: nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)))
+        return read(model, *arguments, **options)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(cut)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(read)  # noqa: SLF001
+
+
+def _replace(module: nn.Module, change: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put what `change` makes of each parameter in all its places: tied parameters stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, old in list(module.named_parameters(remove_duplicate=False)):
+        if old not in made:
+            made[old] = change(name, old).requires_grad_(old.requires_grad)
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, made[old])
+
+
+def _keeps_rows(conversion: WeightTransform) -> bool:
+    """Whether the rows of a parameter can be made of the same rows of the tensors in the files."""
+    steps = [(type(step), getattr(step, "dim", None)) for step in getattr(conversion, "operations", ())]
+    return steps in ([], [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def prepare(
     model: Backbone,
+    rows: OwnRows,
     config: RunConfig,
     learner: LearnerConfig,
     ranks: Ranks,
@@ -109,17 +185,48 @@ def prepare(
     small: int,
     exact: Iterable[nn.Module] = (),
 ) -> tuple[Limits, bool]:
-    """Find out which rows a whole model takes, set its layers up and shard it; returns the limits, and that of `shard`.
+    """Shard a model of `load_rows`, fill it and find out which rows it takes; returns these limits, and that of `shard`.
 
-    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. A model of which
-    nothing is trained is cast to `model.dtype`: no update needs more digits than its forward pass has.
+    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. Parameters that are
+    not trained have the type `model.dtype`: no update needs more digits than the forward pass has. The trial is a copy
+    of the model in float32 with the same rows, so that it takes no memory but that of what computes. Collective.
     """
-    limits, dtype = row_limits(config, model), getattr(torch, config.model.dtype)
+    dtype, offload = getattr(torch, config.model.dtype), "parameters" in learner.offload
+    place = torch.device("cpu") if offload else ranks.device
+    # Copies, because what safetensors maps cannot be resized; `named` and the trial share them with the model.
+    named = {name: rows.pop(weight).to(place, copy=True) for name, weight in model.named_parameters() if weight in rows}
+    trial = copy.deepcopy(model)
+    shard(trial, ranks.mesh, torch.float32, small=small, offload=offload)
+    _fill(trial, named, torch.float32)
+    with torch.no_grad():
+        one = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+        trial(input_ids=one[None], until=None, position_ids=None, positions=one, targets=one)  # FSDP sets itself up
+    assert isinstance(trial, FSDPModule)
+    trial.unshard()
+    trial.check()
+    limits = row_limits(config, trial)
+    trial.reshard()  # it lives until Python looks for cycles
     set_up_layers(model.model, learner)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    return limits, shard(model, ranks.mesh, dtype, small=small, exact=exact, offload="parameters" in learner.offload)
+    whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
+    _fill(model, named, dtype)
+    return limits, whole
+
+
+def _fill(model: nn.Module, rows: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Give a sharded model on `meta` its rows; those that are not trained are cast to `dtype` and free their memory."""
+
+    def fill(name: str, empty: nn.Parameter) -> nn.Parameter:
+        if name not in rows:
+            return empty
+        assert isinstance(empty, DTensor)
+        local = own = rows[name]
+        if not empty.requires_grad and dtype != own.dtype:
+            local = own.to(dtype)
+            own.untyped_storage().resize_(0)
+        mesh, shape, stride = empty.device_mesh, empty.shape, empty.stride()
+        return nn.Parameter(DTensor.from_local(local, mesh, empty.placements, shape=shape, stride=stride))
+
+    _replace(model, fill)
 
 
 def shard(

@@ -17,7 +17,7 @@ from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import LogProbModel
-from streamrl.learner.model_loading import SMALL, load_model, prepare
+from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import TrainableModel
@@ -68,18 +68,17 @@ class Actor(TrainableModel[TokenSums]):
             self.recipe.texts.load()
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
-        base = load_model(config.model)
+        base, rows = load_rows(config.model, ranks)
         self.lora = None
         if learner.lora.rank:
             from streamrl.learner.lora import Lora
 
-            self.lora = Lora(base, config)
+            self.lora = Lora(base, config, rows)
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
-        model.check()
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
         torch.set_float32_matmul_precision(learner.matmul_precision)
-        limits, whole = prepare(model, config, learner, ranks, small=small)
+        limits, whole = prepare(model, rows, config, learner, ranks, small=small)
         super().__init__(model, learner, ranks, limits, kind=TokenSums, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:

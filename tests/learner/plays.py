@@ -6,6 +6,7 @@ Each play has the arguments (model, folder for what it finds, ranks) and is judg
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,27 @@ UNITS = {"whole": 1 << 26, "layers": 0}
 
 def keep(found: dict[str, Any], out: Path, ranks: Ranks) -> None:
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
+
+
+def loading(model: Path, out: Path, ranks: Ranks) -> None:
+    """Most bytes of its own that a rank takes while it loads a frozen model; pages of the files are not its own."""
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+    before, seen, done = own(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(own() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    Frozen(run_config(model, ranks=ranks.world, reference={"kind": "frozen"}), ranks)
+    done.set()
+    watching.join()
+    keep({"most": max(seen)}, out, ranks)
 
 
 def deliver(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:

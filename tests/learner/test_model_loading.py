@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 from streamrl.learner import model_loading as module
 from streamrl.learner.critic import Critic
 from streamrl.learner.model import LogProbModel, decoder_layers
-from streamrl.learner.model_loading import load_model, row_limits
+from streamrl.learner.model_loading import load_model, load_rows, row_limits
 from streamrl.learner.policy import Actor
 
 SMALL = {
@@ -148,11 +148,11 @@ def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank,
     """A model whose embeddings depend on how many rows there are."""
 
     def load(*args):
-        model = load_model(*args)
+        model, rows = load_rows(*args)
         model.get_input_embeddings().register_forward_hook(lambda _, ids, states: states * (0.9 + 0.1 * len(ids[0])))
-        return model
+        return model, rows
 
-    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_rows", load)
     with caplog.at_level(logging.WARNING):
         actor = Actor(configure(model_of("Llama"), context=128), one_rank)
     assert actor.limits.alone
@@ -167,16 +167,16 @@ def fails_with(condition, monkeypatch):
     """Let a model raise an error of its own for such ids."""
 
     def load(*args):
-        model = load_model(*args)
+        model, rows = load_rows(*args)
 
         def fail(_, ids):
             if condition(ids[0]):
                 raise ValueError("rope of another kind")
 
         model.get_input_embeddings().register_forward_pre_hook(fail)
-        return model
+        return model, rows
 
-    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_rows", load)
 
 
 def test_a_model_that_fails_alone_is_refused_with_its_error(model_of, one_rank, monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 
+import orjson
 import plays
 import pytest
 import torch
@@ -9,7 +10,7 @@ from plays import ADAPTERS, RECIPES, UNITS
 from safetensors.torch import load_file
 from test_families import FAMILIES
 from test_families import same as same_gradients
-from tiny_policy import run_config, without_key_biases
+from tiny_policy import VOCABULARY, make_model, run_config, without_key_biases
 from transformers import AutoModelForCausalLM
 from world_kit import TwoRanks, start
 
@@ -50,6 +51,21 @@ def assert_close(ours, theirs):
 def same_files(runs, file):
     """Tensors of two ranks are those of one."""
     assert_close(load_file(runs.folders["two"] / file), load_file(runs.folders["one"] / file))
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes, as it does with larger tensors
+    two_ranks = TwoRanks(tmp_path)
+    size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24, "num_attention_heads": 8}
+    model = make_model("Llama", tmp_path, **size, vocab_size=VOCABULARY, max_position_embeddings=128)
+    two_ranks.begin("loading", model, tmp_path)
+    two_ranks.end()
+    two_ranks.close()
+    whole = (model / "model.safetensors").stat().st_size
+    assert whole > 300e6
+    for rank in (0, 1):
+        assert whole / 2 <= orjson.loads((tmp_path / f"found-{rank}.json").read_bytes())["most"] < 0.75 * whole
 
 
 @pytest.mark.parametrize("units", UNITS)
