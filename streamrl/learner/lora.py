@@ -1,7 +1,7 @@
 """Training an adapter instead of all weights: LoRA and DoRA through peft, sharded by FSDP2 like everything else.
 
 ```
-load_rows -> Lora(model, config, rows)   adapted modules in place, base frozen, B = 0: the model computes what it computed
+load_rows -> Lora(model, config, rows)   adapted modules in place, base frozen, B = 0: computes what it computed
           -> prepare(...)                adapter and base are cut along their rows, each rank has its own
 ```
 W, A and B of a module are cut at the same rows of W and B, and a row of W + scale B A needs only its own rows of W and

@@ -164,7 +164,8 @@ def _replace(module: nn.Module, change: Callable[[str, nn.Parameter], nn.Paramet
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, old in list(module.named_parameters(remove_duplicate=False)):
         if old not in made:
-            made[old] = change(name, old).requires_grad_(old.requires_grad)
+            made[old] = change(name, old)
+            made[old].requires_grad_(old.requires_grad)
         path, _, key = name.rpartition(".")
         setattr(module.get_submodule(path), key, made[old])
 
@@ -185,7 +186,7 @@ def prepare(
     small: int,
     exact: Iterable[nn.Module] = (),
 ) -> tuple[Limits, bool]:
-    """Shard a model of `load_rows`, fill it and find out which rows it takes; returns these limits, and that of `shard`.
+    """Shard a model of `load_rows`, fill it and find out which rows it takes; returns that, and what `shard` returns.
 
     `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. Parameters that are
     not trained have the type `model.dtype`: no update needs more digits than the forward pass has. The trial is a copy
