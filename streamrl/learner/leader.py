@@ -72,7 +72,7 @@ async def run_learner(role: Role) -> None:
     """
     torch = TorchThread()
     try:
-        ranks = await torch.run(Ranks.from_environment, role.config.learner)
+        ranks = await torch.run(Ranks.from_environment, role.config)
         # Rank 0 decides for all: another rank might find another answer a moment later.
         over = ranks.rank == 0 and await is_over(role.config, role.run_dir, role.ledgers.train)
         if await torch.run(ranks.broadcast_ints, [int(over)]) == [1]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamrl.config.learner import LearnerConfig
+from streamrl.cards import choose_device
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DeadlineExceeded, StreamrlError, Unreachable
 
 RENDEZVOUS = "STREAMRL_RENDEZVOUS"
@@ -55,17 +56,18 @@ class Ranks:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
 
     @classmethod
-    def from_environment(cls, config: LearnerConfig, environ: Mapping[str, str] | None = None) -> Ranks:
+    def from_environment(cls, config: RunConfig, environ: Mapping[str, str] | None = None) -> Ranks:
         """Join by the variables of torchrun and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`; without them, one rank."""
-        environ = os.environ if environ is None else environ
+        environ, learner = os.environ if environ is None else environ, config.learner
         rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-        if world != config.ranks:
-            raise ConfigError(f"{world} ranks were started, learner.ranks is {config.ranks}", "make them the same")
+        if world != learner.ranks:
+            raise ConfigError(f"{world} ranks were started, learner.ranks is {learner.ranks}", "make them the same")
         rendezvous = environ.get(RENDEZVOUS, "")
         if not rendezvous and "MASTER_ADDR" in environ:
             rendezvous = f"tcp://{environ['MASTER_ADDR']}:{environ.get('MASTER_PORT', '29500')}"
-        device = choose_device(config.device, int(environ.get("LOCAL_RANK", str(rank))))
-        return cls(rank=rank, world=world, device=device, deadline=config.collective_deadline, rendezvous=rendezvous)
+        local_rank = int(environ.get("LOCAL_RANK", str(rank)))
+        device = choose_device(learner.device, config.model.dtype, section="learner", local_rank=local_rank)
+        return cls(rank=rank, world=world, device=device, deadline=learner.collective_deadline, rendezvous=rendezvous)
 
     def broadcast_ints(self, values: Sequence[int] = ()) -> list[int]:
         """Return rank 0's `values` on all ranks; the argument of the other ranks is ignored.
@@ -162,17 +164,3 @@ class Ranks:
             hint = "a rank is stuck or gone; its log says why"
             return DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint)
         return Unreachable(f"{where}: another rank is gone ({error})", "the log of that rank says why")
-
-
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of a rank: `auto` is CUDA where there is one, else the CPU."""
-    try:
-        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"learner.device {name!r} is no device", "use auto, cpu or cuda") from error
-    if kind.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"learner.device is {name} and there is no CUDA device here", "use auto or cpu")
-        if ":" not in str(kind):
-            return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return kind

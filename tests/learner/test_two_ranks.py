@@ -14,8 +14,9 @@ from tiny_policy import VOCABULARY, make_model, run_config, without_key_biases
 from transformers import AutoModelForCausalLM
 from world_kit import TwoRanks, start
 
+from streamrl.cards import choose_device
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.learner.ranks import Ranks, choose_device
+from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
 from tests.redis_kit import free_port
@@ -286,7 +287,7 @@ def test_a_rank_on_another_host_that_never_comes_ends_the_wait(rank):
 
 
 def test_ranks_need_a_rendezvous_and_the_configured_number(tmp_path):
-    config = run_config(tmp_path, ranks=2, device="cpu").learner
+    config = run_config(tmp_path, ranks=2, device="cpu")
     with pytest.raises(ConfigError, match="rendezvous"):
         Ranks.from_environment(config, {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match=r"1 ranks were started, learner\.ranks is 2"):
@@ -305,7 +306,8 @@ def test_one_rank_needs_no_collective(one_rank):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_an_absent_device_is_a_configuration_error():
-    assert choose_device("auto", 0) == torch.device("cpu")
+    assert choose_device("auto", "float32", section="learner") == torch.device("cpu")
+    assert choose_device("cpu", "bfloat16", section="learner") == torch.device("cpu")
     for name in ("cuda", "cuda:1", "nonsense"):
         with pytest.raises(ConfigError, match=r"learner\.device"):
-            choose_device(name, 0)
+            choose_device(name, "float32", section="learner")

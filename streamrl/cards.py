@@ -1,0 +1,35 @@
+"""The device that a process computes on, and whether the run fits on it."""
+
+from __future__ import annotations
+
+import torch
+
+from streamrl.errors import ConfigError
+
+
+def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -> torch.device:
+    """The device `name` of a section of the run file; `auto` is CUDA where there is one, else the CPU.
+
+    `cuda` is the card of the local rank, or the only one that this process sees. `ConfigError`: there is no such
+    device, or it does not compute in `dtype`.
+    """
+    key, count = f"{section}.device", torch.cuda.device_count()
+    try:
+        device = torch.device("cuda" if count else "cpu") if name == "auto" else torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{key} {name!r} is no device", "use auto, cpu or cuda") from error
+    if device.type != "cuda":
+        return device
+    if ":" not in str(device):
+        device = torch.device("cuda", local_rank if count > 1 else 0)
+    if device.index >= count:
+        raise ConfigError(
+            f"{key} is {name}, which is {device} here, and this process sees {count} CUDA devices",
+            "use auto or cpu, or fewer ranks; in a container, start it with the GPUs (--gpus all)",
+        )
+    if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} does not compute in bfloat16",
+            "set model.dtype, engine.dtype and weights.dtype to float32, or take a newer card (Ampere or later)",
+        )
+    return device
