@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from streamrl.errors import ConfigError
+from streamrl.errors import CannotCreate, ConfigError
 
 
 def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -> torch.device:
     """The device `name` of a section of the run file; `auto` is CUDA where there is one, else the CPU.
 
-    `cuda` is the card of the local rank, or the only one that this process sees. `ConfigError`: there is no such
-    device, or it does not compute in `dtype`.
+    A process that sees one card has that one; else `cuda` is the card of the local rank. `ConfigError`: there is no
+    such device, or it does not compute in `dtype`.
     """
     key, count = f"{section}.device", torch.cuda.device_count()
     try:
@@ -20,8 +20,10 @@ def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -
         raise ConfigError(f"{key} {name!r} is no device", "use auto, cpu or cuda") from error
     if device.type != "cuda":
         return device
-    if ":" not in str(device):
-        device = torch.device("cuda", local_rank if count > 1 else 0)
+    if count == 1:
+        device = torch.device("cuda", 0)
+    elif ":" not in str(device):
+        device = torch.device("cuda", local_rank)
     if device.index >= count:
         raise ConfigError(
             f"{key} is {name}, which is {device} here, and this process sees {count} CUDA devices",
@@ -33,3 +35,17 @@ def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -
             "set model.dtype, engine.dtype and weights.dtype to float32, or take a newer card (Ampere or later)",
         )
     return device
+
+
+def check_room(device: torch.device, need: int, what: str) -> None:
+    """Raise CannotCreate if a card has not `need` bytes free: it is too small, or another process fills it."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < need:
+        small = "take more ranks, learner.offload, learner.lora or a smaller model"
+        raise CannotCreate(
+            f"{what} needs {need >> 20} MiB on {device}, which has {free >> 20} MiB free of {total >> 20} MiB",
+            small if need > total else f"another process fills it (`nvidia-smi`): end that, or {small}",
+        )

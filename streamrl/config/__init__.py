@@ -109,7 +109,7 @@ class EngineConfig(Section):
         " `model`, `processed-logprobs`, what a server can do",
     )
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
-    devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
+    devices: tuple[str, ...] = Field((), description="cards of each server in turn, as `0,1`; empty: free ones")
     tensor_parallel: Positive = Field(1, description="devices (CPU: processes) that one server spreads the model over")
     api_key_file: Path | None = Field(None, description="file with the key of the servers; it is in no argv and no log")
     start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightTransform
 
+from streamrl.cards import check_room
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
@@ -194,6 +195,10 @@ def prepare(
     """
     dtype, offload = getattr(torch, config.model.dtype), "parameters" in learner.offload
     place = torch.device("cpu") if offload else ranks.device
+    # In the type of the forward pass what is not trained; else weights, gradients and moments in float32.
+    trained = 8 if "optimizer" in learner.offload else 16
+    sizes = ((own.numel(), trained if weight.requires_grad else dtype.itemsize) for weight, own in rows.items())
+    check_room(place, sum(count * size for count, size in sizes), f"a rank's share of {config.model.path}")
     # Copies, because what safetensors maps cannot be resized; `named` and the trial share them with the model.
     named = {name: rows.pop(weight).to(place, copy=True) for name, weight in model.named_parameters() if weight in rows}
     trial = copy.deepcopy(model)

@@ -134,6 +134,10 @@ def memory(config: RunConfig, model_float32: int) -> Need:
             # Weights and two moments of AdamW, all in float32; with an adapter the weights alone.
             least += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
             least += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
+        else:
+            # The rows that all ranks read before they go to the devices, or what stays on the host.
+            offload = config.learner.offload
+            least += model_float32 * (4 if "parameters" in offload else 3 if "optimizer" in offload else 1)
     engine = config.engine
     generating = "engine" if config.engines else "rollout"
     if generating in counts and not engine.url and computes_on_cpu(engine.device):

@@ -40,6 +40,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
+from streamrl.runtime.devices import plan_devices, show_devices, visible_cards
 from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
 from streamrl.runtime.model_checks import look_at_models
 from streamrl.servers import environments
@@ -259,7 +260,8 @@ def look_at_devices(config: RunConfig) -> str:
         devices["engine.device"] = config.engine.device
     for key, device in devices.items():
         environments.check_device(key, device)
-    return ", ".join(f"{key} {device}" for key, device in devices.items()) or "none"
+    cards = visible_cards()
+    return show_devices(plan_devices(config, cards), cards)
 
 
 def look_at_loggers(config: RunConfig) -> str:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from streamrl.cards import choose_device
+from streamrl.cards import check_room, choose_device
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, share_cores, usable_cores
 from streamrl.errors import ConfigError
@@ -53,6 +53,7 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     # transformers fills the gaps with random numbers and a warning
     if broken := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
         raise ConfigError(f"model {config.model.path!r} lacks weights: {', '.join(broken[:3])}")
+    check_room(device, sum(weight.nbytes for weight in model.parameters()), config.model.path)
     return model.to(device).eval().requires_grad_(False)
 
 
