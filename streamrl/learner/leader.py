@@ -366,6 +366,7 @@ class Leader:
             "dropped": self._buffer.dropped,
             "dropped_zero_variance": self._buffer.zero_variance,
             **self._buffer.archive.counts,
+            **({"memory_reserved": self._worker.reserved} if self._ranks.alternates else {}),
         }
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:

@@ -105,8 +105,9 @@ class RankWorker:
     """One rank's models with what was trained into them.
 
     Methods are collective unless they say otherwise: every rank calls the same one in the same order, in its torch
-    thread. A step is streamed or collected, as its recipe says (step.py). `writers` ranks write each version: when they
-    do not share the folder of the versions, rank 0 gathers the weights and writes them alone.
+    thread. A step is streamed or collected, as its recipe says (step.py). `reserved` are the bytes of the device that
+    torch kept when the models had left it. `writers` ranks write each version: when they do not share the folder of the
+    versions, rank 0 gathers the weights and writes them alone.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, models: Models, files: RankFiles, run_dir: Path) -> None:
@@ -127,6 +128,7 @@ class RankWorker:
         self._streams = self.recipe.streams
         self._gids: list[int] = []
         self._samples: list[TrainSample] = []  # of a step that does not stream
+        self.reserved = 0
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
         _, together = ranks.find(store_of(weights.transport, run_dir).root)
@@ -239,7 +241,7 @@ class RankWorker:
         """Move weights and moments to the host; not collective. A repeat does nothing."""
         for model in self._models.movable:
             model.to_host()
-        self.ranks.give_back_memory()
+        self.reserved = self.ranks.give_back_memory()
 
     def reload(self) -> None:
         """Bring them back to the device; not collective. A repeat does nothing."""
@@ -351,7 +353,11 @@ class RankGroup:
             self.worker.ranks.broadcast_ints([command, *arguments])
             self._told_at = started = time.monotonic()
             try:
-                return self.worker.execute(command, arguments, samples)
+                result = self.worker.execute(command, arguments, samples)
+                if command in _BUSY:
+                    # Crash counters are cleared next, and the time that it took is noted.
+                    self.worker.ranks.finish()
+                return result
             finally:
                 if command in _BUSY:
                     self.torch.busy.append((started, time.monotonic()))

@@ -119,10 +119,17 @@ class Ranks:
                 dist.all_reduce(tensor)
         return tensor
 
-    def give_back_memory(self) -> None:
-        """Leave what torch's allocator holds and does not use to the other processes on the device."""
+    def give_back_memory(self) -> int:
+        """Leave what torch's allocator does not use to others on the device; returns the bytes that it still holds."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
+    def finish(self) -> None:
+        """Return when the device has done, without an error, what it was told to do."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the process group; a repeat does nothing."""

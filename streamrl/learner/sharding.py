@@ -242,7 +242,7 @@ class TrainableModel(RowModel, Generic[SumsT]):
         self._offload.to_device()
 
     def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies, so training may go on while they are written. Not collective."""
+        """Copies, so training may go on while they are written; on CUDA valid until the next call. Not collective."""
         return self._optimizer.state()
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:

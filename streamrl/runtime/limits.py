@@ -135,9 +135,10 @@ def memory(config: RunConfig, model_float32: int) -> Need:
             least += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
             least += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
         else:
-            # The rows that all ranks read before they go to the devices, or what stays on the host.
+            # Rows that are read before they go to the devices; then copies for checkpoints, and what stays on the host.
             offload = config.learner.offload
-            least += model_float32 * (4 if "parameters" in offload else 3 if "optimizer" in offload else 1)
+            stays = 4 if "parameters" in offload else 2 if "optimizer" in offload else 0
+            least += model_float32 * (1 if config.learner.lora.rank else 3 + stays)
     engine = config.engine
     generating = "engine" if config.engines else "rollout"
     if generating in counts and not engine.url and computes_on_cpu(engine.device):
