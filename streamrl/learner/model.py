@@ -237,7 +237,7 @@ class Backbone(nn.Module):
         return self.hidden(input_ids, until, position_ids).flatten(0, 1).index_select(0, positions)
 
     def check(self) -> None:
-        """Refuse a model whose results are not what they are taken for."""
+        """Refuse a model whose results are not what they are taken for; called when its parameters are gathered."""
 
     @property
     def vocabulary(self) -> int:
@@ -306,7 +306,8 @@ class LogProbModel(Backbone):
     @torch.no_grad()
     def check(self) -> None:
         """Refuse a model whose own logits differ from ours, before a step is trained on wrong ratios."""
-        ids = (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
+        device = self.model.get_input_embeddings().weight.device
+        ids = (torch.arange(8, device=device)[None] * 7 + 3) % self.vocabulary
         with exact_products():
             try:
                 ours = self.logits(self.hidden(ids, None, None)[0])

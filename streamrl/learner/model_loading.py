@@ -209,7 +209,6 @@ def prepare(
         trial(input_ids=one[None], until=None, position_ids=None, positions=one, targets=one)  # FSDP sets itself up
     assert isinstance(trial, FSDPModule)
     trial.unshard()
-    trial.check()
     limits = row_limits(config, trial)
     trial.reshard()  # it lives until Python looks for cycles
     set_up_layers(model.model, learner)

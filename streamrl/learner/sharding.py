@@ -47,6 +47,8 @@ class RowModel:
         with torch.no_grad():
             # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
             self._forward(dummy())
+        self._fsdp.unshard()
+        module.check()
         self._reshard()
 
     def check_samples(self, batch: Sequence[TrainSample]) -> None:
