@@ -21,8 +21,8 @@ import msgspec
 import xxhash
 
 from streamrl.atomic import finish_durably, write_synced
-from streamrl.errors import Refused, StreamrlError
-from streamrl.learner.lineage import Link, read_trained
+from streamrl.errors import CannotCreate, StreamrlError
+from streamrl.learner.lineage import Interval, join
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ NOWHERE: Final[Position] = (0, 0)
 FORMAT: Final = 2
 """Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
 CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
+_EPOCH: Final = re.compile(r"(?:epoch|ckpt|trained)-(\d+)(?:-\d+|\.log)?")
+"""Names that a learner of some epoch made: its mark, its checkpoints, and the log of versions of streamrl before."""
 META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
 
@@ -45,6 +47,10 @@ class CheckpointShard(msgspec.Struct, frozen=True):
     checksum: str
 
 
+Link = tuple[str, int]
+"""A file and the bytes of it that count."""
+
+
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     kind: Kind = "model"  # `recording`: groups were recorded and not trained, there are no weights
@@ -53,13 +59,12 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     step: int
     version: int
-    chain: list[Link] = []  # logs of trained ids, and how many bytes of each belong to these weights
-    count: int = 0  # `TrainedDigest`, kept beside the weights
-    digest: str = "0" * 32
+    trained: list[Interval] = []  # ids of the groups that these weights were trained on, by what the ledger knows
+    count: int = 0  # how many they are, by the updates that were applied to the weights
+    versions: dict[int, int] = {}  # step of each version of the weights that may still be trained
     bases: list[Position] = []  # the checkpoint that each later learner of this line went on from, one per epoch
     world: int = 1
     model: str = ""  # `model.path`
-    record: list[Link] = []  # what is known of those groups (lineage.py)
     recording: list[Link] = []  # recorded groups, in the run directory
     shards: list[CheckpointShard] = []
 
@@ -70,6 +75,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"{self.epoch}-{self.step}"
+
+    @property
+    def epochs(self) -> set[int]:
+        """The learners that made these weights."""
+        return {self.epoch, *(epoch for epoch, _ in self.bases)}
 
     def covers(self, position: Position) -> bool:
         """Whether all that the checkpoint at `position` was trained on is in these weights.
@@ -108,6 +118,19 @@ class Checkpoints:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         matches = (CHECKPOINT_NAME.fullmatch(path.name) for path in paths)
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+    def greatest_epoch(self) -> int:
+        """Greatest epoch of a learner that was here, 0 when none; the next one's must be above it."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        matches = (_EPOCH.fullmatch(path.name) for path in paths)
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def mark_epoch(self, epoch: int) -> None:
+        """Leave a mark of a learner, which counts also when Redis forgets it; CannotCreate: another one has it."""
+        try:
+            (self.folder / f"epoch-{epoch}").touch(exist_ok=False)
+        except OSError as error:
+            raise CannotCreate(f"{self.folder / f'epoch-{epoch}'} cannot be made: {error.strerror}") from error
 
     def path(self, position: Position) -> Path:
         return self.folder / f"ckpt-{position[0]}-{position[1]}"
@@ -161,7 +184,7 @@ class Checkpoints:
         write_synced(draft / META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
         finish_durably(draft, final)
         found = read_meta(final)
-        if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
+        if found != meta:
             raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
 
     def validate(self, path: Path) -> Meta:
@@ -176,8 +199,7 @@ class Checkpoints:
             for file, size in meta.recording:
                 if (self.folder.parent / file).stat().st_size < size:
                     raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than {path} says")
-            read_trained(self.folder, meta.chain)
-        except (OSError, msgspec.MsgspecError, Refused) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             raise InvalidCheckpoint(f"{path}: {error}") from error
         return meta
 
@@ -221,7 +243,28 @@ def milestones(line: Sequence[Position], every: int) -> list[Position]:
 
 def read_meta(path: Path) -> Meta:
     """Read the meta data of a checkpoint without checks; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
-    return msgspec.json.decode((path / META_FILE).read_bytes(), type=Meta)
+    data = (path / META_FILE).read_bytes()
+    meta, before = msgspec.json.decode(data, type=Meta), msgspec.json.decode(data, type=_MetaBefore)
+    return before.converted(meta, path.parent) if before.chain else meta
+
+
+class _MetaBefore(msgspec.Struct):
+    """What versions of streamrl before 2026-11-28 wrote: ids and versions were in files beside the checkpoints."""
+
+    chain: list[Link] = []
+
+    def converted(self, meta: Meta, folder: Path) -> Meta:
+        logs = [(folder / file).read_bytes()[:size] for file, size in self.chain]
+        group_ids = [line for log in logs for line in log.split()]
+        notes = re.findall(rb"^(\d+) (\d+) (\d+) \w+$", (folder / "versions.log").read_bytes(), re.MULTILINE)
+        numbers = [(int(epoch), int(version), int(step)) for epoch, version, step in notes]
+        if [len(log) for log in logs] != [size for _, size in self.chain] or not all(map(bytes.isdigit, group_ids)):
+            raise OSError(f"a log of trained groups in {folder} is not what ckpt-{meta.name} says")
+        return msgspec.structs.replace(
+            meta,
+            trained=join((int(group_id), int(group_id)) for group_id in group_ids),
+            versions={version: step for epoch, version, step in numbers if epoch in meta.epochs and step <= meta.step},
+        )
 
 
 def shard_name(rank: int, world: int) -> str:

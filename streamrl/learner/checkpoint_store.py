@@ -27,7 +27,6 @@ from streamrl.learner.checkpoint import (
     parse_name,
     read_meta,
 )
-from streamrl.learner.lineage import VERSIONS_FILE
 from streamrl.store import ObjectStore, run_store
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,7 @@ class CheckpointStore:
         Without `shards`, the ranks have copied them already, and all of them are there.
         """
         folder = _folder((meta.epoch, meta.step))
-        files = [*(f"{_LOGS}/{file}" for file, _ in meta.chain), f"{_LOGS}/{VERSIONS_FILE}"]
-        files += [file for file, _ in (*meta.record, *meta.recording)]
+        files = [file for file, _ in meta.recording]
         files += [f"{folder}/{shard.file}" for shard in meta.shards if shards]
         for file in files:
             if (self._run_dir / file).exists():
@@ -156,8 +154,7 @@ class CheckpointStore:
         return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
     def _logs(self) -> list[str]:
-        logs = [f"{_LOGS}/{name}" for name in self._store.names(_LOGS) if name.endswith(".log")]
-        return logs + [name for name in self._store.names() if name.endswith(".msgpack")]
+        return [f"{_LOGS}/{name}" for name in self._store.names(_LOGS) if name.endswith(".log")]
 
 
 def store_of(config: RunConfig, run_dir: Path) -> CheckpointStore | None:

@@ -2,7 +2,7 @@
 
 ```
 take over -> load -> publish -> { micro-batches as groups complete -> update -> consume -> publish }
-                                  every k steps: ids to the lineage -> checkpoint -> retire
+                                  every k steps: checkpoint, with the ids -> retire
 ```
 The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
 next groups are read; while a version is written, the next step is trained.
@@ -29,8 +29,7 @@ from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
-from streamrl.learner.lineage import VersionsLog
-from streamrl.learner.metrics import StepLoggers, StepMeter, group_frame
+from streamrl.learner.metrics import StepLoggers, StepMeter
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
@@ -139,7 +138,9 @@ async def _begin(role: Role, ranks: RankGroup) -> Start:
         if (store := store_of(role.config, role.run_dir)) is not None:
             state = await role.ledgers.train.state()
             await _fetch(partial(store.fetch_newest, state.base, state.base_epoch, state.checkpoint))
-        start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
+        start = await take_over(
+            role.ledgers.train, checkpoints, role.run_dir, kind="model", model=role.config.model.path
+        )
         talking.cancel()
     return start
 
@@ -172,7 +173,6 @@ class Leader:
         self._loggers: StepLoggers
 
     async def run(self) -> None:
-        checkpoints = Checkpoints.of(self._role.run_dir)
         start = self._start
         if start.meta is not None:
             await self._load(start.meta.position)
@@ -180,7 +180,6 @@ class Leader:
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
-        versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with (
@@ -200,7 +199,7 @@ class Leader:
                 self._publishing = Publishing(
                     publisher,
                     weight_server,
-                    versions,
+                    self._role.run_dir,
                     self._buffer,
                     epoch=start.epoch,
                     world=self._worker.writers,
@@ -211,10 +210,8 @@ class Leader:
                     await self._train_and_leave(tasks)
                 finally:
                     self._publishing.close()
-                    self._saver.close()
         finally:
             await archive.close()
-            versions.close()
             await asyncio.to_thread(loggers.close)
 
     async def _load(self, position: Position) -> None:
@@ -390,10 +387,7 @@ class Leader:
         if stats.skipped:
             return None
         groups = self._buffer.applied()
-        epoch, number = self._start.epoch, self._version + 1
-        group_ids = [group.group_id for group in groups]
-        self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
-        await self._make_room(group_ids)
+        await self._make_room([group.group_id for group in groups])
         return groups, stats
 
     async def _make_room(self, group_ids: Sequence[int]) -> None:

@@ -30,7 +30,6 @@ from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import read_meta
 from streamrl.learner.checkpoint_files import Part, RankFiles, RankState, WriteProgress
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
-from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
@@ -112,7 +111,7 @@ class RankWorker:
     def __init__(self, config: RunConfig, ranks: Ranks, models: Models, files: RankFiles, run_dir: Path) -> None:
         actor, weights = models.actor, config.weights
         self.step = 0
-        self.digest = TrainedDigest()
+        self.count = 0  # groups whose gradients are in the weights
         self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
         self.files = files
@@ -193,7 +192,7 @@ class RankWorker:
             else:
                 stats = update_collected(self._models, sorted(self._gids), self._samples, self.step)
         if not stats.skipped:
-            self.digest.add(self._gids)
+            self.count += len(self._gids)
             self.step += 1
             if stats.updates:
                 self._models.kl.update(stats.trained.mean("kl_reference"), responses)
@@ -233,7 +232,7 @@ class RankWorker:
         meta = read_meta(folder)
         self.state.load(folder, meta)
         self.step = meta.step
-        self.digest = TrainedDigest(meta.count, meta.digest)
+        self.count = meta.count
 
     def unload(self) -> None:
         """Move weights and moments to the host; not collective. A repeat does nothing."""

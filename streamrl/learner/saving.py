@@ -2,7 +2,7 @@
 
 ```
 between two steps: every rank copies its state to the host      (SAVE)
-in the background: every rank writes and fsyncs its copy; rank 0 syncs the lineage
+in the background: every rank writes and fsyncs its copy
                    ranks that share no run directory copy their shards to checkpoint.store
                    all have written                              (SAVED, asked again and again)
                    meta data, rename -> copy to checkpoint.store -> retire -> remove old ones
@@ -15,10 +15,10 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,7 +27,7 @@ from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
 from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, Position
 from streamrl.learner.checkpoint_files import RankFiles, RankState, WriteProgress
 from streamrl.learner.checkpoint_store import CheckpointStore, store_of
-from streamrl.learner.lineage import Lineage, TrainedDigest, greatest_logged_epoch
+from streamrl.learner.lineage import join
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -47,7 +47,7 @@ class _Saving:
 
 class Trained(Protocol):
     step: int
-    digest: TrainedDigest
+    count: int  # groups whose gradients are in the weights
     state: RankState
     files: RankFiles
 
@@ -77,15 +77,10 @@ class Saver:
         self._trained, self._copy, self._written, self._tasks = trained, copy, written, tasks
         self._checkpoints = Checkpoints.of(run_dir)
         self._store = store_of(config, run_dir)
-        self._lineage = Lineage(run_dir, start.epoch)
         self.newest = start.meta
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
-
-    def trained(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Write down the groups of an applied update; they count with the next checkpoint."""
-        self._lineage.add(groups)
 
     @property
     def due(self) -> bool:
@@ -98,7 +93,7 @@ class Saver:
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
         most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
         the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
-        greatest number used so far. It raises Fenced when a newer learner has begun its log, even if Redis forgot that
+        greatest number used so far. It raises Fenced when a newer learner has left its mark, even if Redis forgot that
         learner.
         """
         await self.settle()
@@ -129,21 +124,20 @@ class Saver:
         await self.settle()
         return not self._buffer.fresh
 
-    def close(self) -> None:
-        self._lineage.close()
-
     def _describe(self, version: int) -> Meta:
+        before = self.newest.trained if self.newest else []
         meta = self._start.next_checkpoint(
             step=self._trained.step,
             version=version,
-            digest=self._trained.digest,
-            links=self._lineage.mark(),
+            trained=join([*before, *((group_id, group_id) for group_id in self._buffer.fresh)]),
+            count=self._trained.count,
+            oldest=self._trained.step - self._config.token_staleness_limit,
             model=self._config.model.path,
         )
         return self._trained.state.describe(meta)
 
     def _check_alone(self) -> None:
-        newer = greatest_logged_epoch(self._checkpoints.folder)
+        newer = self._checkpoints.greatest_epoch()
         if newer > self._start.epoch:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
@@ -176,7 +170,6 @@ class Saver:
 
     async def _write(self, meta: Meta) -> Meta:
         await self._buffer.archive.sync()
-        await asyncio.to_thread(self._lineage.sync)
         if await self._written() is not WriteProgress.WRITTEN:
             raise OSError("a rank could not write its shard")
         whole = msgspec.structs.replace(meta, shards=self._trained.state.shards)

@@ -12,19 +12,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.checkpoint import Checkpoints, CheckpointShard, Meta, describe, read_meta
 from streamrl.learner.checkpoint_store import CheckpointStore, store_of
-from streamrl.learner.lineage import Lineage
 from streamrl.store import ObjectStore
-
-LINEAGES: dict[tuple[Path, int], Lineage] = {}
-"""One learner writes the logs of an epoch."""
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    for lineage in LINEAGES.values():
-        lineage.close()
-    LINEAGES.clear()
 
 
 @pytest.fixture(params=["directory", "memory"])
@@ -38,20 +26,15 @@ def store_at(url: str, run_dir: Path) -> CheckpointStore:
 
 
 def write(run_dir: Path, epoch: int, step: int, before: Meta | None = None) -> Meta:
-    """A checkpoint with files of a few bytes, and the logs that it names."""
+    """A checkpoint with files of a few bytes."""
     checkpoints = Checkpoints.of(run_dir)
-    lineage = LINEAGES.get((run_dir, epoch)) or LINEAGES.setdefault((run_dir, epoch), Lineage(run_dir, epoch))
-    lineage.add([{"gid": step}])
-    lineage.sync()
-    chain, record = lineage.mark()
     draft = checkpoints.begin((epoch, step))
     shards: list[CheckpointShard] = []
     for rank in range(2):
         (draft / f"rank-{rank}-of-2.safetensors").write_bytes(bytes([rank, step]) * 1000)
         shards.append(describe(draft / f"rank-{rank}-of-2.safetensors"))
-    links = [link for link in (before.chain if before else []) if link[0] != chain[0]]
     meta = Meta(
-        format=2, epoch=epoch, step=step, version=step, world=2, shards=shards, chain=[*links, chain], record=[record],
+        format=2, epoch=epoch, step=step, version=step, world=2, shards=shards, trained=[(0, step)], count=step + 1,
         bases=[before.position] if before and before.epoch != epoch else [],
     )  # fmt: skip
     checkpoints.finish(meta)
@@ -67,13 +50,13 @@ def test_another_host_goes_on_with_what_was_copied(tmp_path: Path, url: str):
     store.put(second)
     store.put(second)  # a repeat
     brought = store_at(url, there).fetch_newest()
-    assert brought == ["checkpoints/trained-1.log", "groups-1.msgpack", "ckpt-1-2"]
+    assert brought == ["ckpt-1-2"]
     ours, theirs = Checkpoints.of(here), Checkpoints.of(there)
     assert theirs.greatest(None, 0) == ours.greatest(None, 0) == second
     assert store_at(url, there).fetch_newest() == []
     third = write(there, 2, 3, second)
     store_at(url, there).put(third)
-    assert store.fetch_newest() == ["checkpoints/trained-2.log", "groups-2.msgpack", "ckpt-2-3"]
+    assert store.fetch_newest() == ["ckpt-2-3"]
     assert ours.greatest(None, 0) == third
 
 
@@ -87,7 +70,7 @@ def test_a_copy_that_broke_off_does_not_count(tmp_path: Path, url: str, monkeypa
     upload, sent = files.put_file, []
 
     def breaks(file: str, name: str) -> None:
-        if len(sent) == 3:
+        if len(sent) == 1:
             raise RuntimeError("connection reset")
         sent.append(file)
         upload(file, name)
@@ -152,18 +135,6 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(tmp_path: Path, url: str, 
     store.fetch_newest()
     assert (len(got), len(set(got))) == (3, 2), "what was whole is not brought again"
     assert Checkpoints.of(there).greatest(None, 0) == first
-
-
-def test_a_log_is_never_replaced_by_a_shorter_one(tmp_path: Path, url: str):
-    here = tmp_path / "here"
-    store = store_at(url, here)
-    first = write(here, 1, 1)
-    store.put(first)
-    second = write(here, 1, 2, first)
-    log = (here / "checkpoints" / "trained-1.log").read_bytes()
-    assert store.fetch_newest() == []
-    assert (here / "checkpoints" / "trained-1.log").read_bytes() == log
-    assert Checkpoints.of(here).greatest(None, 0) == second
 
 
 def test_a_damaged_copy_is_found_out_when_it_is_read(tmp_path: Path):

@@ -33,7 +33,7 @@ PHASES = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
     "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
-    "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
+    "after the groups count as trained": "streamrl.learner.train_buffer:TrainBuffer.applied:after:5",
     "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
     "state copied, nothing written": "streamrl.learner.checkpoint_files:RankState.save:after:2",
