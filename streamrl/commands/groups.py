@@ -64,7 +64,7 @@ def trace(
     if failure is not None:
         output.note(f"warning: Redis cannot be asked, so only the archive is read: {failure.message}")
     found["rescored"] = _rescored(target.path, group, found["attempt"], evaluation=evaluation)
-    record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
+    record = _evaluated(target.path, group) if evaluation else _trained(target, group, state)
     if record is not None:
         # The disk decides what was trained: Redis may have lost its newest state since.
         found["record"] = record
@@ -96,18 +96,18 @@ async def _known(
     return found, state
 
 
-def _trained(run_dir: Path, group_id: int, state: LedgerState | None) -> dict[str, Any] | None:
+def _trained(run: RunDirectory, group_id: int, state: LedgerState | None) -> dict[str, Any] | None:
     """The training of a group that the current weights were trained on: its step, as far as the metrics tell."""
     from streamrl.learner.checkpoint import Checkpoints
 
     if state is None:
         return None
-    checkpoints = Checkpoints.of(run_dir, make=False)
+    checkpoints = Checkpoints.of(run.config, run.path)
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
     if newest is None or not any(first <= group_id <= last for first, last in newest.trained):
         return None
     record: dict[str, Any] = {"gid": group_id}
-    for line in Tail(run_dir / "metrics" / "learner.0.jsonl").read():  # the last one: steps before may have been lost
+    for line in Tail(run.path / "metrics" / "learner.0.jsonl").read():  # the last one: steps before may have been lost
         for trained, staleness in line.get("trained", ()):
             if trained == group_id:
                 record |= {name: line[name] for name in ("step", "epoch", "version")} | {"staleness": staleness}

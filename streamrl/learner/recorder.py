@@ -49,7 +49,7 @@ async def run_recorder(role: Role) -> None:
     if await is_over(role.config, role.run_dir, ledger):
         role.ready()
         return
-    checkpoints = Checkpoints.of(role.run_dir)
+    checkpoints = Checkpoints.of(role.config, role.run_dir)
     start = await take_over(ledger, checkpoints, role.run_dir, kind="recording", model=role.config.model.path)
     try:
         await Recorder(role, checkpoints, start).run()
@@ -200,7 +200,6 @@ class Recorder:
             world=0,
             recording=[*(start.meta.recording if start.meta else []), *files],
         )
-        self._checkpoints.begin(meta.position)
         self._checkpoints.finish(meta)
         self._checkpoint = meta.name
         self._durable = recorded

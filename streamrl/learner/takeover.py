@@ -68,7 +68,7 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
     fence = await ledger.fence(nonce, checkpoints.greatest_epoch())
     checkpoints.mark_epoch(fence.epoch)
     meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch, fence.checkpoint)
-    check_age(fence, meta, checkpoints.folder)
+    check_age(fence, meta, checkpoints)
     if meta:
         check_fit(meta, kind, model)
     trained = ids_of(meta.trained) if meta else []
@@ -76,19 +76,19 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
     first, last = meta.trained[0] if meta and meta.trained else (0, -1)
     await ledger.lift(nonce, 0 if first else last + 1)
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
-    checkpoints.remove_drafts(fence.epoch)
+    checkpoints.remove_unfinished(fence.epoch)
     branch = Branch(meta.versions if meta else {})
     version = max(fence.version, meta.version if meta else 0, greatest_version(run_dir))
     logger.info("learner took over", extra={"epoch": fence.epoch, "checkpoint": meta.name if meta else "none"})
     return Start(nonce, fence.epoch, meta, trained, version, branch)
 
 
-def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
+def check_age(fence: Fence, meta: Meta | None, checkpoints: Checkpoints) -> None:
     if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
-            f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
-            " on from it: going on would lose groups",
-            f"bring {folder / f'ckpt-{fence.checkpoint}'} back, or start afresh with --fresh",
+            f"Redis retired groups for ckpt-{fence.checkpoint}, and in {checkpoints.root} there is no valid checkpoint"
+            " that goes on from it: going on would lose groups",
+            f"bring {checkpoints.root}/ckpt-{fence.checkpoint} back, or start afresh with --fresh",
         )
 
 

@@ -102,7 +102,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     """
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
-    meta, group_ids, unproved = await _chain(run_dir, ledgers.train)
+    meta, group_ids, unproved = await _chain(Checkpoints.of(config, run_dir), ledgers.train)
     both_ways = set(group_ids) & (train[1].dropped | train[1].dead)
     if both_ways:  # looked at again: a dead group may have been replayed and trained since the first look
         again = (await _look(ledgers.train))[1]
@@ -155,9 +155,8 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
     return _Places(done, dropped, dead, live, lost, places.dead_samples)
 
 
-async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
+async def _chain(checkpoints: Checkpoints, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
     """The greatest valid checkpoint, the ids of its groups, and reasons why they prove nothing."""
-    checkpoints = Checkpoints.of(run_dir, make=False)
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     for _ in range(_LOOKS):

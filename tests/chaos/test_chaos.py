@@ -193,8 +193,8 @@ def recorded(run_dir: Path) -> Iterator[tuple[RecordedGroup, list[wire.Sample], 
 
 def check_trained(run_dir: Path, archived: list, count: int) -> None:
     """Each group that the surviving weights know was trained once, with its scores and all tokens that were sampled."""
-    checkpoints = Checkpoints.of(run_dir, make=False)
-    newest = checkpoints.validate(checkpoints.path(checkpoints.positions()[-1]))
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    newest = checkpoints.validate(checkpoints.positions()[-1])
     ids = set(ids_of(newest.trained))
     assert len(ids) == newest.count == count
     known: dict[int, list] = {}
