@@ -277,6 +277,6 @@ class CheckpointConfig(Section):
     )
     store: StoreUrl | None = Field(
         None,
-        description="directory or URL (s3://, gs://, az://) that each checkpoint is copied to before its groups are"
-        " retired, and the trained model at the end; a learner on another host goes on from there",
+        description="directory or URL (s3://, gs://, az://) in which the checkpoints are, instead of the run directory;"
+        " all ranks reach it, and a learner on another host goes on from there. The trained model is copied to it",
     )

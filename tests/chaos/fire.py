@@ -179,11 +179,12 @@ class Fire:
         raise AssertionError("never hit the replica inside an episode")
 
     def kill_in_checkpoint(self) -> None:
-        """Kill rank 0 while the draft of a checkpoint is on disk and not renamed."""
+        """Kill rank 0 while shards of a checkpoint are on disk and its meta data is not."""
         folder = self.run_dir / "checkpoints"
 
         def draft() -> list[Path]:
-            return [path for path in folder.glob("draft-*") if any(path.iterdir())]
+            found = {path: [file.name for file in path.iterdir()] for path in folder.glob("ckpt-*")}
+            return [path for path, names in found.items() if names and "meta.json" not in names]
 
         for _ in range(20):
             until(draft, "a draft of a checkpoint", every=SHORT)
