@@ -67,8 +67,8 @@ def test_the_same_weights_and_statistics_as_one_rank(played, units):
 
 
 def test_episodes_are_learnt_by_two_ranks_as_by_one(played):
-    for rows in ("buckets", "packed"):
-        same_files(played("episodes"), f"{rows}.safetensors")
+    for layout in ("rows of like length", "packed"):
+        same_files(played("episodes"), f"{layout}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)
