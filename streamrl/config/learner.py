@@ -54,6 +54,12 @@ class GateConfig(Section):
     )
     args: dict[str, Any] = Field(default_factory=dict, description="further keyword arguments of the gate")
 
+    @model_validator(mode="after")
+    def _refuse_over(self) -> GateConfig:
+        if self.use == "m2po" and "over" in self.args:
+            raise ValueError("over of m2po is gone: leave it out, the tokens of a micro-batch decide")
+        return self
+
 
 class CorrectionConfig(Section):
     """What the old policy is, and what stands between the sampling policy and the gradient."""
