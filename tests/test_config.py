@@ -165,6 +165,9 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("episode.processes=2", "episode: processes .* set rollout.replicas"),
         ("episode.processes=0", "leave it out"),
         ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
+        ("learner.rows=packed", "rows is gone: leave it out, rows are packed"),
+        ("learner.share_prompts=false", "share_prompts is gone: leave it out"),
+        ("learner.correction.gates=[{use: m2po, args: {over: step}}]", "over of m2po is gone: leave it out"),
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):

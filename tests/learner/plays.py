@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, make_batch, run_config
+from tiny_policy import count_tokens, lay_out, make_batch, run_config
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
@@ -105,13 +105,13 @@ def episodes(model: Path, out: Path, ranks: Ranks) -> None:
     """One update with episodes of three branches; the second rank has more rows than the first one."""
     batch = make_episodes(3, groups=3, size=2, rows=THREE) + make_episodes(4, groups=2, size=3)
     mine = batch if ranks.world == 1 else (batch[:2], batch[2:])[ranks.rank]
-    for rows in ("buckets", "packed"):
-        actor = Actor(run_config(model, ranks=ranks.world, rows=rows, **STEP_OPTIONS), ranks)
+    for layout in ("rows of like length", "packed"):
+        actor = lay_out(Actor(run_config(model, ranks=ranks.world, **STEP_OPTIONS), ranks), layout)
         actor.accumulate(mine)
         actor.apply_update(count_tokens(batch))
         whole = full_tensors(actor)
         if ranks.rank == 0:
-            save_file(whole, out / f"{rows}.safetensors")
+            save_file(whole, out / f"{layout}.safetensors")
     keep({}, out, ranks)
 
 
@@ -164,7 +164,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "advantage": {"use": "reinforce_plus_plus"},
         "correction": {"lr_scale": "ess"},
     },
-    "m2po over the step": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
     "kl in the reward, adaptive": {
         "kl": {"where": "reward", "estimator": "k3", "controller": "adaptive", "target": 1e-4, "coefficient": 0.1},
         "reference": {"kind": "frozen"},
@@ -308,8 +307,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
 def family(model: Path, out: Path, ranks: Ranks) -> None:
     """Log-probs of my samples, and the gradient of all of them, in packed rows."""
     for name, small in UNITS.items():
-        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192, rows="packed")
-        actor, batch = Actor(config, ranks, small=small), make_batch(0)
+        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192)
+        actor, batch = lay_out(Actor(config, ranks, small=small), "packed"), make_batch(0)
         # Uneven on purpose: the first rank has three groups of four.
         mine = batch if ranks.world == 1 else (batch[:12], batch[12:])[ranks.rank]
         logprobs = actor.compute_log_prob(mine).logprobs
