@@ -97,6 +97,7 @@ _GONE: Final[Mapping[str, tuple[str, ...]]] = {
     "engine": ("decode",),
     "episode": ("processes",),
     "rollout": ("host",),
+    "weights": ("relay",),
     "reward_worker": ("gateway_port", "gateway_host", "gateway_token_file"),
 }
 

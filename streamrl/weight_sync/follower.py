@@ -6,20 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrap
-from streamrl.listening import own_address
 from streamrl.queues.ledgers import WeightsStream
-from streamrl.queues.registry import RoleRegistry
 from streamrl.weight_sync.chain import Fetched, Staging
-from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
+from streamrl.weight_sync.files import StagingFolder, allow_many_files
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
-from streamrl.weight_sync.pull import RELAY_FIELD
-from streamrl.weight_sync.serve import ShardServer, listen
 from streamrl.weight_sync.tensors import Version
 from streamrl.weight_sync.transports import open_source
 
@@ -64,8 +60,7 @@ class Follower:
 
     `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
     the state of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
-    any other error ends `run`. Relays announce themselves on `board` by a field of `status`; without a board, files
-    come from the learner's host alone.
+    any other error ends `run`.
 
     Attributes:
         refused: versions that could not be fetched or applied.
@@ -84,11 +79,9 @@ class Follower:
         run: str,
         run_dir: Path,
         name: str = "rollout",
-        board: RoleRegistry | None = None,
-        status: MutableMapping[str, int | float | str] | None = None,
     ) -> None:
         self._stream, self._config, self._apply, self._run, self._run_dir = stream, config, apply, run, run_dir
-        self._name, self._board, self._status = name, board, status
+        self._name = name
         self._staging: Staging | None = None
         self._news = asyncio.Event()
         self._took = asyncio.Condition()
@@ -132,7 +125,7 @@ class Follower:
         After a cancellation, `apply` decides the state of the engine. An engine that has refused every version since
         the first has another model (ConfigError).
         """
-        opened = open_staging(self._config, self._run_dir, name=self._name, board=self._board, status=self._status)
+        opened = open_staging(self._config, self._run, self._run_dir, name=self._name)
         try:
             async with opened as staging, asyncio.TaskGroup() as group:
                 self._staging = staging
@@ -274,27 +267,15 @@ class Follower:
 
 
 @contextlib.asynccontextmanager
-async def open_staging(
-    config: WeightsConfig,
-    run_dir: Path,
-    *,
-    name: str,
-    board: RoleRegistry | None,
-    status: MutableMapping[str, int | float | str] | None,
-) -> AsyncIterator[Staging]:
-    """Open what the configured transport needs on a replica's host, a relay included."""
+async def open_staging(config: WeightsConfig, run: str, run_dir: Path, *, name: str) -> AsyncIterator[Staging]:
+    """Open what the configured transport needs on a replica's host."""
     allow_many_files()
     async with contextlib.AsyncExitStack() as stack:
         folder = StagingFolder(run_dir, name)
         if config.delta.enabled or config.pulled:
             folder.open()
             stack.callback(folder.close)
-        source = await stack.enter_async_context(open_source(config, run_dir, folder, name=name, board=board))
-        relays = config.relay and source.proves
-        staging = Staging(config, source, folder, keep=relays)
+        source = await stack.enter_async_context(open_source(config, run_dir, folder, run=run, name=name))
+        staging = Staging(config, source, folder)
         stack.callback(staging.close)
-        if relays and status is not None:
-            app = ShardServer(folder.root, read_token(run_dir)).app()
-            status[RELAY_FIELD] = await stack.enter_async_context(listen(app, own_address(config.host), 0))
-            stack.callback(status.pop, RELAY_FIELD, None)
         yield staging
