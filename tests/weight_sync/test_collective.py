@@ -208,7 +208,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         for replica in [*replicas, late]:
             assert same(replica.applied[-1][1], tensors(3))
             assert replica.follower.refused == 0
-        assert [replica.follower.bytes_fetched for replica in replicas] == [size, size]
+        assert [replica.follower.traffic.bytes for replica in replicas] == [size, size]
         await until(lambda: broadcaster._done == (1, 3))
         assert [replica.follower._staging._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
 

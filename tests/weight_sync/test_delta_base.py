@@ -258,7 +258,7 @@ async def test_deltas_over_http(tmp_path):
         for replica in (early, late):
             assert exactly(replica.applied[-1][1], 40)
             assert replica.follower.refused == 0
-            assert replica.follower.bytes_fetched == sent
+            assert replica.follower.traffic.bytes == sent
             assert replica.follower._staging._folder.count() == 0
         await learner.publish(41, tensors=model(41))
         await asyncio.gather(early.until(len(early.applied) + 1), late.until(2))

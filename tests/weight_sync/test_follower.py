@@ -334,8 +334,8 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
         async with listen(weights_app(publisher.root, token), "127.0.0.1", port):
             await replica.until(1)
         assert replica.follower.refused == 1  # once a version, however often it is tried
-        assert replica.follower.bytes_fetched == decode(data).total_bytes
-        assert replica.follower.fetch_seconds > 0
+        assert replica.follower.traffic.bytes == decode(data).total_bytes
+        assert replica.follower.traffic.seconds > 0
         stop.set()
     assert same(replica.applied[0][1], tensors(1))
     publisher.close(unlink=True)
