@@ -98,6 +98,7 @@ _GONE: Final[Mapping[str, tuple[str, ...]]] = {
     "episode": ("processes",),
     "learner": ("rows", "share_prompts"),
     "rollout": ("host",),
+    "weights": ("relay",),
     "reward_worker": ("gateway_port", "gateway_host", "gateway_token_file"),
 }
 
