@@ -83,9 +83,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch. No gradient is recorded.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         return self._compute(batch)[0]
 
@@ -94,9 +91,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Args:
             batch: this rank's samples, possibly none; all have `values` and `returns`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
         self._backward(self._agree(batch), self._loss)
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import ConfigError
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pack, work_of
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
@@ -95,16 +95,9 @@ class RowModel:
         return self._module
 
     def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
-        """Lay out this rank's batch, up to the passes of the busiest rank; if one refuses, all raise. Collective."""
-        try:
-            self.check_samples(batch)
-        except ValueError:
-            self.ranks.all_max(0, 1)
-            raise
+        """Lay out this rank's batch, up to the passes of the busiest rank. Collective."""
         parts = pack(batch, self.limits)
-        passes, refused = self.ranks.all_max(len(parts), 0)
-        if refused:
-            raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
+        (passes,) = self.ranks.all_max(len(parts))
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:

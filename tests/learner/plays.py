@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +25,11 @@ from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
+from streamrl.learner.deal import scatter
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
 from streamrl.learner.ranks import Ranks
@@ -62,16 +61,6 @@ def deliver(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, rank
         world=ranks.world,
         adapter=snapshot.adapter,
     )
-
-
-def refusal(compute, batch: list[TrainSample], ranks: Ranks) -> str:
-    """What a rank hears when the last one has to refuse a sample of the batch."""
-    bad = [replace(batch[0], group_id=7, prompt=batch[0].prompt + 1000), *batch[1:]]
-    try:
-        compute(bad if ranks.rank else batch)
-    except (ValueError, StreamrlError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # ---- the policy
@@ -115,8 +104,14 @@ def episodes(model: Path, out: Path, ranks: Ranks) -> None:
     keep({}, out, ranks)
 
 
+def dealt(ranks: Ranks) -> list[list[TrainSample]]:
+    """What rank 0 deals out: trees beside single answers, and for the second rank all of the first one's too."""
+    batch = make_episodes(5, groups=2, size=3)
+    return [batch[:2], batch] if ranks.rank == 0 else []
+
+
 def policy(model: Path, out: Path, ranks: Ranks) -> None:
-    """Train, go on from the state, publish and export; small collectives, and a batch that one rank must refuse."""
+    """Train, go on from the state, publish and export; small collectives, and samples that travel."""
     found: dict[str, Any] = {}
     for name, small in UNITS.items():
         config = run_config(model, ranks=ranks.world, **STEP_OPTIONS)
@@ -145,7 +140,7 @@ def policy(model: Path, out: Path, ranks: Ranks) -> None:
     export(actor, out / "export")
     if ranks.world > 1:
         found |= {
-            "refused": refusal(actor.accumulate, make_batch(0, groups=1, size=1), ranks),
+            "dealt": [sample.tokens.tolist() for sample in scatter(ranks, dealt(ranks))],
             "broadcast": ranks.broadcast_ints([3, -(1 << 62), 5] if ranks.rank == 0 else ()),
             "broadcast_empty": ranks.broadcast_ints([]),
             "max": ranks.all_max(ranks.rank, -ranks.rank),
@@ -251,8 +246,6 @@ def values(model: Path, out: Path, ranks: Ranks) -> None:
         first, second = (part.update_critic(own) for part in (critic, again))
         found[f"{units}.continued"] = first == second
         save_file(full_tensors(critic), out / f"{units}-critic-{ranks.rank}.safetensors")
-    if ranks.world > 1:
-        found["refused"] = refusal(critic.compute_values, own, ranks)
     keep(found, out, ranks)
 
 

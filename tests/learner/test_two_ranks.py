@@ -11,6 +11,7 @@ from test_families import FAMILIES
 from test_families import same as same_gradients
 from tiny_policy import run_config, without_key_biases
 from transformers import AutoModelForCausalLM
+from tree_kit import make_episodes
 from world_kit import TwoRanks, start
 
 from streamrl.errors import ConfigError, Unreachable
@@ -118,12 +119,9 @@ def test_what_each_rank_writes_is_together_the_whole_model(played, name):
     assert max(len(entry.parts) for entry in manifest.tensors) == world
 
 
-@pytest.mark.parametrize("play", ["policy", "values"])
-def test_a_batch_that_one_rank_refuses_stops_both(played, play):
-    first, second = (found["refused"] for found in played(play).two)
-    assert "another rank refused" in first
-    assert second.startswith("ValueError: group 7")
-    assert "not in the vocabulary" in second
+def test_samples_travel_from_rank_0_to_the_others(played):
+    sent = [sample.tokens.tolist() for sample in make_episodes(5, groups=2, size=3)]
+    assert [found["dealt"] for found in played("policy").two] == [sent[:2], sent]
 
 
 def test_small_collectives(played):
