@@ -12,6 +12,7 @@ from test_families import FAMILIES
 from test_families import same as same_gradients
 from tiny_policy import VOCABULARY, make_model, run_config, without_key_biases
 from transformers import AutoModelForCausalLM
+from tree_kit import make_episodes
 from world_kit import TwoRanks, start
 
 from streamrl.cards import choose_device
@@ -84,8 +85,8 @@ def test_the_same_weights_and_statistics_as_one_rank(played, units):
 
 
 def test_episodes_are_learnt_by_two_ranks_as_by_one(played):
-    for rows in ("buckets", "packed"):
-        same_files(played("episodes"), f"{rows}.safetensors")
+    for layout in ("rows of like length", "packed"):
+        same_files(played("episodes"), f"{layout}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -135,12 +136,9 @@ def test_what_each_rank_writes_is_together_the_whole_model(played, name):
     assert max(len(entry.parts) for entry in manifest.tensors) == world
 
 
-@pytest.mark.parametrize("play", ["policy", "values"])
-def test_a_batch_that_one_rank_refuses_stops_both(played, play):
-    first, second = (found["refused"] for found in played(play).two)
-    assert "another rank refused" in first
-    assert second.startswith("ValueError: group 7")
-    assert "not in the vocabulary" in second
+def test_samples_travel_from_rank_0_to_the_others(played):
+    sent = [sample.tokens.tolist() for sample in make_episodes(5, groups=2, size=3)]
+    assert [found["dealt"] for found in played("policy").two] == [sent[:2], sent]
 
 
 def test_small_collectives(played):
@@ -163,7 +161,6 @@ def test_two_ranks_learn_in_a_step_what_one_learns(played, name):
 
 def test_each_recipe_did_something(played):
     one = played("steps").one
-    assert min(record[4] for record in one["m2po over the step"]) > 0
     first, second = one["kl in the reward, adaptive"]
     assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
     warm, learning = one["gae with a critic"]
@@ -221,8 +218,7 @@ def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played
     first, second = runs.two
     shards = ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
     assert first["sent"] == second["sent"] == shards
-    assert first["fetched"] == ["ckpt-1-1"]
-    assert second["here"] == ["ckpt-1-1", "lock", "meta.json", *shards]
+    assert first["here"] == second["here"] == ["ckpt-1-1", "lock", *shards]
     assert first["same"]
     assert second["same"]
     assert list((runs.folders["two"] / "first-1").rglob("*.safetensors")) == [], "its shard is in the store"
