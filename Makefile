@@ -8,6 +8,7 @@
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make test-benchmarks              each benchmark once, with sizes that say nothing
+#   make gpu                          on a machine with a GPU: its tests, and figures into benchmarks/results/gpu.json
 #   make chaos [BLOWS=200]            kill everything in turn, 12 blows per run unless told
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make adapters                     install OpenEnv and verifiers into .adapters, for tests of what runs their environments
@@ -119,6 +120,10 @@ test-slow: prepare-slow
 test-benchmarks: environment-vllm crosscheck demo-data
 	$(BIN)/pytest -m benchmarks
 
+gpu: setup
+	$(BIN)/pytest -m gpu
+	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json
+
 # Chaos wants the machine for itself.
 BLOWS ?= 12
 chaos: setup
@@ -151,4 +156,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean
