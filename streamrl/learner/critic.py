@@ -42,14 +42,16 @@ class ValueModel(Backbone):
         self,
         *,
         input_ids: torch.Tensor,
-        until: torch.Tensor | None,
+        visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        targets: torch.Tensor,
+        targets: torch.Tensor | None,
     ) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
-        del targets
-        values: torch.Tensor = self.value_head(self.states(input_ids, until, position_ids, positions))
+        states = self.states(input_ids, visible_until, position_ids, positions)
+        if targets is None:
+            return states
+        values: torch.Tensor = self.value_head(states)
         return values
 
 

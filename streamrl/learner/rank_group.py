@@ -27,10 +27,9 @@ import torch
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.errors import DeadlineExceeded
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.checkpoint import read_meta
-from streamrl.learner.checkpoint_files import Part, RankFiles, RankState, WriteProgress
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.checkpoint_files import Part, RankState, WriteProgress
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
-from streamrl.learner.lineage import TrainedDigest
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
@@ -44,7 +43,7 @@ from streamrl.weight_sync.rank_writer import RankWriter
 logger = logging.getLogger(__name__)
 NO_BASE = -1
 """Numbers of the base of a version that every rank writes whole."""
-NOBODY = -1
+UNASSIGNED = -1
 """Owner of a group whose gradient is exactly zero: no rank reads it."""
 
 
@@ -69,17 +68,17 @@ class Command(IntEnum):
     """Move weights and moments to the host: engines come onto the devices."""
     RELOAD = 11
     """Bring them back."""
-    SAVED = 12
-    """Say whether the shard is written, or the checkpoint brought."""
-    BRING = 13
-    """epoch, step: begin to bring a checkpoint to hosts that do not share rank 0's run directory."""
+    POLL_SAVE = 12
+    """Say whether the shard is written, or the checkpoint fetched."""
+    FETCH_CHECKPOINT = 13
+    """epoch, step: begin to bring a checkpoint from a store to this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchOrder:
     """The arguments of `Command.TRAIN`."""
 
-    owners: Mapping[int, int]  # rank that has each group, by id, or `NOBODY`
+    owners: Mapping[int, int]  # rank that has each group, by id, or `UNASSIGNED`
     steps: Mapping[int, int]  # of every version that sampled tokens of these groups: all ranks need the tokens' ages
 
     def encode(self) -> list[int]:
@@ -109,13 +108,15 @@ class RankWorker:
     do not share the folder of the versions, rank 0 gathers the weights and writes them alone.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, models: Models, files: RankFiles, run_dir: Path) -> None:
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, models: Models, checkpoints: Checkpoints, run_dir: Path
+    ) -> None:
         actor, weights = models.actor, config.weights
         self.step = 0
-        self.digest = TrainedDigest()
+        self.count = 0  # groups whose gradients are in the weights
         self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
-        self.files = files
+        self.checkpoints = checkpoints
         parts: dict[str, Part] = {"actor": actor}
         if actor.lora is not None:
             parts["lora"] = actor.lora
@@ -129,11 +130,11 @@ class RankWorker:
         self._samples: list[TrainSample] = []  # of a step that does not stream
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
-        _, together = ranks.find(store_of(weights.transport, run_dir).root)
-        self.writers = ranks.world if together else 1
+        shared_fs = ranks.share(store_of(weights.transport, run_dir).root)
+        self.writers = ranks.world if shared_fs else 1
         dtype: torch.dtype = getattr(torch, weights.dtype)
-        self._copies = Copies(actor.published, dtype, sets, actor.adapter, gather=not together)
-        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank and together else None
+        self._copies = Copies(actor.published, dtype, sets, actor.adapter, gather=not shared_fs)
+        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank and shared_fs else None
 
     def execute(  # noqa: PLR0911  (one line for each order)
         self, command: Command, arguments: Sequence[int] = (), samples: Sequence[TrainSample] | None = None
@@ -152,10 +153,10 @@ class RankWorker:
                 return self.discard()
             case Command.SAVE:
                 position = arguments[0], arguments[1]
-                return self.state.save(self.files.draft(position), partial(self.files.send, position))
-            case Command.BRING:
-                return self.state.begin(partial(self.files.bring, (arguments[0], arguments[1])))
-            case Command.SAVED:
+                return self.state.save(self.checkpoints.draft(position), partial(self.checkpoints.send, position))
+            case Command.FETCH_CHECKPOINT:
+                return self.state.begin(partial(self.fetch, arguments[0], arguments[1]))
+            case Command.POLL_SAVE:
                 return self.state.saved()
             case Command.UNLOAD:
                 return self.unload()
@@ -193,7 +194,7 @@ class RankWorker:
             else:
                 stats = update_collected(self._models, sorted(self._gids), self._samples, self.step)
         if not stats.skipped:
-            self.digest.add(self._gids)
+            self.count += len(self._gids)
             self.step += 1
             if stats.updates:
                 self._models.kl.update(stats.trained.mean("kl_reference"), responses)
@@ -228,12 +229,15 @@ class RankWorker:
             self._parts.start(pair, None if NO_BASE in base else base, snapshot)
         return snapshot
 
+    def fetch(self, epoch: int, step: int) -> None:
+        """Not collective."""
+        self.checkpoints.fetch(self.checkpoints.read((epoch, step)))
+
     def load(self, epoch: int, step: int) -> None:
-        folder = self.files.folder((epoch, step))
-        meta = read_meta(folder)
-        self.state.load(folder, meta)
+        meta = self.checkpoints.read((epoch, step))
+        self.state.load(self.checkpoints.path((epoch, step)), meta)
         self.step = meta.step
-        self.digest = TrainedDigest(meta.count, meta.digest)
+        self.count = meta.count
 
     def unload(self) -> None:
         """Move weights and moments to the host; not collective. A repeat does nothing."""
@@ -292,7 +296,7 @@ _T = TypeVar("_T")
 _BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH, Command.SAVE})
 """Orders whose time counts as busy."""
 _NEEDS_NO_DEVICE: Final = frozenset(
-    {Command.IDLE, Command.STOP, Command.SAVED, Command.BRING, Command.UNLOAD, Command.RELOAD}
+    {Command.IDLE, Command.STOP, Command.POLL_SAVE, Command.FETCH_CHECKPOINT, Command.UNLOAD, Command.RELOAD}
 )
 _ASK_SECONDS: Final = 0.01
 """First pause between two questions whether all ranks have written; it doubles."""
@@ -371,9 +375,9 @@ class RankGroup:
         return trained
 
     async def saved(self) -> WriteProgress:
-        """Wait until all ranks have written, or brought, what they were ordered to, or one of them has failed."""
+        """Wait until all ranks have written, or fetched, what they were ordered to, or one of them has failed."""
         pause = _ASK_SECONDS
-        while (progress := WriteProgress(await self.order(Command.SAVED))) is WriteProgress.WRITING:
+        while (progress := WriteProgress(await self.order(Command.POLL_SAVE))) is WriteProgress.WRITING:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_ASK, 2 * pause)
         return progress
@@ -426,12 +430,12 @@ async def read_share(
 def share(
     groups: Sequence[TrainGroup], world: int, work: Callable[[Sequence[TrainSample]], int], *, all_read: bool
 ) -> list[int]:
-    """Owner of each group, `NOBODY` without a gradient (unless `all_read`): the costliest first, to the idlest rank.
+    """Owner of each group, the costliest first, to the idlest rank; `UNASSIGNED` without a gradient, unless `all_read`.
 
     The bound of this rule (Graham 1969, longest processing time first) is 4/3 of the best possible maximum.
     """
     loads = [(0, rank) for rank in range(world)]
-    owners = [NOBODY] * len(groups)
+    owners = [UNASSIGNED] * len(groups)
     costs = [0 if group.zero_gradient else work(group.samples) for group in groups]
     for index in sorted(range(len(groups)), key=lambda place: -costs[place]):
         if all_read or not groups[index].zero_gradient:

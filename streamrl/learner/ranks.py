@@ -91,24 +91,23 @@ class Ranks:
     def all_min(self, *values: int) -> list[int]:
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
-    def find(self, folder: Path) -> tuple[bool, bool]:
-        """Whether this rank, and whether every rank, has rank 0's `folder` under the same path. Collective.
+    def share(self, folder: Path) -> bool:
+        """Whether every rank has rank 0's `folder` under the same path. Collective.
 
         Rank 0 puts a file there that the others look for: names of hosts say nothing about file systems. OSError on
         rank 0 when it cannot.
         """
         if self.world == 1:
-            return True, True
+            return True
         number = uuid.uuid4().int >> 65
         if self.rank == 0:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / f".rank-0-{number}").touch()
         probe = folder / f".rank-0-{self.broadcast_ints([number])[0]}"
-        found = probe.exists()
-        everyone = self.all_min(int(found)) == [1]
+        everyone = self.all_min(int(probe.exists())) == [1]
         if self.rank == 0:
             probe.unlink()
-        return found, everyone
+        return everyone
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks in place and return it, one all-reduce on the tensor's device."""

@@ -15,23 +15,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import orjson
-import pytest
 import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, make_batch, run_config
+from tiny_policy import count_tokens, lay_out, make_batch, run_config
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.checkpoint import Checkpoints, Meta
-from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
-from streamrl.learner.checkpoint_store import store_of
+from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
@@ -107,13 +105,13 @@ def episodes(model: Path, out: Path, ranks: Ranks) -> None:
     """One update with episodes of three branches; the second rank has more rows than the first one."""
     batch = make_episodes(3, groups=3, size=2, rows=THREE) + make_episodes(4, groups=2, size=3)
     mine = batch if ranks.world == 1 else (batch[:2], batch[2:])[ranks.rank]
-    for rows in ("buckets", "packed"):
-        actor = Actor(run_config(model, ranks=ranks.world, rows=rows, **STEP_OPTIONS), ranks)
+    for layout in ("rows of like length", "packed"):
+        actor = lay_out(Actor(run_config(model, ranks=ranks.world, **STEP_OPTIONS), ranks), layout)
         actor.accumulate(mine)
         actor.apply_update(count_tokens(batch))
         whole = full_tensors(actor)
         if ranks.rank == 0:
-            save_file(whole, out / f"{rows}.safetensors")
+            save_file(whole, out / f"{layout}.safetensors")
     keep({}, out, ranks)
 
 
@@ -166,7 +164,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "advantage": {"use": "reinforce_plus_plus"},
         "correction": {"lr_scale": "ess"},
     },
-    "m2po over the step": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
     "kl in the reward, adaptive": {
         "kl": {"where": "reward", "estimator": "k3", "controller": "adaptive", "target": 1e-4, "coefficient": 0.1},
         "reference": {"kind": "frozen"},
@@ -187,7 +184,7 @@ def steps(model: Path, out: Path, ranks: Ranks) -> None:
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
         models = make_models(config, ranks)
-        worker, actor = RankWorker(config, ranks, models, RankFiles(config, ranks, out), out), models.actor
+        worker, actor = RankWorker(config, ranks, models, Checkpoints(out / "checkpoints"), out), models.actor
         records = []
         for step in range(2):
             worker.step = step + 10 if step else step
@@ -285,7 +282,7 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    worker = RankWorker(config, ranks, Models(actor=actor), RankFiles(config, ranks, out), out)
+    worker = RankWorker(config, ranks, Models(actor=actor), Checkpoints(out / "checkpoints"), out)
     deliver(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
     merged = full_tensors(actor)
     if ranks.rank == 0:
@@ -310,8 +307,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
 def family(model: Path, out: Path, ranks: Ranks) -> None:
     """Log-probs of my samples, and the gradient of all of them, in packed rows."""
     for name, small in UNITS.items():
-        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192, rows="packed")
-        actor, batch = Actor(config, ranks, small=small), make_batch(0)
+        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192)
+        actor, batch = lay_out(Actor(config, ranks, small=small), "packed"), make_batch(0)
         # Uneven on purpose: the first rank has three groups of four.
         mine = batch if ranks.world == 1 else (batch[:12], batch[12:])[ranks.rank]
         logprobs = actor.compute_log_prob(mine).logprobs
@@ -335,32 +332,25 @@ def whole_gradients(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def apart(model: Path, out: Path, ranks: Ranks) -> None:
-    """A checkpoint of ranks with a run directory each, read again by ranks with others; and a whole version."""
+    """A checkpoint of ranks with a run directory each, in a store, read again by ranks with others; a whole version."""
     found: dict[str, Any] = {}
-    store = {"store": str(out / "store")}
     bare = run_config(model, ranks=ranks.world, lora={"rank": 2, "alpha": 8.0}, **STEP_OPTIONS)
-    config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": store})
+    config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": {"store": f"dir::file://{out}/store"}})
     first, second = (out / f"{name}-{ranks.rank}" for name in ("first", "second"))
-    if ranks.world > 1:
-        with pytest.raises(ConfigError, match=r"do not share the run directory .* there is no checkpoint\.store"):
-            RankFiles(bare, ranks, first)
-    worker = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, first), first)
+    worker = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, first), first)
     train(worker.actor, range(STEPS))
-    meta = written(worker, first)
+    meta = written(worker)
     found["sent"] = sorted(path.name for path in (out / "store").rglob("rank-*"))
-    again = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, second), second)
+    again = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, second), second)
     if ranks.rank == 0:
-        kept = store_of(config, second)
-        assert kept is not None
-        found["fetched"] = kept.fetch(kept.missing())
-        assert Checkpoints.of(second).greatest(None, 0) == meta
+        assert again.checkpoints.greatest(None, 0) == meta
     ranks.all_min(1)  # it is there
-    again.execute(Command.BRING, meta.position)
+    again.execute(Command.FETCH_CHECKPOINT, meta.position)
     assert settled(again) is WriteProgress.WRITTEN
     again.execute(Command.LOAD, meta.position)
     ours, theirs = again.state.tensors(), worker.state.tensors()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found["here"] = sorted(path.name for path in (second / "apart").rglob("*")) if ranks.rank else []
+    found["here"] = sorted(path.name for path in (second / "checkpoints").rglob("*"))
     snapshot = again.publish(1, 1, NO_BASE, NO_BASE)
     assert snapshot is not None
     found["published"] = len(snapshot.tensors)
@@ -377,12 +367,12 @@ def settled(worker: RankWorker) -> WriteProgress:
     return progress
 
 
-def written(worker: RankWorker, run_dir: Path) -> Meta:
+def written(worker: RankWorker) -> Meta:
     """Rank 0's part of a checkpoint as the leader has it."""
     ranks, place = worker.ranks, (1, 1)
     worker.step = 1
     if ranks.rank == 0:
-        Checkpoints.of(run_dir).begin(place)
+        worker.checkpoints.begin(place)
     ranks.all_min(1)  # it is there
     worker.execute(Command.SAVE, place)
     assert settled(worker) is WriteProgress.WRITTEN
@@ -390,9 +380,5 @@ def written(worker: RankWorker, run_dir: Path) -> Meta:
         return Meta(epoch=1, step=1, version=1)
     meta = worker.state.describe(Meta(epoch=1, step=1, version=1, model=worker.actor.config.model.path))
     meta = msgspec.structs.replace(meta, shards=worker.state.shards)
-    together = not worker.files.apart
-    Checkpoints.of(run_dir).finish(meta, whole=together)
-    kept = store_of(worker.actor.config, run_dir)
-    assert kept is not None
-    kept.put(meta, shards=together)
+    worker.checkpoints.finish(meta)
     return meta

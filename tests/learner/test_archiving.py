@@ -12,7 +12,7 @@ from playing import reward
 
 from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.config import ArchiveConfig, RecordingConfig
-from streamrl.learner.lineage import read_trained
+from streamrl.learner.lineage import ids_of
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from tests.archive_kit import archived, closed
@@ -41,7 +41,7 @@ async def gone(run) -> set[int]:
     async with open_ledgers(run.config, run.run_dir) as ledgers:
         dropped = await ledgers.train.dropped()
     newest = run.newest()
-    return {*dropped, *(read_trained(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
+    return {*dropped, *(ids_of(newest.trained) if newest is not None else ())}
 
 
 async def check(run) -> set[int]:

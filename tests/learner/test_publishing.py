@@ -48,7 +48,7 @@ class Buffer:
 
 
 class Shelf:
-    """Publisher and version log at once; `full` refuses every version, `slow` one."""
+    """A publisher; `full` refuses every version, `slow` one."""
 
     manifest = MANIFEST
     figures = VersionFigures(bytes=10, density=None, kind="full")
@@ -72,9 +72,6 @@ class Shelf:
     def holds_newest(self) -> bool:
         return True
 
-    def note(self, version, step) -> None:
-        pass
-
     def close(self, **_) -> None:
         pass
 
@@ -85,11 +82,15 @@ async def publish(publishing, *versions) -> None:
         await publishing.settle()
 
 
-def make(shelf, tasks, deadline=60.0):
-    return Publishing(shelf, shelf.outlet, shelf, shelf.buffer, epoch=1, world=1, deadline=deadline, tasks=tasks)
+@pytest.fixture
+def make(tmp_path):
+    def publishing(shelf, tasks, deadline=60.0):
+        return Publishing(shelf, shelf.outlet, tmp_path, shelf.buffer, epoch=1, world=1, deadline=deadline, tasks=tasks)
+
+    return publishing
 
 
-async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():
+async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written(make):
     """Engines would go on with it, and with a small staleness limit all they generate would be dropped, for ever."""
     shelf = Shelf()
     async with asyncio.TaskGroup() as tasks:
@@ -109,7 +110,7 @@ async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_writte
     publishing.close()
 
 
-async def test_one_slow_version_is_left_out():
+async def test_one_slow_version_is_left_out(make):
     """Its writing has taken the whole deadline when it is given up; that alone is no reason to leave."""
     shelf = Shelf()
     shelf.slow = 2
@@ -120,7 +121,7 @@ async def test_one_slow_version_is_left_out():
     publishing.close()
 
 
-async def test_a_version_that_is_not_in_the_store_is_left_out_and_nothing_builds_on_it():
+async def test_a_version_that_is_not_in_the_store_is_left_out_and_nothing_builds_on_it(make):
     shelf = Shelf()
     async with asyncio.TaskGroup() as tasks:
         publishing = make(shelf, tasks)
@@ -133,7 +134,7 @@ async def test_a_version_that_is_not_in_the_store_is_left_out_and_nothing_builds
     publishing.close()
 
 
-async def test_a_write_that_never_returns_ends_the_learner():
+async def test_a_write_that_never_returns_ends_the_learner(make):
     shelf, release = Shelf(), threading.Event()
     shelf.publish = lambda **_: release.wait(60)
     try:
@@ -149,7 +150,7 @@ async def test_a_write_that_never_returns_ends_the_learner():
 
 
 @pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.2, itertools.repeat(1))])
-async def test_it_gives_up_after_three_steps_or_the_deadline(deadline, steps):
+async def test_it_gives_up_after_three_steps_or_the_deadline(make, deadline, steps):
     shelf = Shelf()
     shelf.full = True
     tried = []

@@ -11,7 +11,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.learner import leader
-from streamrl.learner.rank_group import NOBODY, Command, MicrobatchOrder, RankGroup, TorchThread
+from streamrl.learner.rank_group import UNASSIGNED, Command, MicrobatchOrder, RankGroup, TorchThread
 
 
 class Line:
@@ -29,10 +29,12 @@ class Line:
 
 
 class Worker:
+    checkpoints = None
     """Says on the same line what it is to do."""
 
     def __init__(self, line) -> None:
         self.ranks = line
+        self.checkpoints = None
 
     def execute(self, command, arguments, samples) -> None:
         if command in {Command.TRAIN, Command.APPLY}:
@@ -104,11 +106,11 @@ async def test_the_other_ranks_hear_of_rank_0_while_it_reads_checkpoints(group, 
 
 
 def test_a_micro_batch_survives_the_broadcast():
-    order = MicrobatchOrder({7: 0, 9: 1, 8: NOBODY}, {3: 10, 5: 12})
+    order = MicrobatchOrder({7: 0, 9: 1, 8: UNASSIGNED}, {3: 10, 5: 12})
     again = MicrobatchOrder.decode(order.encode())
     assert again == order
     assert list(again.owners) == [7, 9, 8]
     assert (again.step_of(5), again.idle) == (12, False)
-    assert MicrobatchOrder.decode(MicrobatchOrder({7: NOBODY}, {}).encode()).idle
+    assert MicrobatchOrder.decode(MicrobatchOrder({7: UNASSIGNED}, {}).encode()).idle
     with pytest.raises(ValueError, match="version 4"):
         again.step_of(4)

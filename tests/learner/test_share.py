@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import Extent, Limits, work_of_prompt
+from streamrl.learner.batch import RowLimits, work_of
 from streamrl.learner.groups import TrainGroup
-from streamrl.learner.rank_group import NOBODY, share
+from streamrl.learner.rank_group import UNASSIGNED, share
 
 (ONE,) = make_batch(0, groups=1, size=1)
-BOUNDS = Limits(tokens=1 << 20, shared=1024, hidden=64)
+BOUNDS = RowLimits(tokens=1 << 20, shared=1024, hidden=64)
 
 
 def group(group_id, *lengths, advantage=1.0):
@@ -32,7 +32,7 @@ def group(group_id, *lengths, advantage=1.0):
 
 
 def work(samples):
-    return work_of_prompt([Extent(len(sample.prompt), len(sample.tokens)) for sample in samples], BOUNDS)
+    return work_of(samples, BOUNDS)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 4))
@@ -53,5 +53,5 @@ def test_work_is_not_the_number_of_tokens():
 
 def test_nobody_computes_a_group_without_advantage():
     groups = [group(0, 5), group(1, 5, advantage=0.0)]
-    assert share(groups, 2, work, all_read=False) == [0, NOBODY]
+    assert share(groups, 2, work, all_read=False) == [0, UNASSIGNED]
     assert sorted(share(groups, 2, work, all_read=True)) == [0, 1], "a collected step counts all of its groups"

@@ -15,7 +15,7 @@ from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener
-from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
+from streamrl.learner.lineage import join
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import Stage, TrainBuffer
 from streamrl.queues.ledgers import open_ledgers
@@ -46,18 +46,14 @@ class Table:
         return TrainBuffer(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
-        return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")
+        return await take_over(self.ledger, self.checkpoints, self.redis_run.run_dir, kind="model", model="tiny")
 
     async def play(self, times: int = 3) -> None:
         for _ in range(times):
             await self.player.once()
 
     def save(self, epoch: int, step: int, group_ids) -> Meta:
-        """A checkpoint without weights whose chain holds `group_ids`."""
-        log = EpochFile(self.checkpoints.folder, trained_file(epoch))
-        log.append(b"".join(b"%d\n" % group_id for group_id in group_ids))
-        digest = TrainedDigest()
-        digest.add(group_ids)
+        """A checkpoint without weights that was trained on `group_ids`."""
         self.checkpoints.begin((epoch, step))
         meta = Meta(
             epoch=epoch,
@@ -65,9 +61,8 @@ class Table:
             format=FORMAT,
             model="tiny",
             version=step,
-            chain=[log.sync()],
-            count=digest.count,
-            digest=digest.hexdigest,
+            trained=join((group_id, group_id) for group_id in group_ids),
+            count=len(group_ids),
             world=0,
         )
         self.checkpoints.finish(meta)
@@ -360,11 +355,11 @@ async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):
         await table.buffer()
 
 
-async def test_weights_that_do_not_fit_the_log_are_refused(table):
+async def test_weights_that_do_not_fit_their_ids_are_refused(table):
     meta = table.save(1, 1, [0, 1])
     path = table.checkpoints.path(meta.position) / "meta.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, count=3)))
-    with pytest.raises(Refused, match="does not fit"):
+    with pytest.raises(Refused, match="trained on 3 groups and names 2"):
         await table.buffer()
 
 

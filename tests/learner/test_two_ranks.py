@@ -67,8 +67,8 @@ def test_the_same_weights_and_statistics_as_one_rank(played, units):
 
 
 def test_episodes_are_learnt_by_two_ranks_as_by_one(played):
-    for rows in ("buckets", "packed"):
-        same_files(played("episodes"), f"{rows}.safetensors")
+    for layout in ("rows of like length", "packed"):
+        same_files(played("episodes"), f"{layout}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -146,7 +146,6 @@ def test_two_ranks_learn_in_a_step_what_one_learns(played, name):
 
 def test_each_recipe_did_something(played):
     one = played("steps").one
-    assert min(record[4] for record in one["m2po over the step"]) > 0
     first, second = one["kl in the reward, adaptive"]
     assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
     warm, learning = one["gae with a critic"]
@@ -204,8 +203,7 @@ def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played
     first, second = runs.two
     shards = ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
     assert first["sent"] == second["sent"] == shards
-    assert first["fetched"] == ["ckpt-1-1"]
-    assert second["here"] == ["ckpt-1-1", "lock", "meta.json", *shards]
+    assert first["here"] == second["here"] == ["ckpt-1-1", "lock", *shards]
     assert first["same"]
     assert second["same"]
     assert list((runs.folders["two"] / "first-1").rglob("*.safetensors")) == [], "its shard is in the store"
