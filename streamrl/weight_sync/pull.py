@@ -28,8 +28,8 @@ from typing_extensions import override
 from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, unwrapped
 from streamrl.store import ObjectStore, ReadableFile
 from streamrl.weight_sync.files import StagingFolder
-from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
-from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard
+from streamrl.weight_sync.source import Traffic, WeightSource, base_folder, checked_base
 
 logger = logging.getLogger(__name__)
 _SIDE_BY_SIDE: Final = 4
@@ -192,7 +192,7 @@ class PullSource(WeightSource):
 
     @override
     async def base_of(self, manifest: Manifest) -> Manifest:
-        folder = folder_name(*base_pair(manifest))
+        folder = base_folder(manifest)
 
         def read(_: threading.Event) -> bytes:
             with self._open(manifest, f"{folder}/{MANIFEST_FILE}", 0) as (stream, size):
@@ -202,7 +202,7 @@ class PullSource(WeightSource):
             return data
 
         async with self._in_time(folder, manifest):
-            return checked_base(decode(await self._persist(read)), manifest)
+            return checked_base(await self._persist(read), manifest)
 
     def _begin(self, manifest: Manifest) -> _Draft:
         """Go on with the draft of this version, or begin one in the place of any other."""
