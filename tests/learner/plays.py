@@ -164,7 +164,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "advantage": {"use": "reinforce_plus_plus"},
         "correction": {"lr_scale": "ess"},
     },
-    "m2po over the step": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
+    "m2po, two updates": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
     "kl in the reward, adaptive": {
         "kl": {"where": "reward", "estimator": "k3", "controller": "adaptive", "target": 1e-4, "coefficient": 0.1},
         "reference": {"kind": "frozen"},

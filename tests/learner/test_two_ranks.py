@@ -146,7 +146,7 @@ def test_two_ranks_learn_in_a_step_what_one_learns(played, name):
 
 def test_each_recipe_did_something(played):
     one = played("steps").one
-    assert min(record[4] for record in one["m2po over the step"]) > 0
+    assert min(record[4] for record in one["m2po, two updates"]) > 0
     first, second = one["kl in the reward, adaptive"]
     assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
     warm, learning = one["gae with a critic"]
