@@ -96,8 +96,10 @@ adapter-%: setup
 
 # Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
 # NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
+# Workers share the cores, where a second thread of torch would wait in a loop for its turn: one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 test: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
 # What tests import is compiled here once, and not by each worker for itself.
 compiled: setup
@@ -111,7 +113,7 @@ demo-data-%: setup
 	@$(BIN)/python examples/$*/prepare.py
 
 test-slow: prepare-slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
 
 # Run this after a change to a benchmark; CI does not.
 test-benchmarks: environment-vllm crosscheck demo-data

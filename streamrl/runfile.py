@@ -96,7 +96,9 @@ def parse_saved(content: bytes, place: str) -> LoadedConfig:
 _GONE: Final[Mapping[str, tuple[str, ...]]] = {
     "engine": ("decode",),
     "episode": ("processes",),
+    "learner": ("rows", "share_prompts"),
     "rollout": ("host",),
+    "weights": ("relay",),
     "reward_worker": ("gateway_port", "gateway_host", "gateway_token_file"),
 }
 

@@ -17,13 +17,18 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from streamrl.atomic import draft_of, fsync_directory, write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, Unreachable
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable
 
 _DRAFT: Final = ".draft-"
+
+
+class ReadableFile(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def readinto(self, buffer: memoryview, /) -> int: ...
 
 
 class Folder:
@@ -67,10 +72,10 @@ class ObjectStore:
 
         `Unreachable`: it is one of those that log in here, and does not answer.
         """
-        import fsspec.implementations.local  # nothing else of a role needs it
-
         self.url, self._key = url.rstrip("/"), key
         try:
+            import fsspec.implementations.local  # nothing else of a role needs it
+
             # A listing that is remembered would hide what other processes wrote.
             self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -124,6 +129,14 @@ class ObjectStore:
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
             draft.replace(into)
+
+    @contextlib.contextmanager
+    def open(self, name: str, at: int) -> Iterator[tuple[ReadableFile, int]]:
+        """Read a file from byte `at` on; tells its size too. `FileNotFoundError`: it is not there."""
+        with self._named(f"{name} cannot be read"), self._files.open(self._at(name), "rb") as file:
+            size = int(self._files.size(self._at(name)))
+            file.seek(at)
+            yield file, size
 
     def put_folder(self, folder: Path, name: str) -> None:
         """Copy a folder with all that is in it; then nothing else is there, below that name."""
@@ -198,10 +211,12 @@ class ObjectStore:
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield
+        except StreamrlError:
+            raise
         except Exception as error:
             kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-            known = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-            raise known(f"{self._key} {self.url}: {what}: {kind}{error}") from error
+            raised = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+            raise raised(f"{self._key} {self.url}: {what}: {kind}{error}") from error
 
 
 def _is_whole(path: str) -> bool:

@@ -216,7 +216,24 @@ class WeightsConfig(Section):
     delta: DeltaConfig = Field(default_factory=DeltaConfig)
     host: str = Field("127.0.0.1", description="address that the learner's host listens on (http, collective)")
     port: Natural = Field(0, description="port of the http transport; 0: any free one")
-    relay: bool = Field(False, description="a replica's host serves what it has pulled to its neighbours (http)")
+    url: str | None = Field(
+        None,
+        description="store of fsspec (s3://..., gs://..., a shared directory) to which the learner's host copies each"
+        " version, and from which many hosts pull it (transport http)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_relay(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "relay" in keys:
+            raise ValueError("relay is gone: leave it out, and set url to an object store if many hosts pull")
+        return keys
+
+    @model_validator(mode="after")
+    def _check_url(self) -> WeightsConfig:
+        if self.url is not None and self.transport != "http":
+            raise ValueError(f"weights.url is for transport http, not {self.transport}")
+        return self
 
     @property
     def pulled(self) -> bool:

@@ -42,14 +42,16 @@ class ValueModel(Backbone):
         self,
         *,
         input_ids: torch.Tensor,
-        until: torch.Tensor | None,
+        visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        targets: torch.Tensor,
+        targets: torch.Tensor | None,
     ) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
-        del targets
-        values: torch.Tensor = self.value_head(self.states(input_ids, until, position_ids, positions))
+        states = self.states(input_ids, visible_until, position_ids, positions)
+        if targets is None:
+            return states
+        values: torch.Tensor = self.value_head(states)
         return values
 
 
@@ -81,9 +83,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch. No gradient is recorded.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         return self._compute(batch)[0]
 
@@ -92,9 +91,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Args:
             batch: this rank's samples, possibly none; all have `values` and `returns`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
         self._backward(self._agree(batch), self._loss)
 

@@ -48,7 +48,7 @@ _STARVED_SECONDS: Final = 0.25
 _MAX_DIVERGED: Final = 8
 """Steps in a row in which a model had no finite gradient, after which the learner gives up."""
 _MAX_UNREAD: Final = 5
-"""Micro-batches in a row that some rank could not read, after which the learner gives up; about 4 s with the pauses."""
+"""Micro-batches in a row without a reference, after which the learner gives up; about 4 s with the pauses."""
 _UNREAD_SECONDS: Final = 0.125
 """Half of the first pause after such a micro-batch; the pause doubles."""
 _REPEAT_SECONDS: Final = 2.0
@@ -65,7 +65,7 @@ async def run_learner(role: Role) -> None:
         Refused: going on would lose groups or break another promise.
         Fenced: a newer learner took over.
         CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
-        Unreachable: Redis or another rank is gone, or a rank cannot read its groups.
+        Unreachable: Redis or another rank is gone, or the reference of a run.
         ConfigError: the model cannot be trained, or the training has diverged.
     """
     torch = TorchThread()
@@ -97,7 +97,7 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
             await _lead(role, RankGroup(worker, torch, devices))
             return
         role.ready()
-        await follow(worker, torch, role.ledgers.train)
+        await follow(worker, torch)
 
 
 @asynccontextmanager
@@ -168,7 +168,7 @@ class Leader:
         start = self._start
         if start.meta is not None:
             await self._load(start.meta.position)
-        opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
+        opener = GroupOpener(self._worker.recipe, self._worker.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
@@ -328,13 +328,13 @@ class Leader:
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
-        """Make groups candidates again after a pause, because a rank lacks its share or the reference of it."""
+        """Make groups candidates again after a pause, because a rank lacks their reference."""
         await self._buffer.release(groups)
         self._unread += 1
-        logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
+        logger.warning("micro-batch skipped: a rank lacks reference log-probabilities", extra={"groups": len(groups)})
         if self._unread >= _MAX_UNREAD:
             raise Unreachable(
-                f"a rank lacked its groups or their reference {self._unread} times in a row",
+                f"a rank lacked reference log-probabilities {self._unread} times in a row",
                 "the log of that rank says why",
             )
         with contextlib.suppress(TimeoutError):

@@ -88,9 +88,6 @@ class Actor(TrainableModel[TokenSums]):
         Args:
             batch: this rank's samples, possibly none; advantages and behaviour log-probs are not used.
             calculate_entropy: also return the entropy at each sampled token.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
@@ -114,9 +111,6 @@ class Actor(TrainableModel[TokenSums]):
 
         Returns:
             What was done on this rank, from numbers known to the host: nothing waits for the device.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
         skips = self.recipe.skips_zero
         live = [sample for sample in batch if sample.has_advantage] if skips else batch

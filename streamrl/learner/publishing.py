@@ -161,4 +161,9 @@ class Publishing:
             sources=self._weight_server.sources(),
             adapter=snapshot.adapter,
         )
+        try:
+            self._weight_server.store(self._publisher.manifest)
+        except CannotCreate:
+            self._publisher.begin_anew()  # no version may build on one that the store does not have
+            raise
         return data, self._publisher.manifest

@@ -85,6 +85,22 @@ class Ranks:
                 dist.broadcast(data, 0)
         return [int(value) for value in data.tolist()]
 
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of those that rank 0 has; the argument of the other ranks is ignored. Collective."""
+        if self.world == 1:
+            return parts[0]
+        sizes = self.broadcast_ints([len(part) for part in parts])
+        with self._collective("scatter"):
+            if self.rank == 0:
+                for rank, part in enumerate(parts):
+                    if rank and part:
+                        dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank)
+                return parts[0]
+            data = torch.empty(sizes[self.rank], dtype=torch.uint8)
+            if data.numel():
+                dist.recv(data, 0)
+        return data.numpy().tobytes()
+
     def all_max(self, *values: int) -> list[int]:
         return self._reduce_ints(values, dist.ReduceOp.MAX)
 

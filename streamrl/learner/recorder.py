@@ -96,7 +96,7 @@ class Recorder:
 
             dtype: torch.dtype = getattr(torch, self._config.weights.dtype)
             model = load_model(self._config.model)
-            return publisher.publish(
+            data = publisher.publish(
                 epoch=self._start.epoch,
                 version=self._version,
                 step=0,
@@ -104,6 +104,8 @@ class Recorder:
                 base=None,
                 sources=weight_server.sources(),
             )
+            weight_server.store(publisher.manifest)
+            return data
 
         self._manifest = await asyncio.to_thread(write)
         await weight_server.announce(publisher.manifest)

@@ -30,9 +30,6 @@ class Reference(Protocol):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         ...
 

@@ -138,8 +138,7 @@ def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats
 
 def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
     """This rank's share of a micro-batch with what `Recipe.computes` names, computed without gradient."""
-    idle = models.recipe.skips_zero
-    live = [not idle or sample.has_advantage for sample in batch]
+    live = [not models.recipe.skips_zero or sample.has_advantage for sample in batch]
     computed = iter(_compute(models, [sample for sample, alive in zip(batch, live, strict=True) if alive]))
     return [next(computed) if alive else sample for sample, alive in zip(batch, live, strict=True)]
 

@@ -238,7 +238,7 @@ class TrainBuffer:
     async def _drop(self, group_ids: Sequence[int], why: str) -> int:
         count = 0
         if group_ids:
-            await self.archive.settle()
+            await self.archive.sync()
         for group_id in group_ids:
             count += await self._ledger.drop(self._nonce, group_id, why)
             self._groups.pop(group_id, None)
@@ -290,7 +290,7 @@ class TrainBuffer:
 
     async def _bury(self, group_id: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": group_id, "why": why})
-        await self.archive.settle()
+        await self.archive.sync()
         await self._ledger.fail_group(self._nonce, group_id, why)
 
     def _count(self, closed: Sequence[int]) -> None:

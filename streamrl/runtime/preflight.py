@@ -353,19 +353,18 @@ def _answers(engine: EngineConfig, url: str) -> str:
 
 def look_at_way(config: RunConfig) -> str:
     weights = config.weights
-    if weights.pulled:
+    if weights.pulled and weights.url is None:
         _bindable(weights.host, weights.port)
-    if weights.relay and weights.transport != "http":
-        raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
     deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
-    return f"{weights.transport}, {weights.dtype}{deltas}"
+    return f"{weights.url or weights.transport}, {weights.dtype}{deltas}"
 
 
 def look_at_stores(config: RunConfig) -> str:
     """Write a small file to each store of the run and remove it."""
     archive = config.archive.store if config.archive.enabled else None
+    urls = {"checkpoint.store": config.checkpoint.store, "archive.store": archive, "weights.url": config.weights.url}
     found = []
-    for key, url in {"checkpoint.store": config.checkpoint.store, "archive.store": archive}.items():
+    for key, url in urls.items():
         if (store := run_store(url, config, key)) is not None:
             store.probe()
             found.append(store.url)

@@ -141,14 +141,11 @@ class DeltaBase:
 
 
 class Staging:
-    """Brings versions near, for one replica: `fetch` while its engine works, then `make`.
+    """Brings versions near, for one replica: `fetch` while its engine works, then `make`."""
 
-    `keep` leaves fetched files in the folder for neighbours, instead of moving them into the delta base.
-    """
-
-    def __init__(self, config: WeightsConfig, source: WeightSource, folder: StagingFolder, *, keep: bool) -> None:
+    def __init__(self, config: WeightsConfig, source: WeightSource, folder: StagingFolder) -> None:
         self._config, self._source, self._folder = config, source, folder
-        self._moves = source.proves and not keep
+        self._moves = source.proves
         hint = "give this host a larger /dev/shm"
         self._base = DeltaBase(folder.root / "base", moves=self._moves, proven=source.proves, hint=hint)
         self._hopeless: Pair | None = None

@@ -1,9 +1,10 @@
 """The learner's side: a version is put together from the files of all ranks, so that a reader sees all or nothing.
 
 The publisher keeps the newest version with all that it builds on (its anchor and the deltas after it) and, until the
-next one is written, the version before. Without deltas these are at most two versions. With deltas a new anchor is due
-as soon as the deltas have the size of an anchor, so that three times the weights are enough: anchor, deltas, and the
-next anchor that is being written (four when one version suddenly changes almost everything on all ranks but one).
+next one is written, the version before; where versions are pulled, two before, so that a reader has time. With deltas
+a new anchor is due as soon as the deltas have the size of an anchor, so that three times the weights are enough:
+anchor, deltas, and the next anchor that is being written (four when one version suddenly changes almost everything on
+all ranks but one).
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Publisher:
         self._stopped = threading.Event()
         # Reuse files only for `shm`: sendfile may still send pages of a file long after it was closed.
         self._spares = config.transport == "shm" and not config.delta.enabled
+        self._older = 2 if config.pulled else 1
         create_root(self._store)
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
@@ -284,12 +286,12 @@ class Publisher:
         return chain[::-1]
 
     def _remove_older(self, spare: Path | None = None) -> None:
-        """Remove all versions that the newest one does not build on; leave the files of the last one in `spare`."""
-        needed = self._chain() if self._kept else []
+        """Remove what is neither new nor what the newest version builds on; leave the last one's files in `spare`."""
+        needed = self._chain() + self._kept[-self._older :] if self._kept else []
         older = [kept for kept in self._kept if kept not in needed]
         for kept in older:
             self._remove(kept.folder, spare if kept is older[-1] else None)
-        self._kept = needed
+        self._kept = [kept for kept in self._kept if kept in needed]
 
     def _remove(self, name: str, spare: Path | None = None) -> None:
         # The version loses its name first, so that no reader finds a folder with some of its shards gone.

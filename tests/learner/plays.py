@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +19,17 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, make_batch, run_config
+from tiny_policy import count_tokens, lay_out, make_batch, run_config
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.errors import StreamrlError
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
+from streamrl.learner.deal import scatter
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
 from streamrl.learner.ranks import Ranks
@@ -64,16 +63,6 @@ def deliver(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, rank
     )
 
 
-def refusal(compute, batch: list[TrainSample], ranks: Ranks) -> str:
-    """What a rank hears when the last one has to refuse a sample of the batch."""
-    bad = [replace(batch[0], group_id=7, prompt=batch[0].prompt + 1000), *batch[1:]]
-    try:
-        compute(bad if ranks.rank else batch)
-    except (ValueError, StreamrlError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 # ---- the policy
 
 STEPS = 3
@@ -105,18 +94,24 @@ def episodes(model: Path, out: Path, ranks: Ranks) -> None:
     """One update with episodes of three branches; the second rank has more rows than the first one."""
     batch = make_episodes(3, groups=3, size=2, rows=THREE) + make_episodes(4, groups=2, size=3)
     mine = batch if ranks.world == 1 else (batch[:2], batch[2:])[ranks.rank]
-    for rows in ("buckets", "packed"):
-        actor = Actor(run_config(model, ranks=ranks.world, rows=rows, **STEP_OPTIONS), ranks)
+    for layout in ("rows of like length", "packed"):
+        actor = lay_out(Actor(run_config(model, ranks=ranks.world, **STEP_OPTIONS), ranks), layout)
         actor.accumulate(mine)
         actor.apply_update(count_tokens(batch))
         whole = full_tensors(actor)
         if ranks.rank == 0:
-            save_file(whole, out / f"{rows}.safetensors")
+            save_file(whole, out / f"{layout}.safetensors")
     keep({}, out, ranks)
 
 
+def dealt(ranks: Ranks) -> list[list[TrainSample]]:
+    """What rank 0 deals out: trees beside single answers, and for the second rank all of the first one's too."""
+    batch = make_episodes(5, groups=2, size=3)
+    return [batch[:2], batch] if ranks.rank == 0 else []
+
+
 def policy(model: Path, out: Path, ranks: Ranks) -> None:
-    """Train, go on from the state, publish and export; small collectives, and a batch that one rank must refuse."""
+    """Train, go on from the state, publish and export; small collectives, and samples that travel."""
     found: dict[str, Any] = {}
     for name, small in UNITS.items():
         config = run_config(model, ranks=ranks.world, **STEP_OPTIONS)
@@ -145,7 +140,7 @@ def policy(model: Path, out: Path, ranks: Ranks) -> None:
     export(actor, out / "export")
     if ranks.world > 1:
         found |= {
-            "refused": refusal(actor.accumulate, make_batch(0, groups=1, size=1), ranks),
+            "dealt": [sample.tokens.tolist() for sample in scatter(ranks, dealt(ranks))],
             "broadcast": ranks.broadcast_ints([3, -(1 << 62), 5] if ranks.rank == 0 else ()),
             "broadcast_empty": ranks.broadcast_ints([]),
             "max": ranks.all_max(ranks.rank, -ranks.rank),
@@ -164,7 +159,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "advantage": {"use": "reinforce_plus_plus"},
         "correction": {"lr_scale": "ess"},
     },
-    "m2po, two updates": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
     "kl in the reward, adaptive": {
         "kl": {"where": "reward", "estimator": "k3", "controller": "adaptive", "target": 1e-4, "coefficient": 0.1},
         "reference": {"kind": "frozen"},
@@ -252,8 +246,6 @@ def values(model: Path, out: Path, ranks: Ranks) -> None:
         first, second = (part.update_critic(own) for part in (critic, again))
         found[f"{units}.continued"] = first == second
         save_file(full_tensors(critic), out / f"{units}-critic-{ranks.rank}.safetensors")
-    if ranks.world > 1:
-        found["refused"] = refusal(critic.compute_values, own, ranks)
     keep(found, out, ranks)
 
 
@@ -308,8 +300,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
 def family(model: Path, out: Path, ranks: Ranks) -> None:
     """Log-probs of my samples, and the gradient of all of them, in packed rows."""
     for name, small in UNITS.items():
-        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192, rows="packed")
-        actor, batch = Actor(config, ranks, small=small), make_batch(0)
+        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192)
+        actor, batch = lay_out(Actor(config, ranks, small=small), "packed"), make_batch(0)
         # Uneven on purpose: the first rank has three groups of four.
         mine = batch if ranks.world == 1 else (batch[:12], batch[12:])[ranks.rank]
         logprobs = actor.compute_log_prob(mine).logprobs

@@ -384,21 +384,3 @@ async def test_two_ranks_train_and_resume(run, tmp_path):
     async with run.play():
         assert await run.learn() == 0, run.log()  # one rank goes on with what two have written
     assert (run.newest().world, (await run.audit()).trained) == (1, 24)
-
-
-async def test_a_rank_that_cannot_read_its_groups_is_waited_for_a_few_times(run, tmp_path):
-    """The micro-batch is skipped by all ranks and tried again after a pause; at last the whole learner leaves."""
-    run.configure(ranks=2, steps=4)
-    async with run.play():
-        for attempt, (fault, code) in enumerate([("never:3", 69), ("none:2", 0)]):
-            environ = {"WORLD_SIZE": "2", "STREAMRL_RENDEZVOUS": f"file://{tmp_path}/meet-{attempt}"}
-            faults = [None, f"streamrl.learner.rank_group:read_share:{fault}"]
-            pids = [
-                run.start(kill, name=f"learner.{rank}", environ={**environ, "RANK": str(rank)})
-                for rank, kill in enumerate(faults)
-            ]
-            assert await run.wait(pids[0]) == code, run.log()
-            await run.wait(pids[1])
-            assert run.log().count("micro-batch skipped") == (5, 6)[attempt]
-    assert (await run.audit()).trained == 16
-    assert "5 times in a row" in run.log()

@@ -22,6 +22,11 @@ class Outlet:
 
     def __init__(self) -> None:
         self.announced = 0
+        self.broken = False
+
+    def store(self, manifest) -> None:
+        if self.broken:
+            raise CannotCreate("the store does not answer")
 
     def sources(self) -> list[str]:
         return []
@@ -50,7 +55,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.full = False
-        self.slow = 0
+        self.slow = self.anew = 0
         self.outlet, self.buffer = Outlet(), Buffer()
 
     def publish(self, *, version, **_) -> bytes:
@@ -60,6 +65,9 @@ class Shelf:
             time.sleep(0.6)  # the fault: it takes longer than its deadline
             raise DeadlineExceeded("not written in time")
         return b"%d" % version
+
+    def begin_anew(self) -> None:
+        self.anew += 1
 
     def holds_newest(self) -> bool:
         return True
@@ -110,6 +118,19 @@ async def test_one_slow_version_is_left_out(make):
         publishing = make(shelf, tasks, deadline=0.5)
         await publish(publishing, (1, 0), (2, 1), (3, 2))
     assert shelf.buffer.shown == [1, 3]
+    publishing.close()
+
+
+async def test_a_version_that_is_not_in_the_store_is_left_out_and_nothing_builds_on_it(make):
+    shelf = Shelf()
+    async with asyncio.TaskGroup() as tasks:
+        publishing = make(shelf, tasks)
+        await publish(publishing, (1, 0))
+        shelf.outlet.broken = True
+        await publish(publishing, (2, 1))
+        shelf.outlet.broken = False
+        await publish(publishing, (3, 2))
+    assert (shelf.buffer.shown, shelf.outlet.announced, shelf.anew) == ([1, 3], 2, 1)
     publishing.close()
 
 

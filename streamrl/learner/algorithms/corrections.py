@@ -21,8 +21,7 @@ icepop: Ring-1T (arXiv 2510.18855, section 3.3); mask with level sequence: Liu a
 (2025); veto: slime and SkyRL; opsm: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking); m2po:
 Zheng et al. (arXiv 2510.01161, algorithm 1). m2po drops the tokens with the largest squared log ratios until the mean
 of the others is at most tau. That is the same as keeping the longest prefix, in ascending order, whose mean is at most
-tau; the mean of a prefix only grows, so the smallest dropped value defines the result, and a sort of the micro-batch
-finds it.
+tau; the mean of a prefix only grows, so the smallest dropped value defines the result.
 """
 
 from __future__ import annotations
@@ -217,12 +216,12 @@ def m2po(
     tau: float = 0.04,
     only: Literal["outward", "all"] = "outward",
 ) -> GateResult:
-    """Drop the tokens with the largest `(log rho)^2` until the mean of the others is at most tau.
+    """Drop the tokens of a micro-batch with the largest `(log rho)^2` until the mean of the others is at most tau.
 
-    The mean is over the tokens of a micro-batch that can be dropped: with only outward those where the update would
-    push the ratio further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as
-    well. Tokens of equal value are dropped together, so the result does not depend on the order of tokens. `tighten`
-    counts a token of age a as if its log ratio were 1 + tighten x a times as large.
+    The mean is over the tokens that can be dropped: with only outward those where the update would push the ratio
+    further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as well.
+    Tokens of equal value are dropped together, so the result does not depend on the order of tokens. `tighten` counts
+    a token of age a as if its log ratio were 1 + tighten x a times as large.
 
     Args:
         log_ratio: shape (n,).
@@ -236,10 +235,10 @@ def m2po(
             f"learner.correction.gates: m2po with only: {only}, tau: {tau}",
             "only is outward or all, tau is at least 0",
         )
-    advantages = tokens.advantages
-    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    outward = ((tokens.advantages > 0) & (log_ratio > 0)) | ((tokens.advantages < 0) & (log_ratio < 0))
     movable = outward if only == "outward" else torch.ones_like(outward)
-    squares = (log_ratio * (1 + gate.tighten * tokens.ages.to(log_ratio.dtype))) ** 2
+    scaled = log_ratio * (1 + gate.tighten * tokens.ages.to(log_ratio.dtype))
+    squares = scaled * scaled
     return GateResult(keep=~movable | (squares < smallest_masked(squares, movable, tau)))
 
 
@@ -284,8 +283,6 @@ class Gate:
         Raises:
             ConfigError: no such gate, argument or level, a bound it does not read, or bounds that exclude each other.
         """
-        if config.use == "m2po" and "over" in config.args:
-            raise ConfigError("learner.correction.gates: m2po always looks at a micro-batch", "leave over out")
         function = GATES.resolve(config.use, config.args)
         assert isinstance(function, partial)
         traits: Traits = getattr(function.func, "traits", _PLUGIN)

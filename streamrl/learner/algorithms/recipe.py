@@ -253,8 +253,7 @@ class Recipe:
     @cached_property
     def streams(self) -> bool:
         """Whether a micro-batch is differentiated as soon as its groups are there: nothing needs the whole step."""
-        whole = self.updates > 1 or self.critic
-        return self.early and self.estimator.normalise == "none" and not whole
+        return self.early and self.estimator.normalise == "none" and not (self.updates > 1 or self.critic)
 
     @property
     def measures_all(self) -> bool:

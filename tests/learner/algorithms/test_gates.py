@@ -145,7 +145,6 @@ def test_a_bound_in_the_far_distance_is_still_a_finite_weight(use):
         ({"use": "m2po", "args": {"tau": "much"}}, "fails"),
         ({"use": "m2po", "args": {"tau": -0.1}}, "tau"),
         ({"use": "m2po", "args": {"only": "inward"}}, "inward"),
-        ({"use": "m2po", "args": {"over": "step"}}, "always looks at a micro-batch"),
         ({"use": f"{__name__}:secretly_weighing"}, "without the trait"),
         ({"use": f"{__name__}:one_for_all"}, "one value per token"),
         ({"use": "no.such:gate"}, "cannot be imported"),
