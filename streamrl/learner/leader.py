@@ -1,7 +1,7 @@
 """The learner's role: rank 0 leads, the other ranks follow.
 
 ```
-take over -> load -> publish -> { micro-batches as groups complete -> update -> consume -> publish }
+take over -> load -> publish -> { micro-batches as groups complete -> update -> finish_step -> publish }
                                   every k steps: checkpoint, with the ids -> retire
 ```
 The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
@@ -317,7 +317,7 @@ class Leader:
         """Train one micro-batch; meanwhile the crash counters of the one before are cleared."""
         self._meter.begin()
         self._starved_since = None
-        await self._buffer.begin(groups)
+        await self._buffer.start_step(groups)
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(self._ranks.train(groups))
             tasks.create_task(self._buffer.clear_crash_counts())

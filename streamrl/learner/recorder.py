@@ -109,7 +109,7 @@ class Recorder:
 
         self._manifest = await asyncio.to_thread(write)
         await weight_server.announce(publisher.manifest)
-        await self._ledger.consume(self._start.nonce, 0, self._version, self._manifest)
+        await self._ledger.finish_step(self._start.nonce, 0, self._version, self._manifest)
 
     async def _record_all(self) -> None:
         reason: Reason | None = None
@@ -126,7 +126,7 @@ class Recorder:
                 await self._save()
             # Also when nothing is new, so that engines find the version again after Redis lost some seconds.
             unretired = sum(group_id in self._fresh for group_id in closed)
-            await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
+            await self._ledger.finish_step(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
         await self._save()
         if len(self._durable) >= self._goal:

@@ -72,9 +72,9 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
     if meta:
         check_fit(meta, kind, model)
     trained = ids_of(meta.trained) if meta else []
-    # A Redis that lost its data would admit all trained groups again: lift its cursor to the first gap.
+    # A Redis that lost its data would admit all trained groups again: advance its cursor to the first gap.
     first, last = meta.trained[0] if meta and meta.trained else (0, -1)
-    await ledger.lift(nonce, 0 if first else last + 1)
+    await ledger.advance_cursor(nonce, 0 if first else last + 1)
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
     checkpoints.remove_unfinished(fence.epoch)
     branch = Branch(meta.versions if meta else {})

@@ -3,7 +3,7 @@
 ```
 learner, each rank: its rows -> RankWriter -> files in the draft of v-EPOCH-VERSION
 learner, rank 0:    all parts -> Publisher -> manifest.json, one rename
-                    -> the encoded manifest, which `consume` puts into the weights stream
+                    -> the encoded manifest, which `finish_step` puts into the weights stream
                     -> WeightServer: serves or broadcasts the files, for `http` and `collective`
 rollout replica: weights stream -> Follower -> Staging: WeightSource brings the files near, DeltaBase applies deltas
                     -> sizes, checksums, names and shapes are checked -> apply (the engine copies)

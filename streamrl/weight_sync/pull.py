@@ -14,12 +14,12 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, Self, TypeVar
+from typing import Final, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import xxhash
@@ -28,8 +28,8 @@ from typing_extensions import override
 from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsError, unwrapped
 from streamrl.store import ObjectStore, ReadableFile
 from streamrl.weight_sync.files import StagingFolder
-from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard, decode, folder_name
-from streamrl.weight_sync.source import Traffic, WeightSource, base_pair, checked_base
+from streamrl.weight_sync.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, Shard
+from streamrl.weight_sync.source import Traffic, WeightSource, base_folder, checked_base
 
 logger = logging.getLogger(__name__)
 _SIDE_BY_SIDE: Final = 4
@@ -39,43 +39,33 @@ _SILENCE: Final = 5.0
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
 _PROOFS: Final = 3
+_HINT: Final = (
+    "weights.host must be an address of the learner's host that this host reaches, and weights.port open to it"
+    " (0 is another port at each start); or raise weights.deadline"
+)
+_STORE_HINT: Final = "fix the address or the credentials of weights.url on this host, or raise weights.deadline"
 _T = TypeVar("_T")
 
 
-class Remote(Protocol):
-    """Where the files of versions lie. Its calls block."""
+OpenFile: TypeAlias = Callable[[Manifest, str, int], AbstractContextManager[tuple[ReadableFile, int]]]
+"""Opens FOLDER/FILE of a version at a byte, and tells its size; blocks.
 
-    hint: str
-
-    def open(self, manifest: Manifest, path: str, at: int) -> AbstractContextManager[tuple[ReadableFile, int]]:
-        """Open FOLDER/FILE at byte `at`, and tell its size.
-
-        `FileNotFoundError` and `WeightsError` are final; after any other OSError another try may succeed.
-        """
-        ...
+`FileNotFoundError` and `WeightsError` are final; after any other OSError another try may succeed.
+"""
 
 
-class LearnerHost(Remote):
-    """The server of the learner's host, which the manifest names."""
+def from_learner(token: str) -> OpenFile:
+    """Files come from the server of the learner's host, which the manifest names."""
 
-    hint = (
-        "weights.host must be an address of the learner's host that this host reaches, and weights.port open to it"
-        " (0 is another port at each start); or raise weights.deadline"
-    )
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    @override
     @contextlib.contextmanager
-    def open(self, manifest: Manifest, path: str, at: int) -> Iterator[tuple[ReadableFile, int]]:
+    def open_file(manifest: Manifest, path: str, at: int) -> Iterator[tuple[ReadableFile, int]]:
         if not manifest.sources:
             raise WeightsError(f"version {manifest.version} names no server")
         url = manifest.sources[0]
         address = urlsplit(url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=_SILENCE)
-        wanted = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={at}-", "Accept-Encoding": "identity"}
+        wanted = {"Authorization": f"Bearer {token}", "Range": f"bytes={at}-", "Accept-Encoding": "identity"}
         try:
             connection.request("GET", f"{address.path}/{path}", headers=wanted)
             answer = connection.getresponse()
@@ -84,6 +74,13 @@ class LearnerHost(Remote):
             raise OSError(f"{url}: {error or type(error).__name__}") from error
         finally:
             connection.close()
+
+    return open_file
+
+
+def from_store(store: ObjectStore) -> OpenFile:
+    """Files come from the store at `weights.url`, where the learner copies each version."""
+    return lambda _, path, at: store.open(path, at)
 
 
 def _size(answer: http.client.HTTPResponse, url: str, path: str, at: int) -> int:
@@ -102,19 +99,6 @@ def _size(answer: http.client.HTTPResponse, url: str, path: str, at: int) -> int
     if answer.status != 206 or span is None or int(span[1]) + 1 != int(span[2]):
         raise OSError(f"{url} answered {answer.status} {found} for {path} from byte {at} on")
     return int(span[2])
-
-
-class StoredVersions(Remote):
-    """The store at `weights.url`, where the learner copies each version."""
-
-    hint = "fix weights.url, or the address and credentials of its store, on this host; or raise weights.deadline"
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-
-    @override
-    def open(self, manifest: Manifest, path: str, at: int) -> AbstractContextManager[tuple[ReadableFile, int]]:
-        return self._store.open(path, at)
 
 
 @dataclass
@@ -172,13 +156,12 @@ class PullSource(WeightSource):
     The copying runs in threads, because the event loop of a replica has tokens to receive.
     """
 
-    def __init__(self, staging: StagingFolder, remote: Remote, deadline: float) -> None:
+    def __init__(self, staging: StagingFolder, open_file: OpenFile, deadline: float) -> None:
         self.proves = True
         self.traffic = Traffic()
-        self._staging, self._remote, self._deadline = staging, remote, deadline
+        self._staging, self._open, self._deadline = staging, open_file, deadline
         self._draft: _Draft | None = None
         self._one_at_a_time = asyncio.Lock()  # there is one draft
-        self._failure = ""
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="pull")
 
     async def __aenter__(self) -> Self:
@@ -190,8 +173,8 @@ class PullSource(WeightSource):
 
     @override
     async def fetch(self, manifest: Manifest) -> Path:
-        with self.traffic.timed(), self._in_time(manifest.folder, manifest):
-            async with asyncio.timeout(self._deadline), self._one_at_a_time:
+        with self.traffic.timed():
+            async with self._in_time(manifest.folder, manifest), self._one_at_a_time:
                 here = self._staging.holds(manifest)
                 if here is not None:
                     return here
@@ -209,32 +192,29 @@ class PullSource(WeightSource):
 
     @override
     async def base_of(self, manifest: Manifest) -> Manifest:
-        folder = folder_name(*base_pair(manifest))
+        folder = base_folder(manifest)
 
-        def read(given_up: threading.Event) -> bytes:
-            del given_up  # a manifest is small
-            with self._remote.open(manifest, f"{folder}/{MANIFEST_FILE}", 0) as (stream, size):
+        def read(_: threading.Event) -> bytes:
+            with self._open(manifest, f"{folder}/{MANIFEST_FILE}", 0) as (stream, size):
                 data = stream.read(min(size, MAX_MANIFEST_BYTES + 1))
             if len(data) < size:
                 raise OSError(f"{folder}/{MANIFEST_FILE} ended after {len(data)} bytes")
             return data
 
-        with self._in_time(folder, manifest):
-            async with asyncio.timeout(self._deadline):
-                return checked_base(decode(await self._persist(read)), manifest)
+        async with self._in_time(folder, manifest):
+            return checked_base(await self._persist(read), manifest)
 
     def _begin(self, manifest: Manifest) -> _Draft:
         """Go on with the draft of this version, or begin one in the place of any other."""
         draft = self._draft
-        if draft is not None and draft.manifest.pair == manifest.pair and draft.folder.is_dir():
-            draft.manifest = manifest
-            return draft
-        self._forget()
-        folder = self._staging.draft(manifest)
-        parts = [PartialFile(shard, folder / shard.file) for shard in manifest.shards]
-        for part in parts:
-            part.path.touch(mode=0o600)
-        self._draft = draft = _Draft(manifest, folder, parts)
+        if draft is None or draft.manifest.pair != manifest.pair or not draft.folder.is_dir():
+            self._forget()
+            folder = self._staging.draft(manifest)
+            parts = [PartialFile(shard, folder / shard.file) for shard in manifest.shards]
+            for part in parts:
+                part.path.touch(mode=0o600)
+            self._draft = draft = _Draft(manifest, folder, parts)
+        draft.manifest = manifest
         return draft
 
     def _forget(self) -> None:
@@ -247,7 +227,7 @@ class PullSource(WeightSource):
 
         def read(given_up: threading.Event) -> None:
             if part.at < part.shard.bytes:
-                with self._remote.open(draft.manifest, path, part.at) as (stream, size):
+                with self._open(draft.manifest, path, part.at) as (stream, size):
                     part.read(stream, size, given_up)
 
         for _ in range(_PROOFS):
@@ -263,36 +243,33 @@ class PullSource(WeightSource):
         raise WeightsError(f"{path} does not have the checksum of its manifest, however often it is pulled")
 
     async def _persist(self, call: Callable[[threading.Event], _T]) -> _T:
-        """Call in a thread until it succeeds or its error is final."""
+        """Call in a thread until it succeeds or its error is final; after a cancellation it writes nothing more."""
         pause = _FIRST_PAUSE
         while True:
+            given_up = threading.Event()
+            running = asyncio.get_running_loop().run_in_executor(self._threads, call, given_up)
             try:
-                return await self._in_thread(call)
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                given_up.set()
+                await asyncio.wait([running])
+                raise
             except (StreamrlError, FileNotFoundError):
                 raise
             except OSError as error:
                 self._failure = f", at last: {error or type(error).__name__}"
-                logger.debug("weights transfer broken", extra={"error": str(error), "hint": self._remote.hint})
             await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _in_thread(self, call: Callable[[threading.Event], _T]) -> _T:
-        """Run a call; after a cancellation nothing is written any more."""
-        given_up = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, call, given_up)
+    @contextlib.asynccontextmanager
+    async def _in_time(self, folder: str, manifest: Manifest) -> AsyncIterator[None]:
+        self._failure = ""
         try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            given_up.set()
-            await asyncio.wait([running])
-            raise
-
-    @contextlib.contextmanager
-    def _in_time(self, folder: str, manifest: Manifest) -> Iterator[None]:
-        try:
-            yield
+            async with asyncio.timeout(self._deadline):
+                yield
         except TimeoutError as error:
             place = ", ".join(manifest.sources) or "weights.url"
             raise Unreachable(
-                f"{folder} was not fetched within {self._deadline:g} s from {place}{self._failure}", self._remote.hint
+                f"{folder} was not fetched within {self._deadline:g} s from {place}{self._failure}",
+                _HINT if manifest.sources else _STORE_HINT,
             ) from error

@@ -17,7 +17,7 @@ from streamrl.store import ObjectStore
 from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
 from streamrl.weight_sync.files import StagingFolder, make_token, read_token, store_of
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, parse_folder
-from streamrl.weight_sync.pull import LearnerHost, PullSource, StoredVersions
+from streamrl.weight_sync.pull import PullSource, from_learner, from_store
 from streamrl.weight_sync.serve import listen, weights_app
 from streamrl.weight_sync.source import FolderSource, WeightSource
 
@@ -36,8 +36,8 @@ async def open_source(
         yield FolderSource(store_of(config.transport, run_dir).root)
         return
     stored = _stored(config, run)
-    remote = StoredVersions(stored) if stored is not None else LearnerHost(read_token(run_dir))
-    async with PullSource(staging, remote, config.deadline) as pulled:
+    opened = from_store(stored) if stored is not None else from_learner(read_token(run_dir))
+    async with PullSource(staging, opened, config.deadline) as pulled:
         if config.transport == "http":
             yield pulled
         else:

@@ -30,7 +30,7 @@ def publishing(run, ledgers, hands):
     async def publish(version: int, model: torch.nn.Module) -> None:
         tensors = dict(model.named_parameters()).items()
         data = await asyncio.to_thread(publisher.publish, epoch=1, version=version, step=version, tensors=tensors)
-        await ledgers.train.consume(hands.nonce, 0, version, data)
+        await ledgers.train.finish_step(hands.nonce, 0, version, data)
 
     return publish
 
@@ -143,7 +143,7 @@ async def test_a_full_disk_delays_the_evaluation_and_loses_no_group(run, disk, c
         role.run_dir = disk
         fill(disk)
         task = asyncio.create_task(run_feeder(role))
-        await ledgers.train.consume(learner.nonce, 0, 1, b"{}")
+        await ledgers.train.finish_step(learner.nonce, 0, 1, b"{}")
         await until(lambda: "evaluation-round.json" in complaints(caplog))
         assert (await ledgers.evaluation.state()).cursor == 0  # no round begins that nobody would remember
         (disk / "filler").unlink()

@@ -346,7 +346,7 @@ def whole_gradients(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- hosts that share no run directory
 
 
-def apart(model: Path, out: Path, ranks: Ranks) -> None:
+def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     """A checkpoint of ranks with a run directory each, in a store, read again by ranks with others; a whole version."""
     found: dict[str, Any] = {}
     bare = run_config(model, ranks=ranks.world, lora={"rank": 2, "alpha": 8.0}, **STEP_OPTIONS)

@@ -34,7 +34,7 @@ PHASES = {
     "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
     "after the groups count as trained": "streamrl.learner.train_buffer:TrainBuffer.applied:after:5",
-    "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
+    "after finish_step": "streamrl.queues.ledger:Ledger.finish_step:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
     "state copied, nothing written": "streamrl.learner.checkpoint_files:RankState.save:after:2",
     "in the background write, before the file": f"{FILES}:write_shard:before:2",
@@ -57,7 +57,7 @@ CRITIC_PHASES = {
 }
 QUICK = (
     "after backward",
-    "after consume",
+    "after finish_step",
     "in the background write, before the file",
     "with its meta data",
     "before retire",
@@ -140,7 +140,7 @@ async def test_killed_in_a_phase_it_goes_on_bit_for_bit(run, uninterrupted, phas
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "phase", ["before the update", "after consume", "shard written", "with its meta data", *CRITIC_PHASES]
+    "phase", ["before the update", "after finish_step", "shard written", "with its meta data", *CRITIC_PHASES]
 )
 async def test_so_do_a_critic_and_a_controller(run, with_everything, phase):
     run.configure(**EVERYTHING)

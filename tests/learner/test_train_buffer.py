@@ -88,7 +88,7 @@ async def test_a_step_from_candidates_to_retirement(table):
     await buffer.refresh()
     first = buffer.choose(4, 10**9, last=False)
     assert ids(first) == [0, 1, 2, 3]  # the budget of 8 is full; the four oldest fill the step
-    await buffer.begin(first)
+    await buffer.start_step(first)
     await buffer.refresh()
     assert ids(buffer.choose(4, 0, last=False)) == [4, 5, 6, 7]
     assert ids(buffer.applied()) == [0, 1, 2, 3]
@@ -110,7 +110,7 @@ async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room
     async def train() -> list[int]:
         await table.play()
         await buffer.refresh()
-        await buffer.begin(buffer.choose(4, 0, last=False))
+        await buffer.start_step(buffer.choose(4, 0, last=False))
         return ids(buffer.applied())
 
     await buffer.free_places(await train())
@@ -185,7 +185,7 @@ async def test_strict_order_waits_for_the_oldest_live_group(table):
     await table.play()
     await buffer.refresh()
     assert ids(buffer.choose(4, 0, last=False)) == [0, 2, 3]
-    await buffer.begin(buffer.choose(4, 0, last=False))
+    await buffer.start_step(buffer.choose(4, 0, last=False))
     assert buffer.choose(1, 0, last=True) == []
     table.player.open_only = set()
     await table.play()
@@ -227,7 +227,7 @@ async def test_a_group_that_kills_learners_is_tried_alone_and_then_dead(table):
         buffer = await table.buffer()
         await buffer.refresh()
         tried = buffer.choose(4, 0, last=False)
-        await buffer.begin([group for group in tried if group.group_id == 0])
+        await buffer.start_step([group for group in tried if group.group_id == 0])
     assert ids(tried) == [0]  # from the second time on alone
     buffer = await table.buffer()
     await buffer.refresh()
@@ -241,7 +241,7 @@ async def test_computed_and_released_groups_are_not_suspects(table):
     await table.play()
     await buffer.refresh()
     groups = buffer.choose(2, 0, last=False)
-    await buffer.begin(groups)
+    await buffer.start_step(groups)
     buffer.computed(groups[:1])
     await buffer.clear_crash_counts()
     await buffer.release(groups[1:])
@@ -256,10 +256,10 @@ async def test_clearing_crash_counts_makes_no_room_with_groups_that_have_gone(ta
     buffer = await table.buffer()
     await table.play()
     await buffer.refresh()
-    await buffer.begin(buffer.choose(4, 0, last=False))
+    await buffer.start_step(buffer.choose(4, 0, last=False))
     await buffer.free_places(ids(buffer.applied()))
     groups = buffer.choose(4, 0, last=False)
-    await buffer.begin(groups)
+    await buffer.start_step(groups)
     await table.ledger.connection.read("HSET", table.ledger.keys.state, "held", 0)
     buffer.computed(groups)
     await buffer.clear_crash_counts()
@@ -331,7 +331,7 @@ async def test_a_fenced_learner_writes_nothing(table):
     await new.refresh()
     groups = old.choose(4, 0, last=False)
     for write in (
-        old.begin(groups),
+        old.start_step(groups),
         old.announce(9, b"{}"),
         old.saved("1-9", []),
         old.drop_stale(100),

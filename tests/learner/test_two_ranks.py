@@ -214,7 +214,7 @@ def test_an_adapter_is_that_of_one_rank(played, kind):
 
 
 def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played):
-    runs = played("apart")
+    runs = played("no_shared_fs")
     first, second = runs.two
     shards = ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
     assert first["sent"] == second["sent"] == shards
