@@ -11,6 +11,6 @@ rollout replica: weights stream -> Follower -> Staging: WeightSource brings the 
 
 A version is the pair (epoch, number); it is applied whole or not at all, and never an older one after a newer one. How
 the shards get near the engine is a transport: `shm` (same host), `directory` (shared file system), `http` (pulled from
-the learner's host or a neighbour) or `collective` (broadcast, and pulled by replicas that missed it):
+the learner's host or from a store) or `collective` (broadcast, and pulled by replicas that missed it):
 docs/internals/weights.md.
 """
