@@ -165,8 +165,23 @@ def _compiled(eager: Callable[..., Any], state: _Fallback, backend: str | Callab
     return forward
 
 
+class _Float32Product(torch.autograd.Function):
+    """`hidden weight^T` of bfloat16 matrices in float32, without a float32 copy of the weight; CUDA only."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradients[0].to(hidden.dtype)
+        return gradient @ weight, gradient.t() @ hidden if ctx.needs_input_grad[1] else None
+
+
 def _float32_head(model: PreTrainedModel) -> None:
-    """Let the output layer multiply in float32: weights as they are in the forward pass, cast; logits in float32."""
+    """Let the output layer give logits in float32 that were never rounded to the type of the model."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(
@@ -175,8 +190,12 @@ def _float32_head(model: PreTrainedModel) -> None:
         )
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            product: torch.Tensor = _Float32Product.apply(hidden.flatten(0, -2), head.weight)  # type: ignore[no-untyped-call]
+            logits = product.view(*hidden.shape[:-1], -1)
+        else:
+            logits = nn.functional.linear(hidden.float(), head.weight.float())
+        return logits if head.bias is None else logits + head.bias.float()
 
     head.forward = forward  # type: ignore[method-assign, assignment]
 

@@ -187,7 +187,8 @@ class Actor(TrainableModel[TokenSums]):
         return name if self.lora is None else self.lora.name_of(name)
 
     def _loss(self, part: Microbatch, step: int, kl_coefficient: float) -> torch.Tensor:
-        logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
+        bonus = bool(self.recipe.entropy)
+        logprobs, entropy = self._forward(part, entropy=bonus, entropy_gradient=bonus)
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
@@ -201,7 +202,7 @@ class Actor(TrainableModel[TokenSums]):
         self._sums += found.sums
         return found.per_token.sum()
 
-    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, step: int) -> Tokens:
+    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor | None, step: int) -> Tokens:
         behaviour = self._to_device(part.behaviour)
         proximal = logprobs.detach() if part.proximal is None else self._to_device(part.proximal)
         ages = self._to_device(np.maximum(0, step - part.steps))
