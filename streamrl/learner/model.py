@@ -119,50 +119,15 @@ def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
         _float32_head(model)
 
 
-class _Fallback:
-    def __init__(self) -> None:
-        self.compiled = True
-
-    def give_up(self, error: Exception) -> None:
-        if self.compiled:
-            # The first line names the compiler, the second one what it said.
-            said = " ".join(line for line in str(error).splitlines()[:2] if line.strip())
-            logger.warning(
-                "layers run uncompiled: torch.compile failed; set learner.compile to false, or fix the error",
-                extra={"error": f"{type(error).__name__}: {said}"},
-            )
-        self.compiled = False
-
-
 def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward pass of each layer, with changing shapes; on failure layers run uncompiled, with a warning.
-
-    The backward pass is compiled together with the forward pass, so that it cannot fail later.
-    """
+    """Compile each layer, with changing shapes, backward and forward pass together, so that errors come at once."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
 
     dynamo.recompile_limit = max(_RECOMPILES, dynamo.recompile_limit)
     functorch.force_non_lazy_backward_lowering = True
-    state = _Fallback()
     for layer in layers:
-        layer.forward = _compiled(layer.forward, state, backend)
-
-
-def _compiled(eager: Callable[..., Any], state: _Fallback, backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    from torch._dynamo.exc import TorchDynamoException
-
-    fast = torch.compile(eager, dynamic=True, backend=backend)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if state.compiled:
-            try:
-                return fast(*args, **kwargs)
-            except TorchDynamoException as error:
-                state.give_up(error)
-        return eager(*args, **kwargs)
-
-    return forward
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 class _Float32Product(torch.autograd.Function):

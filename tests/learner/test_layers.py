@@ -92,20 +92,6 @@ def test_compiled_by_a_real_compiler(model_of, caplog, monkeypatch):
     assert not warnings(caplog)
 
 
-def test_layers_that_cannot_be_compiled_run_as_they_are_after_one_warning(model_of, caplog):
-    def broken(graph, example):
-        raise RuntimeError("no compiler here")
-
-    plain, compiled = load(model_of("Qwen2")), load(model_of("Qwen2"))
-    compile_layers(decoder_layers(compiled), backend=broken)
-    with caplog.at_level(logging.WARNING, "streamrl"):
-        for width in (24, 16):
-            assert_same(results(compiled, width), results(plain, width), tolerance=0)
-    (record,) = warnings(caplog)
-    assert "run uncompiled" in record.getMessage()
-    assert "no compiler here" in record.error
-
-
 @pytest.mark.parametrize("option", ["compile", "checkpoint_activations"])
 def test_a_model_without_known_layers_is_refused(model_of, option):
     model = load(model_of("Qwen2"))
