@@ -31,6 +31,7 @@ from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
 from streamrl.learner.deal import scatter
+from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
 from streamrl.learner.ranks import Ranks
@@ -46,6 +47,13 @@ UNITS = {"whole": 1 << 26, "layers": 0}
 
 def keep(found: dict[str, Any], out: Path, ranks: Ranks) -> None:
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
+
+
+def rows(model: Path, out: Path, ranks: Ranks) -> None:
+    """The rows that a rank reads, by the names of the model, and its buffers, which are whole."""
+    made, own = load_rows(run_config(model).model, ranks)
+    tensors = {name: own[weight].clone() for name, weight in made.named_parameters()}
+    save_file(tensors | dict(made.named_buffers()), out / f"rows-{ranks.rank}.safetensors")
 
 
 def loading(model: Path, out: Path, ranks: Ranks) -> None:

@@ -10,13 +10,14 @@ from plays import ADAPTERS, RECIPES, UNITS
 from safetensors.torch import load_file
 from test_families import FAMILIES
 from test_families import same as same_gradients
-from tiny_policy import VOCABULARY, make_model, run_config, without_key_biases
+from tiny_policy import KINDS, VOCABULARY, make_model, run_config, without_key_biases
 from transformers import AutoModelForCausalLM
 from tree_kit import make_episodes
 from world_kit import TwoRanks, start
 
 from streamrl.cards import choose_device
 from streamrl.errors import ConfigError, Unreachable
+from streamrl.learner.model_loading import load_model
 from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
@@ -55,6 +56,21 @@ def same_files(runs, file):
     assert_close(load_file(runs.folders["two"] / file), load_file(runs.folders["one"] / file))
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3Moe", "GPT2", "Gemma3Text", "HrmText"])
+def test_the_rows_of_the_ranks_are_the_whole_model(two_ranks, tmp_path, kind):
+    """Tied weights, experts that files hold one by one, and (HrmText) projections that they hold as one tensor."""
+    model = make_model(kind, tmp_path, **KINDS.get(kind, KINDS["Llama"]))
+    two_ranks.begin("rows", model, tmp_path)
+    two_ranks.end()
+    first, second = (load_file(tmp_path / f"rows-{rank}.safetensors") for rank in (0, 1))
+    whole = load_model(run_config(model).model)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(torch.cat([first[name], second[name]]), weight), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(first[name], buffer), name
+        assert torch.equal(second[name], buffer), name
+
+
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes, as it does with larger tensors
@@ -67,7 +83,7 @@ def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
     whole = (model / "model.safetensors").stat().st_size
     assert whole > 300e6
     for rank in (0, 1):
-        assert whole / 2 <= orjson.loads((tmp_path / f"found-{rank}.json").read_bytes())["most"] < 0.75 * whole
+        assert whole / 2 <= orjson.loads((tmp_path / f"found-{rank}.json").read_bytes())["most"] < 0.9 * whole
 
 
 @pytest.mark.parametrize("units", UNITS)
