@@ -373,7 +373,7 @@ def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     again.execute(Command.LOAD, meta.position)
     ours, theirs = again.state.tensors(), worker.state.tensors()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found["here"] = sorted(path.name for path in (second / "checkpoints").rglob("*"))
+    found["here"] = sorted(path.name for path in (second / "fetched").rglob("*"))
     snapshot = again.publish(1, 1, NO_BASE, NO_BASE)
     assert snapshot is not None
     found["published"] = len(snapshot.tensors)
