@@ -31,8 +31,7 @@ from streamrl.engine import Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.follower import Apply, Follower
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.rank_writer import Named, buckets
-from streamrl.weight_sync.tensors import Version, raw_bytes
+from streamrl.weight_sync.tensors import Named, Version, buckets, raw_bytes
 
 SHM = Path("/dev/shm")
 NEW = 2

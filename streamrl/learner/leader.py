@@ -32,7 +32,7 @@ from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.lineage import VersionsLog
 from streamrl.learner.metrics import StepLoggers, StepMeter, group_frame
 from streamrl.learner.publishing import Publishing
-from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
+from streamrl.learner.rank_group import Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.saving import Saver
 from streamrl.learner.step import StepStats, make_models
@@ -89,7 +89,7 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
         files = await torch.run(RankFiles, role.config, ranks, role.run_dir)
         models = await torch.run(make_models, role.config, ranks)
-        worker = await torch.run(RankWorker, role.config, ranks, models, files, role.run_dir)
+        worker = await torch.run(RankWorker, role.config, ranks, models, files)
         if ranks.rank == 0:
             await _lead(role, RankGroup(worker, torch, devices))
             return
@@ -203,7 +203,6 @@ class Leader:
                     versions,
                     self._buffer,
                     epoch=start.epoch,
-                    world=self._worker.writers,
                     deadline=self._config.weights.deadline,
                     tasks=tasks,
                 )
@@ -415,10 +414,8 @@ class Leader:
         self._version += 1
         self._published_step = self._worker.step
         self._start.branch.note(self._version, self._published_step)
-        base = self._publishing.next_base()
-        numbers = self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))
-        snapshot: PolicySnapshot = await self._ranks.order(Command.PUBLISH, *numbers)
-        await self._publishing.start(self._version, self._worker.step, base, snapshot)
+        snapshot: PolicySnapshot = await self._ranks.order(Command.PUBLISH)
+        await self._publishing.start(self._version, self._worker.step, snapshot)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""

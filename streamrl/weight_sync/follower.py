@@ -15,7 +15,7 @@ from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachabl
 from streamrl.listening import own_address
 from streamrl.queues.ledgers import WeightsStream
 from streamrl.queues.registry import RoleRegistry
-from streamrl.weight_sync.chain import Fetched, Staging
+from streamrl.weight_sync.chain import Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files, read_token
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
 from streamrl.weight_sync.pull import RELAY_FIELD
@@ -194,7 +194,7 @@ class Follower:
         manifest = decode(data)
         self._check(number, manifest)
         async with self._reading(number):
-            version = await staging.make(await self._fetch(staging, manifest))
+            version = await self._bring(staging, manifest)
         began = time.monotonic()
         try:
             await self._apply(version)
@@ -215,11 +215,11 @@ class Follower:
             self._took.notify_all()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
 
-    async def _fetch(self, staging: Staging, manifest: Manifest) -> Fetched:
+    async def _bring(self, staging: Staging, manifest: Manifest) -> Version:
         """Fetch a version, until a newer learner publishes: the host of the older one may be gone for good."""
         self._fetching = manifest
         self._newer_learner.clear()
-        fetching = asyncio.create_task(staging.fetch(manifest))
+        fetching = asyncio.create_task(staging.bring(manifest))
         overtaken = asyncio.create_task(self._newer_learner.wait())
         try:
             await asyncio.wait({fetching, overtaken}, return_when=asyncio.FIRST_COMPLETED)
@@ -291,8 +291,7 @@ async def open_staging(
             stack.callback(folder.close)
         source = await stack.enter_async_context(open_source(config, run_dir, folder, name=name, board=board))
         relays = config.relay and source.proves
-        staging = Staging(config, source, folder, keep=relays)
-        stack.callback(staging.close)
+        staging = Staging(config, source, folder)
         if relays and status is not None:
             app = ShardServer(folder.root, read_token(run_dir)).app()
             status[RELAY_FIELD] = await stack.enter_async_context(listen(app, own_address(config.host), 0))

@@ -120,8 +120,6 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "too few rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(100, 128)}),
     "too wide": lambda held: held.update({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 257)}),
     "vocabulary": lambda held: held.update({"model.embed_tokens.weight": torch.ones(321, 128)}),
-    "not a number": lambda held: held["model.norm.weight"].__setitem__(7, float("nan")),
-    "infinite": lambda held: held["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), float("inf")),
 }
 
 

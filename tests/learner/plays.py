@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,13 +33,12 @@ from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
 from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
+from streamrl.learner.rank_group import Command, RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Frozen
 from streamrl.learner.step import Models, make_models
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.rank_writer import RankWriter
 
 UNITS = {"whole": 1 << 26, "layers": 0}
 """One FSDP unit, and one per layer."""
@@ -50,20 +48,12 @@ def keep(found: dict[str, Any], out: Path, ranks: Ranks) -> None:
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
 
 
-def deliver(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:
-    """Write this rank's share of version 1."""
-    if ranks.rank:
-        RankWriter(config, run_dir, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        return
-    Publisher(config, "r", run_dir).publish(
-        epoch=1,
-        version=1,
-        step=1,
-        tensors=snapshot.tensors,
-        shapes=snapshot.shapes,
-        world=ranks.world,
-        adapter=snapshot.adapter,
-    )
+def publish(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:
+    """Write version 1, which rank 0 holds whole."""
+    assert not (ranks.rank and snapshot.tensors)
+    if not ranks.rank:
+        publisher = Publisher(config, "r", run_dir)
+        publisher.publish(epoch=1, version=1, step=1, tensors=snapshot.tensors, adapter=snapshot.adapter)
 
 
 def refusal(compute, batch: list[TrainSample], ranks: Ranks) -> str:
@@ -141,7 +131,7 @@ def policy(model: Path, out: Path, ranks: Ranks) -> None:
             torch.equal(tensor, actor.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
     snapshot, whole = Copies(actor.parameters, torch.float32).take(), full_tensors(actor)
-    deliver(snapshot, WeightsConfig(transport="directory", shard_bytes=8192), out / "run", ranks)
+    publish(snapshot, WeightsConfig(transport="directory", shard_bytes=8192), out / "run", ranks)
     if ranks.rank == 0:
         save_file(whole, out / "published.safetensors")
     export(actor, out / "export")
@@ -187,7 +177,7 @@ def steps(model: Path, out: Path, ranks: Ranks) -> None:
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
         models = make_models(config, ranks)
-        worker, actor = RankWorker(config, ranks, models, RankFiles(config, ranks, out), out), models.actor
+        worker, actor = RankWorker(config, ranks, models, RankFiles(config, ranks, out)), models.actor
         records = []
         for step in range(2):
             worker.step = step + 10 if step else step
@@ -285,21 +275,15 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    worker = RankWorker(config, ranks, Models(actor=actor), RankFiles(config, ranks, out), out)
-    deliver(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
+    worker = RankWorker(config, ranks, Models(actor=actor), RankFiles(config, ranks, out))
+    publish(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
     merged = full_tensors(actor)
     if ranks.rank == 0:
         save_file(merged, out / "merged.safetensors")
-    refused: list[tuple[int, int]] = []
-    if ranks.rank:
-        worker._parts = SimpleNamespace(busy=True, refuse=refused.append)
-    left_out = worker.publish(1, 2, NO_BASE, NO_BASE) is None
     export(actor, out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,
-        "left_out": left_out,
-        "refused": refused,
         "parameters": {key: list(p.to_local().shape) for key, p in actor.parameters.items()},
     }
 
@@ -344,11 +328,11 @@ def apart(model: Path, out: Path, ranks: Ranks) -> None:
     if ranks.world > 1:
         with pytest.raises(ConfigError, match=r"do not share the run directory .* there is no checkpoint\.store"):
             RankFiles(bare, ranks, first)
-    worker = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, first), first)
+    worker = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, first))
     train(worker.actor, range(STEPS))
     meta = written(worker, first)
     found["sent"] = sorted(path.name for path in (out / "store").rglob("rank-*"))
-    again = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, second), second)
+    again = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, second))
     if ranks.rank == 0:
         kept = store_of(config, second)
         assert kept is not None
@@ -361,8 +345,7 @@ def apart(model: Path, out: Path, ranks: Ranks) -> None:
     ours, theirs = again.state.tensors(), worker.state.tensors()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     found["here"] = sorted(path.name for path in (second / "apart").rglob("*")) if ranks.rank else []
-    snapshot = again.publish(1, 1, NO_BASE, NO_BASE)
-    assert snapshot is not None
+    snapshot = again.snapshot()
     found["published"] = len(snapshot.tensors)
     merged = full_tensors(again.actor)
     if ranks.rank == 0:

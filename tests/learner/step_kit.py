@@ -60,7 +60,7 @@ def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
     """A worker with this actor that streams or collects, whatever its recipe says."""
     config, unused = actor.config, Path("unused")
     files = RankFiles(config, actor.ranks, unused)
-    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), files, unused)
+    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), files)
     worker._streams = not collected
     return worker
 

@@ -73,12 +73,12 @@ class Shelf:
 
 async def publish(publishing, *versions) -> None:
     for version, step in versions:
-        await publishing.start(version, step, None, PolicySnapshot([], {}))
+        await publishing.start(version, step, PolicySnapshot([]))
         await publishing.settle()
 
 
 def make(shelf, tasks, deadline=60.0):
-    return Publishing(shelf, shelf.outlet, shelf, shelf.buffer, epoch=1, world=1, deadline=deadline, tasks=tasks)
+    return Publishing(shelf, shelf.outlet, shelf, shelf.buffer, epoch=1, deadline=deadline, tasks=tasks)
 
 
 async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():

@@ -30,7 +30,7 @@ def make(one_rank, model_of, tmp_path):
     def worker(case):
         config = run_config(model_of("Llama"), **CASES[case][0])
         files = RankFiles(config, one_rank, tmp_path)
-        return RankWorker(config, one_rank, make_models(config, one_rank), files, tmp_path)
+        return RankWorker(config, one_rank, make_models(config, one_rank), files)
 
     return worker
 
