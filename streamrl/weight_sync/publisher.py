@@ -22,7 +22,7 @@ import torch
 
 from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
-from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, WeightsError
 from streamrl.weight_sync import delta
 from streamrl.weight_sync.files import SLACK_BYTES, check_room, checksum, create_root, store_of
 from streamrl.weight_sync.manifest import (
@@ -117,7 +117,8 @@ class Publisher:
 
         Raises:
             CannotCreate: no room, or no permission.
-            WeightsError: the version exists already, or a value is not finite.
+            WeightsError: the version exists already.
+            ConfigError: a value is not finite.
             DeadlineExceeded: it took longer than the configured deadline.
         """
         pair = (epoch, version)
@@ -294,7 +295,10 @@ def _changed(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if not is_finite(tensor):
-        raise WeightsError(f"{name} has values that are not finite: the training has diverged", "lower learner.lr")
+        raise ConfigError(
+            f"{name} has values that are not finite: the training has diverged",
+            "lower learner.lr, and start afresh or from a checkpoint before it (checkpoints/)",
+        )
 
 
 def _entry(name: str, tensor: torch.Tensor, shard: int) -> TensorEntry:

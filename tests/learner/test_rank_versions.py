@@ -87,6 +87,14 @@ async def test_a_rank_that_dies_while_a_version_is_made_ends_the_learner_and_lea
     assert [entry.name for entry in (run.run_dir / "weights").iterdir() if entry.name.startswith(".")] == []
 
 
+async def test_weights_that_are_not_finite_end_the_run_and_no_engine_gets_them(run):
+    run.configure(steps=4, lr=1e39)
+    async with run.play():
+        assert await run.wait(run.start()) == 78
+    assert "not finite: the training has diverged" in run.log()
+    assert set(versions(run.run_dir / "weights")) == {(1, 1)}
+
+
 async def test_weights_that_no_engine_takes_are_published_whole_again(run):
     """Their files may be damaged, and engines that stay behind generate nothing that would make another version."""
     config = run.configure(steps=None, weights={"deadline": 0.5, "delta": {"enabled": True}})

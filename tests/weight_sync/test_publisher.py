@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sync_kit import both_folders, folders, publish, same, tensors
 
 from streamrl.config import DeltaConfig, WeightsConfig
-from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, WeightsError
 from streamrl.weight_sync import files as files_module
 from streamrl.weight_sync.manifest import decode, read_manifest, versions
 from streamrl.weight_sync.publisher import Publisher
@@ -235,7 +235,7 @@ def test_weights_that_are_not_finite_never_become_a_version(tmp_path, value, del
     publisher.publish(epoch=1, version=1, step=1, tensors=[("a", torch.zeros(9)), ("b", torch.zeros(40))])
     bad = torch.zeros(40)
     bad[7] = value
-    with pytest.raises(WeightsError, match="b has values that are not finite"):
+    with pytest.raises(ConfigError, match="b has values that are not finite"):
         publisher.publish(epoch=1, version=2, step=2, tensors=[("a", torch.zeros(9)), ("b", bad)])
     assert folders(publisher) == ["v-1-1"]
 
