@@ -278,8 +278,7 @@ def test_an_update_names_files_and_version() -> None:
     source = {"folder": "/dev/shm/v", "files": ["a", "b"], "structure": version.structure}
     (check,) = dialect().prefetch(version)
     assert check.body == {"method": "streamrl_check", "kwargs": {"source": source}}
-    begin, start, replace, finish = dialect().update(version, "17.run-a")
-    assert begin.body == {"method": "streamrl_begin", "kwargs": {}}
+    start, replace, finish = dialect().update(version, "17.run-a")
     assert (start.path, replace.path, finish.path) == (
         "/start_weight_update",
         "/update_weights",

@@ -5,9 +5,9 @@
 Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 `--weight-transfer-config '{"backend":"streamrl"}'`; importing it registers the backend.
 
-The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
-streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
-nothing. After a failed `/update_weights` the server dies in its first step instead of sampling from a mixture.
+The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/start_weight_update`,
+`/update_weights`, `/finish_weight_update`. A refused check has changed nothing. After a failed `/update_weights` the
+server dies in its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -159,12 +159,10 @@ class WorkerExt:
     _weight_update_active: bool
 
     def streamrl_check(self, source: dict[str, Any]) -> None:
+        # The session of a client that did not come back is forgotten: vLLM would refuse the next one because of it.
+        self._weight_update_active = False
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check(source)
-
-    def streamrl_begin(self) -> None:
-        """Forget the session of a client that did not come back; vLLM would refuse the next one because of it."""
-        self._weight_update_active = False
 
 
 @torch.no_grad()
