@@ -131,20 +131,11 @@ class Publisher:
         elements = sum(tensor.numel() for tensor in whole.values())
         if changed is None or changed > self._config.delta.max_density * elements:
             base = None
-        shards: list[Shard] = []
-        entries: list[TensorEntry] = []
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            for bucket in buckets(whole.items() if self._config.delta.enabled else tensors, self._config.shard_bytes):
-                if time.monotonic() > until:
-                    raise DeadlineExceeded(
-                        f"the weights were not written to {draft} within {self._config.deadline:g} s",
-                        "raise weights.deadline, or use a faster transport",
-                    )
-                entries += [_entry(name, tensor, len(shards)) for name, tensor in bucket]
-                path = draft / f"{len(shards):05}.safetensors"
-                shards.append(self._full(path, bucket) if base is None else self._delta(path, bucket, last))
+            given = whole.items() if self._config.delta.enabled else tensors
+            shards, entries = self._write(draft, given, None if base is None else last, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
@@ -207,16 +198,32 @@ class Publisher:
         bytes_since = sum(kept.bytes for kept in deltas) + (deltas[-1].bytes if deltas else 0)
         return None if bytes_since > anchor.bytes else self._kept[-1].pair
 
+    def _write(
+        self, draft: Path, tensors: Iterable[Named], last: Mapping[str, torch.Tensor] | None, until: float
+    ) -> tuple[list[Shard], list[TensorEntry]]:
+        """Write the files of a version; with `last`, what differs from that."""
+        shards: list[Shard] = []
+        entries: list[TensorEntry] = []
+        for bucket in buckets(tensors, self._config.shard_bytes):
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"the weights were not written to {draft} within {self._config.deadline:g} s",
+                    "raise weights.deadline, or use a faster transport",
+                )
+            for name, tensor in bucket:
+                _check_finite(name, tensor)
+                entries.append(TensorEntry(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), len(shards)))
+            path = draft / f"{len(shards):05}.safetensors"
+            shards.append(self._full(path, bucket) if last is None else self._delta(path, bucket, last))
+        return shards, entries
+
     def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
-        for name, tensor in bucket:
-            _check_finite(name, tensor)
         check_room(self._store, sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES)
         return write_tensors(path, bucket, durable=self._store.durable)
 
     def _delta(self, path: Path, bucket: Sequence[Named], last: Mapping[str, torch.Tensor]) -> Shard:
         encoded = {}
         for name, tensor in bucket:
-            _check_finite(name, tensor)
             if (changes := delta.encode(last[name], tensor)) is not None:
                 encoded[name] = changes
         check_room(self._store, sum(changes.bytes for changes in encoded.values()) + SLACK_BYTES)
@@ -299,7 +306,3 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
             f"{name} has values that are not finite: the training has diverged",
             "lower learner.lr, and start afresh or from a checkpoint before it (checkpoints/)",
         )
-
-
-def _entry(name: str, tensor: torch.Tensor, shard: int) -> TensorEntry:
-    return TensorEntry(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), shard)
