@@ -8,6 +8,7 @@
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
 #   make test-benchmarks              each benchmark once, with sizes that say nothing
+#   make gpu                          on a machine with a GPU: its tests, and figures into benchmarks/results/gpu.json
 #   make chaos [BLOWS=200]            kill everything in turn, 12 blows per run unless told
 #   make crosscheck                   install trl into .crosscheck, for tests and a benchmark against it
 #   make adapters                     install OpenEnv and verifiers into .adapters, for tests of what runs their environments
@@ -96,8 +97,10 @@ adapter-%: setup
 
 # Needs nothing but what is installed here: a test of another program is skipped where that is missing, or fails with
 # NO_SKIPS=1. `ONLY=skipped`, for `test-all` too, runs of the fast tests what the last run skipped (`tests/skipped.py`).
+# Workers share the cores, where a second thread of torch would wait in a loop for its turn: one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 test: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not chaos and not engines and not gpu" $(if $(filter skipped,$(ONLY)),--only-skipped)
 
 # What tests import is compiled here once, and not by each worker for itself.
 compiled: setup
@@ -111,11 +114,15 @@ demo-data-%: setup
 	@$(BIN)/python examples/$*/prepare.py
 
 test-slow: prepare-slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist loadscope -m "(slow or engines) and not chaos and not benchmarks and not gpu"
 
 # Run this after a change to a benchmark; CI does not.
 test-benchmarks: environment-vllm crosscheck demo-data
 	$(BIN)/pytest -m benchmarks
+
+gpu: setup
+	$(BIN)/pytest -m gpu
+	$(BIN)/python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 # Chaos wants the machine for itself.
 BLOWS ?= 12
@@ -149,4 +156,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean

@@ -261,7 +261,7 @@ async def replica(
         manifest = publisher.publish(
             epoch=1, version=VERSION, step=1, tensors=[(name, 1.001 * tensor) for name, tensor in weights.items()]
         )
-        await ledgers.train.consume("bench", 0, VERSION, manifest)
+        await ledgers.train.finish_step("bench", 0, VERSION, manifest)
         async with role("engine", run_dir) as engine, role("rollout", run_dir) as worker:
             yield Driven(ledgers, prompts, counter, worker, engine)
         publisher.close(unlink=True)

@@ -247,13 +247,13 @@ class Play:
                 await self.save()
             await self.train.wait_closed(0.05)
             return
-        await self.train.begin(self.nonce, group_ids)
+        await self.train.start_step(self.nonce, group_ids)
         await asyncio.gather(*(self.train.read_group(group_id) for group_id in group_ids))
         assert self.trained.isdisjoint(group_ids)
         self.trained.update(group_ids)
         self.fresh += group_ids
         self.step, self.version = self.step + 1, self.version + 1
-        await self.train.consume(self.nonce, len(self.fresh), self.version, NOISE[:MANIFEST], group_ids)
+        await self.train.finish_step(self.nonce, len(self.fresh), self.version, NOISE[:MANIFEST], group_ids)
         late = self.step // CHECKPOINT_EVERY % 20 == 0
         if self.step % CHECKPOINT_EVERY == 0 and not late:
             await self.save()

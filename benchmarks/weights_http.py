@@ -27,7 +27,7 @@ from streamrl.config import WeightsConfig
 from streamrl.weight_sync.files import StagingFolder, make_token
 from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.serve import listen, weights_app
 from streamrl.weight_sync.transports import open_source
 
 SHARDS = 4
@@ -39,7 +39,7 @@ def serve(root: str, run_dir: str, told: Any) -> None:
     """Our server."""
 
     async def run() -> None:
-        async with listen(ShardServer(Path(root), make_token(Path(run_dir))).app(), "127.0.0.1", 0) as url:
+        async with listen(weights_app(Path(root), make_token(Path(run_dir))), "127.0.0.1", 0) as url:
             told.put(url)
             await asyncio.Event().wait()
 
@@ -107,7 +107,7 @@ async def measure(run_dir: Path, size: int, rounds: int) -> dict[str, Any]:
         manifest = msgspec.structs.replace(manifest, sources=[url])
         paths = [f"/{manifest.folder}/{shard.file}" for shard in manifest.shards]
         ours, bare = [], []
-        async with open_source(config, run_dir, staging, name="bench") as source:
+        async with open_source(config, run_dir, staging, run="bench", name="bench") as source:
             for number in range(rounds + 1):
                 place.mkdir()
                 bare.append(await asyncio.to_thread(fetch_bare, bare_url, paths, place))

@@ -1,4 +1,4 @@
-"""Which cores a process may use, and how those of a host are divided among the processes that compute on them."""
+"""What a host computes on: GPUs, and cores, which are divided among the processes that compute on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Final
 THREADS: Final = "OMP_NUM_THREADS"
 """Variable with the CPU threads of a process, for torch and for the servers that it starts."""
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA device; looks at the device files only."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:

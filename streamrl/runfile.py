@@ -1,7 +1,7 @@
 """The run file: read, checked, anchored at its folder, with the origin of every value.
 
-Order of precedence: defaults < preset (`learner.preset`) < run file (YAML) < environment (`STREAMRL_LEARNER__LR=1e-6`)
-< `--set learner.lr=1e-6`.
+Order of precedence: defaults < what suits a GPU < preset (`learner.preset`) < run file (YAML)
+< environment (`STREAMRL_LEARNER__LR=1e-6`) < `--set learner.lr=1e-6`.
 Unknown keys are refused with a did-you-mean. Paths in a run file are relative to that file. `load` returns the
 resolved `RunConfig` and a map from dotted key to origin; `up` writes both into the run directory as `run.json`, and
 every role reads only that file, so all roles of a run see the same values.
@@ -21,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from streamrl.atomic import write_whole
 from streamrl.config import RewardModelConfig, RewardSpec, RunConfig
 from streamrl.config.base import MODEL, SERVER_KINDS, Section
-from streamrl.config.presets import lay_beneath
+from streamrl.config.presets import lay_beneath, lay_gpu_beneath
 from streamrl.config.words import explain
+from streamrl.cores import has_gpu
 from streamrl.errors import ConfigError
 
 RUNS: Final = Path("runs")
@@ -33,7 +34,7 @@ RUN_DIGEST: Final = "STREAMRL_RUN_DIGEST"
 
 class LoadedConfig(BaseModel):
     config: RunConfig
-    # Of each dotted key: default, preset, file, env or set.
+    # Of each dotted key: default, of a GPU, preset, file, env or set.
     origins: dict[str, str]
 
 
@@ -61,6 +62,8 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     learner = values.get("learner")
     preset = learner.get("preset") if isinstance(learner, dict) else None
     origins.update({".".join(key): f"preset {preset}" for key in lay_beneath(values, preset)})
+    why = "of a GPU (bfloat16 on its tensor cores; float32 master weights)"
+    origins.update({".".join(key): why for key in lay_gpu_beneath(values, gpu=has_gpu())})
     config = _validate(values, origins)
     if path is not None:
         config = _anchor(config, path.resolve().parent)
@@ -96,7 +99,9 @@ def parse_saved(content: bytes, place: str) -> LoadedConfig:
 _GONE: Final[Mapping[str, tuple[str, ...]]] = {
     "engine": ("decode",),
     "episode": ("processes",),
+    "learner": ("rows", "share_prompts"),
     "rollout": ("host",),
+    "weights": ("relay",),
     "reward_worker": ("gateway_port", "gateway_host", "gateway_token_file"),
 }
 

@@ -13,16 +13,55 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from streamrl.atomic import draft_of, fsync_directory
+from streamrl.atomic import draft_of, fsync_directory, write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import CannotCreate, ConfigError, Unreachable
+from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable
 
 _DRAFT: Final = ".draft-"
+
+
+class ReadableFile(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def readinto(self, buffer: memoryview, /) -> int: ...
+
+
+class Folder:
+    """A directory, with the operations of `ObjectStore` that checkpoints need. Needs no fsspec."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(file, data)
+        fsync_directory(self.path)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; a repeat does nothing."""
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class ObjectStore:
@@ -33,10 +72,10 @@ class ObjectStore:
 
         `Unreachable`: it is one of those that log in here, and does not answer.
         """
-        import fsspec.implementations.local  # nothing else of a role needs it
-
         self.url, self._key = url.rstrip("/"), key
         try:
+            import fsspec.implementations.local  # nothing else of a role needs it
+
             # A listing that is remembered would hide what other processes wrote.
             self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -49,6 +88,14 @@ class ObjectStore:
             ) from error
         self._root = str(root).rstrip("/")
         self._is_directory = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the files are, if they are on this host."""
+        return Path(self._root) if self._is_directory else None
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there, durably; a repeat replaces it, and a crash half way leaves the one that was there."""
@@ -83,6 +130,14 @@ class ObjectStore:
                 os.fsync(file.fileno())
             draft.replace(into)
 
+    @contextlib.contextmanager
+    def open(self, name: str, at: int) -> Iterator[tuple[ReadableFile, int]]:
+        """Read a file from byte `at` on; tells its size too. `FileNotFoundError`: it is not there."""
+        with self._named(f"{name} cannot be read"), self._files.open(self._at(name), "rb") as file:
+            size = int(self._files.size(self._at(name)))
+            file.seek(at)
+            yield file, size
+
     def put_folder(self, folder: Path, name: str) -> None:
         """Copy a folder with all that is in it; then nothing else is there, below that name."""
         files = {f"{name}/{file.relative_to(folder).as_posix()}": file for file in folder.rglob("*") if file.is_file()}
@@ -101,6 +156,16 @@ class ObjectStore:
             file = path.removeprefix(f"{self._at(name)}/")
             (into / file).parent.mkdir(parents=True, exist_ok=True)
             self.get(f"{name}/{file}", into / file)
+
+    def read(self, name: str) -> bytes:
+        with self._named(f"{name} cannot be read"):
+            return bytes(self._files.cat_file(self._at(name)))
+
+    def write(self, name: str, data: bytes) -> None:
+        place = self._at(name)
+        with self._named(f"{name} cannot be written"):
+            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(place, data)
 
     def size(self, name: str) -> int:
         with self._named(f"{name} cannot be read"):
@@ -146,15 +211,18 @@ class ObjectStore:
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield
+        except StreamrlError:
+            raise
         except Exception as error:
             kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-            raise OSError(f"{self._key} {self.url}: {what}: {kind}{error}") from error
+            raised = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+            raise raised(f"{self._key} {self.url}: {what}: {kind}{error}") from error
 
 
 def _is_whole(path: str) -> bool:
     return not path.rpartition("/")[2].startswith(_DRAFT)
 
 
-def run_store(url: str | None, config: RunConfig, key: str) -> ObjectStore | None:
+def run_store(url: str | None, config: RunConfig, key: str, folder: str = "") -> ObjectStore | None:
     """The files of a run below the URL that it names; None without a URL. ConfigError as of `ObjectStore`."""
-    return None if url is None else ObjectStore(f"{url.rstrip('/')}/{config.name}", key)
+    return None if url is None else ObjectStore(f"{url.rstrip('/')}/{config.name}/{folder}", key)

@@ -24,7 +24,6 @@ from streamrl.errors import WireError
 SCHEMA: Final = 2
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_TOKENS: Final = 1 << 22
-MAX_FRAME_BYTES: Final = 64 << 20
 MAX_TURNS: Final = 4096
 PROMPT: Final = -1
 """Parent of a turn that continues the prompt."""
@@ -324,30 +323,11 @@ def unpack_float32(data: bytes) -> Float32Array:
     return np.frombuffer(data, dtype=_FLOAT32)
 
 
-def pack_frame(record: dict[str, Any]) -> bytes:
-    """One frame of a file of frames: a MessagePack map, which delimits itself."""
-    data: bytes = msgpack.packb(record, use_bin_type=True)
-    return data
-
-
-def read_frames(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the whole frames in the first `limit` bytes of a file (all of it when None).
-
-    A frame that a crash cut off at the end is not yielded. Anything else that is not a frame raises `WireError`.
-    """
-
-    def chunks() -> Iterator[bytes]:
-        left = limit
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20 if left is None else min(1 << 20, left)):
-                left = None if left is None else left - len(chunk)
-                yield chunk
-
-    return unpack_frames(chunks(), path, MAX_FRAME_BYTES)
-
-
 def unpack_frames(chunks: Iterable[bytes], path: Path, longest: int) -> Iterator[dict[str, Any]]:
-    """Yield the whole frames in pieces of a file, each of at most `longest` bytes; errors as in `read_frames`."""
+    """Yield the MessagePack maps in pieces of a file, each of at most `longest` bytes.
+
+    One that a crash cut off at the end is not yielded. Anything else that is no such map raises `WireError`.
+    """
     unpacker = msgpack.Unpacker(raw=False, max_buffer_size=longest, strict_map_key=True)
     try:
         for chunk in chunks:

@@ -71,10 +71,19 @@ def closed(
     )
 
 
+def kept_up(archive: Archive) -> None:
+    """Wait until no file is copied or thinned any more."""
+    try:
+        archive._upkeep.submit(int).result(60)
+    except RuntimeError:  # it is closed
+        archive._upkeep.shutdown()
+
+
 async def archived(run_dir: Path, config: RunConfig, *groups: ClosedGroup, evaluation: bool = False) -> None:
     """One life of a process that archives these groups."""
     archive = Archive(config, run_dir, evaluation=evaluation)
     for group in groups:
         archive.add(group)
     await archive.close()
+    kept_up(archive)
     assert (archive.written, archive.lost) == (len(groups), 0)

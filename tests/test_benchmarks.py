@@ -42,6 +42,15 @@ def test_weights(tmp_path):
 
 @pytest.mark.benchmarks
 @pytest.mark.slow
+def test_what_a_card_does(tmp_path):
+    found = run("gpu.py", "--device", "cpu", "--tiny", path=tmp_path / "g.json")
+    assert not [part for part in found.values() if isinstance(part, dict) and "error" in part]
+    assert found["layouts"]["greatest_difference"] < 1e-4
+    assert found["engine"]["logprob_difference"]["greatest"] < 1e-4
+
+
+@pytest.mark.benchmarks
+@pytest.mark.slow
 def test_weights_of_the_learner(tmp_path):
     found = run("weights.py", "--sizes", "0.002", "--rounds", "1", "--only", "learner", path=tmp_path / "l.json")
     assert len(found["learner"]) == 2

@@ -150,6 +150,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
     saved["config"]["episode"]["processes"], saved["config"]["rollout"]["host"] = 2, "0.0.0.0"
     saved["config"]["engine"] |= {"kind": "hf", "url": ["http://a:1"], "api_key_file": "/key"}
     saved["config"]["engine"]["decode"] = "slots"
+    saved["config"]["weights"]["relay"] = True
     del saved["config"]["episode"]["scoring_share"]
     saved["config"]["episode"]["shares"] = {"start": 0.25, "model": 1.0, "tools": 1.0, "scoring": 0.2}
     path.write_bytes(orjson.dumps(saved))
@@ -165,7 +166,12 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("episode.processes=2", "episode: processes .* set rollout.replicas"),
         ("episode.processes=0", "leave it out"),
         ("rollout.host=0.0.0.0", "rollout: host .* leave it out"),
+        ("learner.rows=packed", "rows is gone: leave it out, rows are packed"),
+        ("learner.share_prompts=false", "share_prompts is gone: leave it out"),
+        ("learner.correction.gates=[{use: m2po, args: {over: step}}]", "over of m2po is gone: leave it out"),
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
+        ("weights.relay=false", "relay is gone: leave it out, and set url"),
+        ("weights.url=s3://bucket", "weights.url is for transport http, not shm"),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):

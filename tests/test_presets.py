@@ -125,3 +125,35 @@ def test_one_run_does_not_change_the_next():
 def test_what_does_not_fit_says_so(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(None, overrides, {})
+
+
+_BF16 = {"model.dtype", "engine.dtype", "weights.dtype"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "overrides", "bfloat16"),
+    [
+        (False, [], set()),
+        (True, [], _BF16),
+        (True, ["learner.device=cpu", "engine.device=cpu"], set()),
+        (False, ["learner.device=cuda"], {"model.dtype"}),
+        (False, ["engine.device=cuda"], {"engine.dtype", "weights.dtype"}),
+        (True, ["engine.device=cpu"], {"model.dtype"}),
+        (True, ["weights.dtype=float32"], {"model.dtype", "engine.dtype"}),
+        (False, ["cluster.resources={learner: {gpus: 1}, rollout: {gpus: 1}, engine: {gpus: 1}}"], _BF16),
+        # What computes at a URL is not known: as the learner.
+        (False, ["learner.device=cuda", "engine.kind=vllm", "engine.url=[http://a:1]"], _BF16),
+    ],
+)
+def test_what_computes_on_a_gpu_computes_in_bfloat16(monkeypatch, gpu, overrides, bfloat16):
+    monkeypatch.setattr("streamrl.runfile.has_gpu", lambda: gpu)
+    loaded = load(None, overrides, {})
+    config = loaded.config
+    chosen = {
+        "model.dtype": config.model.dtype,
+        "engine.dtype": config.engine.dtype,
+        "weights.dtype": config.weights.dtype,
+    }
+    assert {key for key, dtype in chosen.items() if dtype == "bfloat16"} == bfloat16
+    assert config.learner.matmul_precision == ("high" if "model.dtype" in bfloat16 else "highest")
+    assert all(loaded.origins[key].startswith("of a GPU") for key in bfloat16)

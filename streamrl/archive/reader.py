@@ -70,7 +70,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     `causes` are the numbers of the dead responses and why they died; the usable ones have the other numbers, in order.
     `attempt` and `version` are those of its admission; `at` is when it was recorded, in seconds since 1970, 0 if
-    unknown. A record without responses says that this version of the group is lost (`lost`).
+    unknown. Until November 2026 a record without responses said that this version of the group is lost.
     """
 
     group_id: int = msgspec.field(name="gid")
@@ -93,11 +93,6 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
             version=group.version,
             at=time.time(),
         )
-
-    @property
-    def lost(self) -> bool:
-        """Whether the record only says that this version of the group is lost."""
-        return not self.samples
 
     @property
     def numbers(self) -> list[int]:
@@ -154,7 +149,7 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
                 f"{file} belongs to another recording than the files before it", "keep each recording in its own folder"
             )
         for group in groups:
-            if group.group_id not in seen and not group.lost:
+            if group.group_id not in seen and group.samples:
                 seen.add(group.group_id)
                 yield group
 
@@ -251,12 +246,11 @@ class ArchiveReading:
     """Iterates over groups in the order in which they were written, each once; may be iterated again.
 
     Of a group that was written twice the last version counts: if Redis has lost seconds, the group was generated again.
-    If that last version was lost, the group is left out. So the files are read twice, first for the ids alone. Groups
-    that are appended in the meantime are left out.
+    So the files are read twice, first for the ids alone. Groups that are appended in the meantime are left out.
 
     Attributes:
         files: that are read.
-        problems: what could not be read or is lost, for people; complete after an iteration. A damaged file is read up
+        problems: what could not be read, for people; complete after an iteration. A damaged file is read up
             to there.
 
     Args:
@@ -268,39 +262,26 @@ class ArchiveReading:
         self.problems: list[str] = []
 
     def __iter__(self) -> Iterator[ArchivedGroup]:
-        last = {(group.group_id, group.attempt): place for place, _, group in self._read()}
+        return self._last_versions(None)
+
+    def find(self, group_id: int) -> list[ArchivedGroup]:
+        """All attempts at one group, ascending."""
+        return sorted(self._last_versions(group_id), key=lambda group: group.attempt)
+
+    def _last_versions(self, wanted: int | None) -> Iterator[ArchivedGroup]:
+        last = {
+            (group.group_id, group.attempt): place
+            for place, _, group in self._read()
+            if wanted is None or group.group_id == wanted
+        }
         self.problems.clear()
         for place, header, group in self._read():
-            if last.get((group.group_id, group.attempt)) != place:
-                continue
-            if group.lost:
-                self.problems.append(_lost(group))
+            if last.get((group.group_id, group.attempt)) != place or not group.samples:
                 continue
             try:
                 yield _opened(header, group)
             except WireError as error:
                 self.problems.append(f"group {group.group_id}: {error.message}")
-
-    def find(self, group_id: int) -> list[ArchivedGroup]:
-        """All attempts at one group, ascending."""
-        self.problems.clear()
-        found: dict[int, ArchivedGroup] = {}
-        lost: dict[int, str] = {}
-        for _, header, group in self._read():
-            if group.group_id != group_id:
-                continue
-            if group.lost:
-                found.pop(group.attempt, None)
-                lost[group.attempt] = _lost(group)
-                continue
-            lost.pop(group.attempt, None)
-            try:
-                found[group.attempt] = _opened(header, group)
-            except WireError as error:
-                found.pop(group.attempt, None)
-                self.problems.append(f"group {group_id}: {error.message}")
-        self.problems += lost.values()
-        return [found[attempt] for attempt in sorted(found)]
 
     def _read(self) -> Iterator[tuple[tuple[Path, int], Header, RecordedGroup]]:
         """All groups with their places: the file, and how many versions of the group are before it in that file."""
@@ -349,12 +330,6 @@ def archive_files(path: Path, *, evaluation: bool = False) -> list[Path]:
     folders = [path / ARCHIVE, path / FOLDER, path]
     found = (recording_files(folder / EVALUATION if evaluation else folder) for folder in folders if folder.is_dir())
     return next((files for files in found if files), [])
-
-
-def _lost(group: RecordedGroup) -> str:
-    return (
-        f"group {group.group_id}, attempt {group.attempt}: it closed again, and how it closed then is lost (full disk)"
-    )
 
 
 def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:

@@ -6,23 +6,19 @@ The first reader of a closed group (rank 0 of the learner; the feeder for held-o
 anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
 
-A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`; no group waits for the
-thread that thins. A full disk costs the archive, not the run: groups wait in memory until there is room, up to
-`MAX_WAITING` bytes; those above it are lost and counted.
-
-A group is known by its content: when Redis has lost seconds, it closes again under the same id with other responses.
-If that version is lost, a record without responses is written in its place as soon as there is room. It tells readers
-that the archived version of the group is not the one that counted.
+A thread writes a block each second, and no caller waits for a disk longer than `PATIENCE`. A disk that is full or hangs
+costs the archive, not the run: what it does not take is dropped and counted. Another thread copies finished files to
+`archive.store` and thins old ones, each time that a file is begun.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +30,6 @@ import msgspec
 import zstandard
 
 from streamrl import wire
-from streamrl.archive.copies import ArchiveCopies
 from streamrl.archive.reader import (
     ARCHIVE,
     EVALUATION,
@@ -49,16 +44,17 @@ from streamrl.atomic import fsync_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
-from streamrl.store import run_store
+from streamrl.store import ObjectStore, run_store
 
 logger = logging.getLogger(__name__)
 PATIENCE: Final = 5.0
 """Seconds that a caller waits for the disk."""
 MAX_WAITING: Final = 64 << 20
-"""Bytes of groups in memory that the disk did not take yet."""
+"""Bytes of groups in memory that a disk that hangs did not take yet."""
+LAST_SECONDS: Final = 60.0
+"""Longest wait for the copies of the last files when the archive closes."""
 _WRITE_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1 << 16
-_TRIES: Final = 3
 _FILES: Final = 8
 """Files that an archive with a limit has at least."""
 
@@ -66,59 +62,48 @@ _FILES: Final = 8
 class RecordingWriter:
     """Adds blocks of groups to the files of one epoch of a recorder.
 
-    Bytes stay in memory until they are written: writing repeats at the same offset, so the next `sync` simply redoes
-    what failed half way. No other recorder may write files of `epoch`; a file of `file_bytes` is followed by the next
-    one. CannotCreate: the folder or the first file cannot be made, or the file exists.
+    No other recorder may write files of `epoch`; a file ends before it is larger than `file_bytes`. CannotCreate: the
+    folder or a file cannot be made, or the file exists.
     """
 
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
         self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
-        self._header = msgpack.packb(msgspec.to_builtins(header))
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._files: list[list[Any]] = []  # [name, bytes]
+        self._header = self._compressor.compress(msgpack.packb(msgspec.to_builtins(header)))
+        self._files: list[tuple[str, int]] = []
         self._descriptor = -1
         self._added: list[bytes] = []
-        self._unwritten = b""
-        self._whole = 0
         self._open()
 
     @property
     def file(self) -> str:
         """Name of the file that is being written."""
-        return str(self._files[-1][0])
+        return self._files[-1][0]
 
     def add(self, group: RecordedGroup) -> None:
         self._added.append(msgspec.msgpack.encode(group))
 
-    def write(self) -> None:
-        """Write all that was added as one block, which survives a kill of this process.
-
-        `OSError`: the disk is full or broken; nothing is forgotten, call again later.
-        """
-        if self._added:
-            self._unwritten += self._compressor.compress(b"".join(self._added))
-            self._added.clear()
-        while self._unwritten:
-            count = os.pwrite(self._descriptor, self._unwritten, self._files[-1][1])
-            self._unwritten = self._unwritten[count:]
-            self._files[-1][1] += count
-        self._whole = self._files[-1][1]
-
     def sync(self) -> list[tuple[str, int]]:
-        """`write`, make it durable, and return the files with their sizes."""
-        self.write()
-        os.fsync(self._descriptor)
-        links = [(str(name), int(size)) for name, size in self._files]
-        if links[-1][1] >= self._file_bytes:
-            self._open()
-        return links
+        """Write all that was added as one durable block, and return the files with their sizes.
 
-    def discard(self) -> None:
-        """The file then ends with its last whole block."""
-        os.ftruncate(self._descriptor, self._whole)
-        self._files[-1][1] = self._whole
+        `OSError`: the disk is full or broken; what was added is dropped, and the file ends with the block before it.
+        """
+        block = self._compressor.compress(b"".join(self._added)) if self._added else b""
         self._added.clear()
-        self._unwritten = b"" if self._whole else self._compressor.compress(self._header)
+        if block and self._files[-1][1] and self._files[-1][1] + len(block) > self._file_bytes:
+            self._open()
+        name, size = self._files[-1]
+        left, end = block if size else self._header + block, size
+        try:
+            while left:
+                count = os.pwrite(self._descriptor, left, end)
+                left, end = left[count:], end + count
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+        self._files[-1] = name, end
+        return list(self._files)
 
     def close(self) -> None:
         """What was not synced is lost."""
@@ -141,109 +126,59 @@ class RecordingWriter:
             raise CannotCreate(f"{self._folder / name} cannot be made: {error.strerror}") from error
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._whole = descriptor, 0
-        self._files.append([name, 0])
-        self._unwritten = self._compressor.compress(self._header)
+        self._descriptor = descriptor
+        self._files.append((name, 0))
 
 
 class Archive:
     """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
 
     All methods are for one event loop. A failing disk raises nothing: it is a warning, once, and a count.
+
+    Attributes:
+        written: groups that the disk took.
+        lost: groups that it did not take.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
-        self.written = 0
+        self.written = self.lost = 0
         self._run, self._config = config, config.archive
-        place = f"{ARCHIVE}/{EVALUATION}" if evaluation else ARCHIVE
-        self._folder = run_dir / place
-        store = run_store(self._config.store, config, "archive.store") if self._config.enabled else None
-        self._copies = None if store is None else ArchiveCopies(store, self._folder, place)
+        self._place = f"{ARCHIVE}/{EVALUATION}" if evaluation else ARCHIVE
+        self._folder = run_dir / self._place
+        self._store = run_store(self._config.store, config, "archive.store") if self._config.enabled else None
         self._seen: dict[tuple[int, int], bytes] = {}
-        self._again: set[tuple[int, int]] = set()
         self._added: list[RecordedGroup] = []
-        self._waiting = self._crowded = 0
+        self._waiting = 0
         self._thread = ThreadPoolExecutor(1, "archive") if self._config.enabled else None
         self._work: Future[None] | None = None
         self._late = self._refused = False
-        # Of the thread alone:
         self._writer: RecordingWriter | None = None
-        self._pending: list[RecordedGroup] = []
-        self._given_up = 0
-        self._torn = False
-        self._dirty = False
-        self._thinning: threading.Thread | None = None
+        self._copied: set[str] = set()
+        self._file_bytes = self._config.file_bytes
+        self._upkeep = ThreadPoolExecutor(1, "archive files")
 
     def add(self, group: ClosedGroup) -> None:
-        """Add a group; a repeat of the same content does nothing. It waits in memory for `settle`, `sync` or `run`."""
-        if self._thread is None:
-            return
+        """Add a group; a repeat of the same content does nothing. It waits in memory for `sync` or `run`."""
         key, content = (group.group_id, group.attempt), _digest(group)
-        if self._seen.get(key) == content:
+        if self._thread is None or self._seen.get(key) == content:
             return
-        if key in self._seen:
-            self._again.add(key)
         self._seen[key] = content
         if len(self._seen) > _REMEMBERED:
-            forgotten = next(iter(self._seen))
-            del self._seen[forgotten]
-            self._again.discard(forgotten)
-        groups = [RecordedGroup.of(group)]
+            del self._seen[next(iter(self._seen))]
         if self._waiting > MAX_WAITING:
-            self._crowded += 1
+            self.lost += 1
             self._complain("the disk hangs, or is too slow")
-            groups = self._left_of(groups)
-        self._added += groups
-        self._waiting += sum(map(_size, groups))
-
-    async def settle(self) -> None:
-        """Return when all that was added is written, and so survives a kill; after `PATIENCE` anyway."""
-        if self._added or self._writing:
-            await self._flush(durable=False)
+            return
+        self._added.append(RecordedGroup.of(group))
+        self._waiting += _size(self._added[-1])
 
     async def sync(self) -> None:
-        """As `settle`, and durable: it survives a crash of the machine too. Copies to a store go on behind it."""
-        if self._added or self._dirty or self._writing:
-            await self._flush(durable=True)
-        if self._copies is not None and self._writer is not None:
-            self._copies.begin(self._writer.file)
-
-    async def run(self) -> None:
-        """Write once a second, and retry what the disk refused, until cancelled."""
-        while True:
-            await asyncio.sleep(_WRITE_SECONDS)
-            await self.sync()
-
-    async def close(self) -> None:
-        """Make durable what is left and close the file. A repeat does nothing."""
-        if self._thread is None:
-            return
-        await self.sync()
-        thread, self._thread = self._thread, None
-        closing = asyncio.wrap_future(thread.submit(self._close))
-        thread.shutdown(wait=False)
-        await asyncio.wait([closing], timeout=0 if self._writing else PATIENCE)
-        if self._copies is not None:
-            await self._copies.close()
-
-    @property
-    def lost(self) -> int:
-        return self._crowded + self._given_up
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {"archived": self.written, "archive_lost": self.lost} if self._config.enabled else {}
-
-    @property
-    def _writing(self) -> bool:
-        return self._work is not None and not self._work.done()
-
-    async def _flush(self, *, durable: bool) -> None:
-        if self._thread is None or (self._late and self._writing):
+        """Return when all that was added is on the disk, and so survives a crash; after `PATIENCE` anyway."""
+        if self._thread is None or not (self._added or self._writing) or (self._late and self._writing):
             return  # a disk that hangs is not waited for twice
         groups, self._added = self._added, []
         size = sum(map(_size, groups))
-        self._work = self._thread.submit(self._write, groups, durable=durable)
+        self._work = self._thread.submit(self._write, groups)
         waiting: asyncio.Future[None] = asyncio.wrap_future(self._work)
 
         def written(done: asyncio.Future[None]) -> None:
@@ -257,54 +192,73 @@ class Archive:
         if self._late:
             self._complain(f"the disk takes longer than {PATIENCE:g} s")
 
-    # ---- in the thread
+    async def run(self) -> None:
+        """Write once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_WRITE_SECONDS)
+            await self.sync()
 
-    def _write(self, groups: Sequence[RecordedGroup], *, durable: bool) -> None:
-        self._pending += groups
-        self._dirty = True
+    async def close(self) -> None:
+        """Make durable what is left, close the file, and copy it. A repeat does nothing."""
+        if self._thread is None:
+            return
+        await self.sync()
+        thread, self._thread = self._thread, None
+        closing = asyncio.wrap_future(thread.submit(self._close))
+        thread.shutdown(wait=False)
+        await asyncio.wait([closing], timeout=0 if self._writing else PATIENCE)
+        if self._store is not None:
+            last = asyncio.wrap_future(self._upkeep.submit(self._keep_up, None))
+            await asyncio.wait([last], timeout=LAST_SECONDS)
+            if left := [file.name for file in recording_files(self._folder) if file.name not in self._copied]:
+                extra = {"folder": str(self._folder), "files": left, "hint": "the next start on this host copies them"}
+                logger.warning("files of the archive are not in archive.store", extra=extra)
+        self._upkeep.shutdown(wait=False)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"archived": self.written, "archive_lost": self.lost} if self._config.enabled else {}
+
+    @property
+    def _writing(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    # ---- in the threads
+
+    def _write(self, groups: Sequence[RecordedGroup]) -> None:
+        before = self._writer and self._writer.file
         try:
             writer = self._writer = self._writer or self._begin()
-            if self._torn:
-                writer.discard()
-            self._torn = True
-            for group in self._pending:
+            for group in groups:
                 writer.add(group if self._config.logprobs else without_logprobs(group))
-            writer.write()
-            self.written += _number(self._pending)
-            self._pending, self._torn = [], False
-            if durable:
-                writer.sync()
-                self._dirty = self._refused = False
-                self._make_room(writer)
+            writer.sync()
         except OSError as error:
+            self.lost += len(groups)
             self._complain(str(error))
-            self._forget_newest()
+            return
+        self.written += len(groups)
+        self._refused = False
+        if writer.file != before:
+            self._upkeep.submit(self._keep_up, writer.file)
 
     def _begin(self) -> RecordingWriter:
         """A file of its own for this process; another one may begin at the same time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for draft in self._folder.glob("*.draft"):  # a kill left it
             draft.unlink(missing_ok=True)
-        header, limit = self._header(), self._limit(recording_files(self._folder))
-        file_bytes = min(self._config.file_bytes, self._config.file_bytes if limit is None else limit // _FILES)
-        for _ in range(_TRIES):
-            epoch = greatest_epoch(self._folder) + 1
-            try:
-                return RecordingWriter(self._folder, epoch, header, file_bytes)
-            except CannotCreate as error:
-                if not isinstance(error.__cause__, FileExistsError):
-                    raise
-        raise CannotCreate(f"{self._folder}: others make files faster than this process")
+        limit = self._limit(recording_files(self._folder))
+        if limit is not None:
+            self._file_bytes = min(self._config.file_bytes, limit // _FILES)
+        try:
+            return RecordingWriter(self._folder, greatest_epoch(self._folder) + 1, self._header(), self._file_bytes)
+        except CannotCreate as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return self._begin()
+            raise
 
     def _header(self) -> Header:
         """The newest file's header if it is the same, so that the files of a run are one recording."""
         config = self._run
-        there: Header | None = None
-        for file in recording_files(self._folder):
-            try:
-                there = read_header(file) or there
-            except ConfigError as error:  # archive new groups in spite of a damaged file
-                logger.warning("damaged file in the archive", extra={"file": str(file), "error": str(error)})
         here = Header(
             id=uuid.uuid4().hex,
             run=config.name,
@@ -312,25 +266,37 @@ class Archive:
             temperature=config.sampling.temperature,
             logprobs=self._config.logprobs,
         )
-        mine = here if there is None else msgspec.structs.replace(here, id=there.id)
-        return mine if there is not None and msgspec.structs.replace(there, one_in=1) == mine else here
+        for file in reversed(recording_files(self._folder)):
+            with contextlib.suppress(ConfigError):  # a damaged file
+                if (there := read_header(file)) is not None:
+                    mine = msgspec.structs.replace(here, id=there.id)
+                    return mine if msgspec.structs.replace(there, one_in=1) == mine else here
+        return here
 
-    def _forget_newest(self) -> None:
-        """Hold what the disk did not take: the oldest groups, as many as there is memory for."""
-        room, kept = MAX_WAITING, []
-        for group in self._pending:
-            room -= _size(group)
-            if room >= 0:
-                kept.append(group)
-            else:
-                self._given_up += _number([group])
-                kept += self._left_of([group])
-        self._pending = kept
+    def _keep_up(self, own: str | None) -> None:
+        """Copy finished files, all but `own`, and thin the archive where it is too large."""
+        try:
+            files = [file for file in recording_files(self._folder) if file.name != own]
+            if self._store is not None:
+                for file in files:
+                    self._copy(file, self._store)
+            if own is not None and (limit := self._limit(recording_files(self._folder))) is not None:
+                thin(files, max(0, limit - self._file_bytes))
+        except OSError as error:
+            extra = {"folder": str(self._folder), "error": str(error), "hint": "it is tried again with the next file"}
+            logger.warning("files of the archive cannot be copied or thinned", extra=extra)
 
-    def _left_of(self, lost: Sequence[RecordedGroup]) -> list[RecordedGroup]:
-        """Records in place of lost groups that closed again: they say that an earlier version is not the last."""
-        again = [group for group in lost if (group.group_id, group.attempt) in self._again]
-        return [msgspec.structs.replace(group, samples=[], causes=[]) for group in again]
+    def _copy(self, file: Path, store: ObjectStore) -> None:
+        """Copy a file once; one that a killed process did not copy to its end is seen by its size."""
+        if file.name in self._copied:
+            return
+        with contextlib.suppress(ConfigError):  # a damaged file
+            if (header := read_header(file)) is not None:
+                # Each recording has its folder: files of two hosts never meet under one name.
+                name = f"{self._place}/{header.id}/{file.name}"
+                if not store.has(name) or (header.one_in == 1 and store.size(name) != file.stat().st_size):
+                    store.put(file, name)
+        self._copied.add(file.name)
 
     def _limit(self, files: Sequence[Path]) -> int | None:
         """Bytes that all files may take: a quarter of what the disk has for them, because the run needs it more."""
@@ -339,19 +305,7 @@ class Archive:
         taken = sum(file.stat().st_size for file in files)
         return min(self._config.max_bytes, (taken + shutil.disk_usage(self._folder).free) // 4)
 
-    def _make_room(self, writer: RecordingWriter) -> None:
-        files = recording_files(self._folder)
-        if (self._thinning and self._thinning.is_alive()) or (limit := self._limit(files)) is None:
-            return
-        own = self._folder / writer.file
-        done = [file for file in files if file != own and (self._copies is None or file.name in self._copies.copied)]
-        self._thinning = threading.Thread(target=thin, args=(done, max(0, limit - own.stat().st_size)))
-        self._thinning.start()
-
     def _close(self) -> None:
-        if left := _number(self._pending):
-            self._given_up += left
-            logger.warning("groups are not in the archive", extra={"folder": str(self._folder), "lost": self.lost})
         if self._writer is not None:
             self._writer.close()
 
@@ -384,10 +338,6 @@ def _digest(group: ClosedGroup) -> bytes:
             found.update(b"%d %d " % (number, len(message)) + message)
     found.update(repr(sorted(group.causes.items())).encode())
     return found.digest()
-
-
-def _number(records: Sequence[RecordedGroup]) -> int:
-    return sum(not record.lost for record in records)
 
 
 def _size(group: RecordedGroup) -> int:

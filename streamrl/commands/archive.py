@@ -69,7 +69,7 @@ def _file(file: Path, *, evaluation: bool) -> dict[str, Any]:
     first, last, problem = 0.0, 0.0, None
     try:
         for group in read_file(file)[1]:
-            if group.lost:
+            if not group.samples:
                 continue
             groups, samples, dead = groups + 1, samples + len(group.samples), dead + len(group.causes)
             first, last = first or group.at, max(last, group.at)

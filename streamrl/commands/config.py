@@ -46,8 +46,9 @@ def show(
     rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]
     width, value_width = max(len(key) for key, _ in rows), min(60, max(len(value) for _, value in rows))
     lines = (
-        f"{key:{width}}  {value:{value_width}}  {origin_of(loaded, key) if origin else ''}".rstrip()
+        f"{key:{width}}  {value:{value_width}}  {said if origin or said.startswith('of a GPU') else ''}".rstrip()
         for key, value in rows
+        for said in [origin_of(loaded, key)]
     )
     output.answer("streamrl.config/1", {"config": values, "origins": loaded.origins}, lines, json=json)
     return 0

@@ -37,11 +37,10 @@ def export(
     _check_empty(Path(out), store, force=force)
     need_packages("an export", "torch", "transformers", "safetensors")
     from streamrl.learner.checkpoint import Checkpoints
-    from streamrl.learner.checkpoint_store import store_of
     from streamrl.learner.export import choose_checkpoint, copy_model, export_checkpoint
 
-    checkpoints = Checkpoints.of(target.path, make=False)
-    meta = choose_checkpoint(checkpoints, checkpoint, store_of(target.config, target.path))
+    checkpoints = Checkpoints.of(target.config, target.path)
+    meta = choose_checkpoint(checkpoints, checkpoint)
     folder = checkpoints.path(meta.position)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(output.ProgressLine())

@@ -13,7 +13,8 @@ from streamrl.commands.audit import audit_run
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers
 from streamrl.config import RunConfig
 from streamrl.errors import Refused, Unreachable
-from streamrl.learner.checkpoint_store import CheckpointStore
+from streamrl.learner.checkpoint import Checkpoints
+from streamrl.learner.ending import read_finished
 from streamrl.monitor.lines import duration, number, percent, size
 from streamrl.pass_at_k import in_words
 from streamrl.queues.records import by_cause
@@ -77,7 +78,6 @@ class _Skip:
 
 def finish_recording(config: RunConfig, run_dir: Path) -> bool:
     """Audit the run and print what was recorded; returns whether the audit holds."""
-    _bring_here(config, run_dir)
     found = asyncio.run(audit_run(find_run(run_dir)))
     files = recording_files(run_dir / FOLDER)
     written = size(sum(file.stat().st_size for file in files))
@@ -99,12 +99,13 @@ def finish_recording(config: RunConfig, run_dir: Path) -> bool:
 
 
 def _bring_here(config: RunConfig, run_dir: Path) -> None:
-    """Fetch what a learner on a host without this run directory has left in the store: checkpoints, logs, the model."""
-    store = run_store(config.checkpoint.store, config, "checkpoint.store")
+    """Fetch the model that a learner on a host without this run directory has left in the store."""
+    store, finished = run_store(config.checkpoint.store, config, "checkpoint.store"), read_finished(run_dir)
     if store is None:
         return
     try:
-        if CheckpointStore(store, run_dir).fetch_newest():
+        newest = max((step for _, step in Checkpoints.of(config, run_dir).positions()), default=0)
+        if finished is None or finished.step < newest:
             for name in filter(store.has, ("model", "model-ema")):
                 store.get_folder(name, run_dir / name)
     except OSError as error:

@@ -18,6 +18,7 @@ from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.commands.turns import decoder_of, episode_data, episode_lines
 from streamrl.errors import ExitCode, StreamrlError, WireError
 from streamrl.monitor.lines import duration, printable, shortened
+from streamrl.monitor.tail import Tail
 from streamrl.queues.records import DeadLetter, LedgerState
 
 _BYTES: Final = frozenset({"prompt", "payloads", "scores", "causes", "letters"})
@@ -63,7 +64,7 @@ def trace(
     if failure is not None:
         output.note(f"warning: Redis cannot be asked, so only the archive is read: {failure.message}")
     found["rescored"] = _rescored(target.path, group, found["attempt"], evaluation=evaluation)
-    record = _evaluated(target.path, group) if evaluation else _trained(target.path, group, state)
+    record = _evaluated(target.path, group) if evaluation else _trained(target, group, state)
     if record is not None:
         # The disk decides what was trained: Redis may have lost its newest state since.
         found["record"] = record
@@ -95,26 +96,25 @@ async def _known(
     return found, state
 
 
-def _trained(run_dir: Path, group_id: int, state: LedgerState | None) -> dict[str, Any] | None:
-    """The durable record of a group that the current weights were trained on."""
+def _trained(run: RunDirectory, group_id: int, state: LedgerState | None) -> dict[str, Any] | None:
+    """The training of a group that the current weights were trained on: its step, as far as the metrics tell."""
     from streamrl.learner.checkpoint import Checkpoints
-    from streamrl.learner.lineage import read_record
 
     if state is None:
         return None
-    checkpoints = Checkpoints.of(run_dir, make=False)
+    checkpoints = Checkpoints.of(run.config, run.path)
     newest = next(checkpoints.loadable(state.base, state.base_epoch, state.checkpoint), None)
-    try:
-        frames = read_record(run_dir, newest.record) if newest else ()
-        return next((frame for frame in frames if frame.get("gid") == group_id), None)
-    except (WireError, OSError) as error:
-        output.note(f"warning: {error}")
+    if newest is None or not any(first <= group_id <= last for first, last in newest.trained):
         return None
+    record: dict[str, Any] = {"gid": group_id}
+    for line in Tail(run.path / "metrics" / "learner.0.jsonl").read():  # the last one: steps before may have been lost
+        for trained, staleness in line.get("trained", ()):
+            if trained == group_id:
+                record |= {name: line[name] for name in ("step", "epoch", "version")} | {"staleness": staleness}
+    return record
 
 
 def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
-    from streamrl.monitor.tail import Tail
-
     return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == group_id), None)
 
 

@@ -109,14 +109,13 @@ def _places(run: RunDirectory) -> dict[Pair, Manifest]:
 
 
 def _rows(run: RunDirectory) -> list[dict[str, Any]]:
-    from streamrl.learner.lineage import read_versions
     from streamrl.weight_sync.manifest import versions
 
     root = _root(run)
     present = versions(root)
-    steps = {(note.epoch, note.version): note.step for note in read_versions(run.path / "checkpoints")}
-    steps |= {pair: manifest.step for pair, manifest in present.items()}
     records = _records(run)
+    steps = {pair: record.get("publish_step") for pair, record in records.items()}
+    steps |= {pair: manifest.step for pair, manifest in present.items()}
     holders = _holders(run)
     rows = []
     for pair in sorted(steps, key=lambda pair: (pair[1], pair[0]), reverse=True):
@@ -183,7 +182,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name in {"TIME", "KIND", "WHERE", "REPLICAS"} else "right")
     for row in rows:
         where = "present" if row["present"] else ""
-        numbers = (str(row[name]) for name in ("version", "epoch", "step"))
+        numbers = ("" if row[name] is None else str(row[name]) for name in ("version", "epoch", "step"))
         table.add_row(
             *numbers, _at(row), _bytes(row), row["kind"] or "", _density(row), where, ", ".join(row["replicas"])
         )

@@ -109,7 +109,7 @@ class EngineConfig(Section):
         " `model`, `processed-logprobs`, what a server can do",
     )
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the server")
-    devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
+    devices: tuple[str, ...] = Field((), description="cards of each server in turn, as `0,1`; empty: free ones")
     tensor_parallel: Positive = Field(1, description="devices (CPU: processes) that one server spreads the model over")
     api_key_file: Path | None = Field(None, description="file with the key of the servers; it is in no argv and no log")
     start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
@@ -216,7 +216,24 @@ class WeightsConfig(Section):
     delta: DeltaConfig = Field(default_factory=DeltaConfig)
     host: str = Field("127.0.0.1", description="address that the learner's host listens on (http, collective)")
     port: Natural = Field(0, description="port of the http transport; 0: any free one")
-    relay: bool = Field(False, description="a replica's host serves what it has pulled to its neighbours (http)")
+    url: str | None = Field(
+        None,
+        description="store of fsspec (s3://..., gs://..., a shared directory) to which the learner's host copies each"
+        " version, and from which many hosts pull it (transport http)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_relay(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "relay" in keys:
+            raise ValueError("relay is gone: leave it out, and set url to an object store if many hosts pull")
+        return keys
+
+    @model_validator(mode="after")
+    def _check_url(self) -> WeightsConfig:
+        if self.url is not None and self.transport != "http":
+            raise ValueError(f"weights.url is for transport http, not {self.transport}")
+        return self
 
     @property
     def pulled(self) -> bool:

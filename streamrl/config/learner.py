@@ -54,6 +54,12 @@ class GateConfig(Section):
     )
     args: dict[str, Any] = Field(default_factory=dict, description="further keyword arguments of the gate")
 
+    @model_validator(mode="after")
+    def _refuse_over(self) -> GateConfig:
+        if self.use == "m2po" and "over" in self.args:
+            raise ValueError("over of m2po is gone: leave it out, the tokens of a micro-batch decide")
+        return self
+
 
 class CorrectionConfig(Section):
     """What the old policy is, and what stands between the sampling policy and the gradient."""
@@ -194,12 +200,6 @@ class LearnerConfig(Section):
         " 4 x (max_staleness + publish_every)",
     )
     tokens_per_microbatch: Positive = Field(4096, description="tokens, padding included, of one forward pass per rank")
-    rows: Literal["buckets", "packed"] = Field(
-        "buckets", description="rows of like length, or rows filled with whole groups up to a length"
-    )
-    share_prompts: bool = Field(
-        True, description="compute a prompt once for the responses of its group, where model and lengths allow it"
-    )
     logprob_chunk: Positive = Field(2048, description="tokens whose logits exist at the same time")
     checkpoint_activations: bool = Field(False, description="recompute activations of layers in the backward pass")
     offload: tuple[Literal["parameters", "optimizer"], ...] = Field(
@@ -228,6 +228,10 @@ class LearnerConfig(Section):
         if isinstance(values, dict) and values.get("matmul_precision") == "auto":
             raise ValueError(
                 "matmul_precision auto is gone: leave it out, or set medium with model.attention eager (no AMX)"
+            )
+        if isinstance(values, dict) and (gone := {"rows", "share_prompts"} & values.keys()):
+            raise ValueError(
+                f"{min(gone)} is gone: leave it out, rows are packed and prompts shared wherever that is less work"
             )
         return values
 
@@ -277,6 +281,6 @@ class CheckpointConfig(Section):
     )
     store: StoreUrl | None = Field(
         None,
-        description="directory or URL (s3://, gs://, az://) that each checkpoint is copied to before its groups are"
-        " retired, and the trained model at the end; a learner on another host goes on from there",
+        description="directory or URL (s3://, gs://, az://) in which the checkpoints are, instead of the run directory;"
+        " all ranks reach it, and a learner on another host goes on from there. The trained model is copied to it",
     )

@@ -81,6 +81,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 
+_LEARNER_ON_GPU: Final = {"model": {"dtype": "bfloat16"}, "learner": {"matmul_precision": "high"}}
+_ENGINE_ON_GPU: Final = {"engine": {"dtype": "bfloat16"}, "weights": {"dtype": "bfloat16"}}
 _BELONGS_TO: Final = {"args": "use", "gates": "base"}
 """Keys that belong to another one: a run file that changes the other does not get the preset's value of these."""
 
@@ -95,6 +97,31 @@ def lay_beneath(values: dict[str, Any], name: Any) -> Iterator[tuple[str, ...]]:
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is not None:
         yield from _fill(values, preset, ())
+
+
+def lay_gpu_beneath(values: dict[str, Any], *, gpu: bool) -> Iterator[tuple[str, ...]]:
+    """As `lay_beneath`, for what computes on a GPU: its tensor cores take bfloat16. `gpu`: this machine has one.
+
+    Weights, gradients and their reduction stay float32 in the learner. Servers of others count as the learner does.
+    """
+    learner = _on_gpu(values, "learner", gpu=gpu)
+    if learner:
+        yield from _fill(values, _LEARNER_ON_GPU, ())
+    if learner if _at(values, "engine", "url") else _on_gpu(values, "engine", gpu=gpu):
+        yield from _fill(values, _ENGINE_ON_GPU, ())
+
+
+def _on_gpu(values: Mapping[str, Any], section: str, *, gpu: bool) -> bool:
+    device = str(_at(values, section, "device") or "auto")
+    return device.startswith("cuda") or (
+        device == "auto" and bool(gpu or _at(values, "cluster", "resources", section, "gpus"))
+    )
+
+
+def _at(values: Any, *path: str) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
 
 
 def _fill(values: dict[str, Any], preset: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -114,7 +114,7 @@ class RewardModelConfig(Section):
     environment: Path | None = Field(None, description="environment of the servers; empty: .engines/KIND")
     flags: dict[str, Any] = Field(default_factory=dict, description="flags of the servers, passed through")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the servers")
-    devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each server in turn; empty: all devices")
+    devices: tuple[str, ...] = Field((), description="cards of each server in turn, as `0,1`; empty: free ones")
     start_deadline: Duration = Field(600.0, description="longest time from the start of a server to its first answer")
     api_key_file: Path | None = Field(None, description="file with the key of the servers")
     concurrency: Positive = Field(64, description="requests in flight at one server, from one worker")

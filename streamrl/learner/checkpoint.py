@@ -1,28 +1,32 @@
-"""Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{meta.json, rank-R-of-N.safetensors}`.
+"""Durable checkpoints: `checkpoints/ckpt-EPOCH-STEP/{rank-R-of-N.safetensors, meta.json}`, in a directory or a store.
 
-Every rank writes its shard into `draft-EPOCH-STEP` (checkpoint_files.py). When all are there, rank 0 writes
-`meta.json`, makes everything durable and renames the directory. There is no "latest" file: the name carries epoch and
-step, so a learner that was paused and wakes up cannot replace the file of its successor, and Redis says which files
-are void (`eligible`).
+Every rank writes its shard (checkpoint_files.py). When all are there, rank 0 writes `meta.json`, and the checkpoint
+counts from then on: that file appears whole or not at all, also in an object store, which cannot rename a folder. There
+is no "latest" file: the name carries epoch and step, so a learner that was paused and wakes up cannot replace the file
+of its successor, and Redis says which files are void (`eligible`).
 
 This module imports no torch, so that the audit can read `meta.json` and checksums without it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import xxhash
 
-from streamrl.atomic import finish_durably, write_synced
-from streamrl.errors import Refused, StreamrlError
-from streamrl.learner.lineage import Link, read_trained
+from streamrl.atomic import fsync_directory
+from streamrl.config import RunConfig
+from streamrl.errors import CannotCreate, StreamrlError, Unreachable
+from streamrl.learner.lineage import Interval, join
+from streamrl.store import Folder, ObjectStore, run_store
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ NOWHERE: Final[Position] = (0, 0)
 FORMAT: Final = 2
 """Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
 CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
+_EPOCH: Final = re.compile(r"(?:epoch|ckpt|trained)-(\d+)(?:-\d+|\.log)?")
+"""Names that a learner of some epoch made: its mark, its checkpoints, and the log of versions of streamrl before."""
 META_FILE: Final = "meta.json"
 _CHUNK: Final = 8 << 20
 
@@ -45,6 +51,10 @@ class CheckpointShard(msgspec.Struct, frozen=True):
     checksum: str
 
 
+Link = tuple[str, int]
+"""A file and the bytes of it that count."""
+
+
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     kind: Kind = "model"  # `recording`: groups were recorded and not trained, there are no weights
@@ -53,13 +63,12 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     step: int
     version: int
-    chain: list[Link] = []  # logs of trained ids, and how many bytes of each belong to these weights
-    count: int = 0  # `TrainedDigest`, kept beside the weights
-    digest: str = "0" * 32
+    trained: list[Interval] = []  # ids of the groups that these weights were trained on, by what the ledger knows
+    count: int = 0  # how many they are, by the updates that were applied to the weights
+    versions: dict[int, int] = {}  # step of each version of the weights that may still be trained
     bases: list[Position] = []  # the checkpoint that each later learner of this line went on from, one per epoch
     world: int = 1
     model: str = ""  # `model.path`
-    record: list[Link] = []  # what is known of those groups (lineage.py)
     recording: list[Link] = []  # recorded groups, in the run directory
     shards: list[CheckpointShard] = []
 
@@ -70,6 +79,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"{self.epoch}-{self.step}"
+
+    @property
+    def epochs(self) -> set[int]:
+        """The learners that made these weights."""
+        return {self.epoch, *(epoch for epoch, _ in self.bases)}
 
     def covers(self, position: Position) -> bool:
         """Whether all that the checkpoint at `position` was trained on is in these weights.
@@ -93,35 +107,57 @@ def parse_name(name: str | None) -> Position:
 
 
 class Checkpoints:
-    """The checkpoints of a run; with `make=False` they are only read."""
+    """The checkpoints of a run, in a directory, or in a store that fsspec knows.
 
-    def __init__(self, folder: Path, *, make: bool = True) -> None:
-        self.folder = folder
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
+    In a store, `folder` is where this host keeps the shards on their way there, and a copy of the checkpoint it loads.
+    Methods block. `OSError`: the disk or the store does not work; `Unreachable` where that is no reason to pass a
+    checkpoint over.
+    """
+
+    def __init__(self, folder: Path, store: ObjectStore | None = None) -> None:
+        self.folder, self.store = folder, store
+        self.root: Folder | ObjectStore = store or Folder(folder)
 
     @classmethod
-    def of(cls, run_dir: Path, *, make: bool = True) -> Checkpoints:
-        return cls(run_dir / "checkpoints", make=make)
+    def of(cls, config: RunConfig, run_dir: Path) -> Checkpoints:
+        """Those of a run: in `checkpoint.store`, else in its directory, as those of a recording always are."""
+        url = None if config.recording.mode == "write" else config.checkpoint.store
+        store, folder = run_store(url, config, "checkpoint.store", "checkpoints"), run_dir / "checkpoints"
+        return cls(folder, store) if store is None or store.directory is None else cls(store.directory)
 
     def positions(self) -> list[Position]:
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        matches = (CHECKPOINT_NAME.fullmatch(path.name) for path in paths)
-        return sorted((int(match[1]), int(match[2])) for match in matches if match)
+        """The finished ones, ascending: `meta.json` is written last."""
+        return [place for place in self._begun() if self.root.has(f"{folder_name(place)}/{META_FILE}")]
+
+    def greatest_epoch(self) -> int:
+        """Greatest epoch of a learner that was here, 0 when none; the next one's must be above it."""
+        matches = (_EPOCH.fullmatch(name) for name in self.root.names())
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def mark_epoch(self, epoch: int) -> None:
+        """Leave a mark of a learner, which counts also when Redis forgets it; CannotCreate: another one has it."""
+        name = f"epoch-{epoch}"
+        if self.root.has(name):
+            raise CannotCreate(
+                f"{self.root}/{name} is there: another learner has this epoch", "start the learner again"
+            )
+        self.root.write(name, b"")
 
     def path(self, position: Position) -> Path:
-        return self.folder / f"ckpt-{position[0]}-{position[1]}"
+        """Folder with the shards on this host; those of a store are there after `fetch`."""
+        return self.folder / folder_name(position)
 
     def loadable(self, base: str | None, base_epoch: int, retired: str | None) -> Iterator[Meta]:
         """Meta data of the checkpoints that `greatest` may choose, the greatest first; unreadable ones are logged."""
-        for position in reversed(eligible(self.positions(), base, base_epoch)):
-            path = self.path(position)
+        with self._reading():
+            positions = self.positions()
+        for position in reversed(eligible(positions, base, base_epoch)):
             try:
-                meta = read_meta(path)
-            except (OSError, msgspec.MsgspecError) as error:
-                logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
+                meta = self.read(position)
+            except InvalidCheckpoint as error:
+                logger.warning("checkpoint not valid", extra={"error": error.message})
                 continue
-            if meta.covers(parse_name(retired)) and meta.position == position:
+            if meta.covers(parse_name(retired)):
                 yield meta
 
     def greatest(self, base: str | None, base_epoch: int, retired: str | None = None) -> Meta | None:
@@ -133,74 +169,134 @@ class Checkpoints:
         roll-back brought the groups of the successor back.
         """
         for meta in self.loadable(base, base_epoch, retired):
-            path = self.path(meta.position)
             try:
-                return self.validate(path)
+                return self.validate(meta.position)
             except InvalidCheckpoint as error:
-                logger.warning("checkpoint not valid", extra={"path": str(path), "error": str(error)})
+                logger.warning("checkpoint not valid", extra={"error": error.message})
         return None
 
-    def draft(self, position: Position) -> Path:
-        return self.folder / f"draft-{position[0]}-{position[1]}"
+    def read(self, position: Position) -> Meta:
+        """The meta data of a checkpoint; `InvalidCheckpoint` when it cannot be read."""
+        name = folder_name(position)
+        with self._reading(name):
+            data = self.root.read(f"{name}/{META_FILE}")
+            meta, before = msgspec.json.decode(data, type=Meta), msgspec.json.decode(data, type=_MetaBefore)
+            if meta.position != position:
+                raise InvalidCheckpoint(f"{self.root}/{name}: its meta data is of ckpt-{meta.name}")
+            return before.converted(meta, self.root) if before.chain else meta
+
+    def validate(self, position: Position) -> Meta:
+        """Read a checkpoint whole, compare it with its checksums, and return its meta data."""
+        meta, name = self.read(position), folder_name(position)
+        if len(meta.shards) != meta.world:
+            raise InvalidCheckpoint(f"{self.root}/{name}: {len(meta.shards)} shards of {meta.world} ranks")
+        folder = self.fetch(meta)
+        with self._reading(name):
+            for shard in meta.shards:
+                if describe(folder / shard.file) != shard:
+                    raise InvalidCheckpoint(f"{self.root}/{name}/{shard.file} is not what was written")
+            for file, size in meta.recording:
+                if (self.folder.parent / file).stat().st_size < size:
+                    raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than ckpt-{meta.name} says")
+        return meta
+
+    def fetch(self, meta: Meta) -> Path:
+        """Folder with the shards of a checkpoint: brought from the store once for all processes of a host, and proved.
+
+        A start that was killed meanwhile leaves what was whole to the next one.
+        """
+        folder = self.path(meta.position)
+        if self.store is None:
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as lock, self._reading(folder.name):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for other in self.folder.glob("ckpt-*"):
+                if other != folder:
+                    shutil.rmtree(other)
+            for shard in meta.shards:
+                if not (folder / shard.file).exists():
+                    draft = folder / f"{shard.file}.part"
+                    self.store.get(f"{folder.name}/{shard.file}", draft)
+                    if describe(draft).checksum != shard.checksum:
+                        raise InvalidCheckpoint(f"{self.store}/{folder.name}/{shard.file} is not what was written")
+                    draft.rename(folder / shard.file)
+        return folder
 
     def begin(self, position: Position) -> Path:
-        draft = self.draft(position)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        return draft
+        """Make room for a checkpoint; what a broken attempt left goes, and a finished one is an OSError."""
+        if self.root.has(f"{folder_name(position)}/{META_FILE}"):
+            raise FileExistsError(f"{self.root}/{folder_name(position)} is there")
+        self.remove(position)
+        return self.draft(position)
 
-    def finish(self, meta: Meta, *, whole: bool = True) -> None:
-        """Write `meta.json`, make all durable, and rename; without `whole` some shards are in `checkpoint.store` only.
+    def draft(self, position: Position) -> Path:
+        """Folder that this rank writes its shard of a new checkpoint to, before `send`."""
+        folder = self.path(position) if self.store is None else self.folder / "sending"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def send(self, position: Position, shard: Path) -> None:
+        if self.store is not None:
+            self.store.put(shard, f"{folder_name(position)}/{shard.name}")
+            shard.unlink()
+
+    def finish(self, meta: Meta) -> None:
+        """Make all durable and write `meta.json`: from then on it is a checkpoint.
 
         After an OSError there is no checkpoint of this name. After InvalidCheckpoint no group may be retired for it.
         """
-        draft, final = self.draft(meta.position), self.path(meta.position)
-        for shard in meta.shards if whole else ():
-            if (draft / shard.file).stat().st_size != shard.bytes:
-                raise InvalidCheckpoint(f"{draft / shard.file} is not what its rank has written")
-        write_synced(draft / META_FILE, msgspec.json.format(msgspec.json.encode(meta)))
-        finish_durably(draft, final)
-        found = read_meta(final)
-        if (found.position, found.shards, found.chain) != (meta.position, meta.shards, meta.chain):
-            raise InvalidCheckpoint(f"{final}: its meta data read back is not what was written")
-
-    def validate(self, path: Path) -> Meta:
-        """Read a checkpoint whole, compare it with its checksums, and return its meta data."""
-        try:
-            meta = read_meta(path)
-            if self.path(meta.position) != path or len(meta.shards) != meta.world:
-                raise InvalidCheckpoint(f"{path}: its meta data is of another checkpoint")
+        name = folder_name(meta.position)
+        if self.store is None:
             for shard in meta.shards:
-                if describe(path / shard.file) != shard:
-                    raise InvalidCheckpoint(f"{path / shard.file} is not what was written")
-            for file, size in meta.recording:
-                if (self.folder.parent / file).stat().st_size < size:
-                    raise InvalidCheckpoint(f"{self.folder.parent / file} is shorter than {path} says")
-            read_trained(self.folder, meta.chain)
-        except (OSError, msgspec.MsgspecError, Refused) as error:
-            raise InvalidCheckpoint(f"{path}: {error}") from error
-        return meta
+                if (self.folder / name / shard.file).stat().st_size != shard.bytes:
+                    raise InvalidCheckpoint(f"{self.folder / name / shard.file} is not what its rank has written")
+            if meta.shards:
+                fsync_directory(self.folder / name)
+        self.root.write(f"{name}/{META_FILE}", msgspec.json.format(msgspec.json.encode(meta)))
+        if msgspec.json.decode(self.root.read(f"{name}/{META_FILE}"), type=Meta) != meta:
+            raise InvalidCheckpoint(f"{self.root}/{name}: its meta data read back is not what was written")
 
-    def remove_drafts(self, epoch: int) -> None:
-        for path in self.folder.glob("draft-*"):
-            number = path.name.split("-")[1]
-            if number.isdigit() and int(number) < epoch:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove(self, position: Position) -> None:
+        """Remove a checkpoint, finished or not; without its `meta.json` the other files do not count."""
+        self.root.remove(f"{folder_name(position)}/{META_FILE}")
+        self.root.remove(folder_name(position))
 
-    def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> list[Position]:
+    def remove_unfinished(self, epoch: int) -> None:
+        """Remove what learners before `epoch` left half written."""
+        finished = self.positions()
+        for position in self._begun():
+            if position[0] < epoch and position not in finished:
+                self.remove(position)
+
+    def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
         """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
-
-        Returns what was removed.
 
         Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest. The first
         older checkpoint at or after each multiple of `keep_every` steps stays too (0: none).
         """
-        line = [place for place in self.positions() if current.covers(place)]
+        places = self.positions()
+        line = [place for place in places if current.covers(place)]
         kept = {*line[-keep:], *milestones(line, keep_every)}
-        old = [place for place in self.positions() if place < line[-keep:][0] and place not in kept]
-        for position in old:
-            shutil.rmtree(self.path(position), ignore_errors=True)
-        return old
+        for position in places:
+            if position < line[-keep:][0] and position not in kept:
+                self.remove(position)
+
+    def _begun(self) -> list[Position]:
+        matches = (CHECKPOINT_NAME.fullmatch(name) for name in self.root.names())
+        return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+    @contextmanager
+    def _reading(self, name: str = "") -> Iterator[None]:
+        """What is wrong with a checkpoint is InvalidCheckpoint, and a store that does not answer is Unreachable."""
+        try:
+            yield
+        except msgspec.MsgspecError as error:
+            raise InvalidCheckpoint(f"{self.root}/{name}: {error}") from error
+        except OSError as error:
+            if self.store is None or isinstance(error, FileNotFoundError):
+                raise InvalidCheckpoint(f"{self.root}/{name}: {error}") from error
+            raise Unreachable(str(error), "bring the store back and try again") from error
 
 
 def eligible(places: Iterable[Position], base: str | None, base_epoch: int) -> list[Position]:
@@ -219,9 +315,27 @@ def milestones(line: Sequence[Position], every: int) -> list[Position]:
     return [place for place, step in zip(line, before, strict=False) if every and place[1] // every > step // every]
 
 
-def read_meta(path: Path) -> Meta:
-    """Read the meta data of a checkpoint without checks; `OSError` or `msgspec.MsgspecError` when it cannot be read."""
-    return msgspec.json.decode((path / META_FILE).read_bytes(), type=Meta)
+def folder_name(position: Position) -> str:
+    return f"ckpt-{position[0]}-{position[1]}"
+
+
+class _MetaBefore(msgspec.Struct):
+    """What versions of streamrl before 2026-11-28 wrote: ids and versions were in files beside the checkpoints."""
+
+    chain: list[Link] = []
+
+    def converted(self, meta: Meta, root: Folder | ObjectStore) -> Meta:
+        logs = [root.read(file)[:size] for file, size in self.chain]
+        group_ids = [line for log in logs for line in log.split()]
+        notes = re.findall(rb"^(\d+) (\d+) (\d+) \w+$", root.read("versions.log"), re.MULTILINE)
+        numbers = [(int(epoch), int(version), int(step)) for epoch, version, step in notes]
+        if [len(log) for log in logs] != [size for _, size in self.chain] or not all(map(bytes.isdigit, group_ids)):
+            raise InvalidCheckpoint(f"{root}: a log of trained groups is not what ckpt-{meta.name} says")
+        return msgspec.structs.replace(
+            meta,
+            trained=join((int(group_id), int(group_id)) for group_id in group_ids),
+            versions={version: step for epoch, version, step in numbers if epoch in meta.epochs and step <= meta.step},
+        )
 
 
 def shard_name(rank: int, world: int) -> str:

@@ -10,10 +10,8 @@ ranks have. So any number of ranks can read what any other number wrote, without
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,20 +23,15 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, Refused
+from streamrl.errors import Refused, Unreachable
 from streamrl.learner.checkpoint import (
     FORMAT,
-    Checkpoints,
     CheckpointShard,
     InvalidCheckpoint,
     Meta,
-    Position,
     describe,
-    read_meta,
     shard_name,
 )
-from streamrl.learner.checkpoint_store import store_of
 from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.tensors import write_tensors
 
@@ -100,74 +93,11 @@ Part = Tensors | Numbers
 
 
 class WriteProgress(IntEnum):
-    """How far the writing (or bringing) of shards is; the least of all ranks says how far a checkpoint is."""
+    """How far the writing (or fetching) of shards is; the least of all ranks says how far a checkpoint is."""
 
     WRITING = 0
     FAILED = 1
     WRITTEN = 2
-
-
-class RankFiles:
-    """Where one rank writes its shards, and where it reads those of all ranks. Made by all ranks together.
-
-    Usually that is rank 0's run directory. When a rank does not find that on its host, the ranks are *apart*: each
-    copies its shard to `checkpoint.store`, and such a rank has a folder `apart` in a run directory of its own, with at
-    most one shard on its way there and one checkpoint that it read.
-
-    ConfigError: the ranks are apart, and there is no `checkpoint.store`.
-    """
-
-    def __init__(self, config: RunConfig, ranks: Ranks, run_dir: Path) -> None:
-        self._checkpoints = Checkpoints.of(run_dir, make=False)
-        self._with_rank_0, together = ranks.find(run_dir)
-        self._folder = run_dir / "apart"
-        self._store = None if together else store_of(config, run_dir)
-        if not together and self._store is None:
-            raise ConfigError(
-                f"the ranks of the learner do not share the run directory {run_dir}: there is no checkpoint.store",
-                "set checkpoint.store to a directory or URL that all hosts of the learner reach, or share the run"
-                " directory",
-            )
-
-    @property
-    def apart(self) -> bool:
-        return self._store is not None
-
-    def draft(self, position: Position) -> Path:
-        """Folder to write this rank's shard to."""
-        if self._with_rank_0:
-            return self._checkpoints.draft(position)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return self._folder
-
-    def folder(self, position: Position) -> Path:
-        """Folder with all shards, after `bring`."""
-        checkpoints = self._checkpoints if self._with_rank_0 else Checkpoints(self._folder, make=False)
-        return checkpoints.path(position)
-
-    def send(self, position: Position, shard: Path) -> None:
-        """Copy a shard to the store, if the ranks are apart."""
-        if self._store is not None:
-            self._store.put_shard(position, shard)
-            if not self._with_rank_0:
-                shard.unlink()
-
-    def bring(self, position: Position) -> None:
-        """Bring a checkpoint to a host without rank 0's run directory, once for all ranks there, and prove it."""
-        if self._store is None or self._with_rank_0:
-            return  # rank 0 has brought and proved it
-        folder = self.folder(position)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for older in self._folder.glob("ckpt-*"):
-                if older != folder:
-                    shutil.rmtree(older)
-            self._store.bring(position, folder)
-        for shard in read_meta(folder).shards:
-            if describe(folder / shard.file) != shard:
-                (folder / shard.file).unlink(missing_ok=True)  # the next start brings it again
-                raise InvalidCheckpoint(f"{folder / shard.file} is not what was written")
 
 
 class RankState:
@@ -273,7 +203,7 @@ class RankState:
 def _done(work: Callable[[], None]) -> bool:
     try:
         work()
-    except (OSError, InvalidCheckpoint) as error:
+    except (OSError, InvalidCheckpoint, Unreachable) as error:
         logger.error("checkpoint files failed", extra={"error": str(error)})  # noqa: TRY400
         return False
     return True

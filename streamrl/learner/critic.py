@@ -12,7 +12,7 @@ from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample
 from streamrl.learner.model import Backbone
-from streamrl.learner.model_loading import SMALL, load_model, prepare
+from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import RowModel, TrainableModel, check_fit
@@ -36,20 +36,22 @@ class ValueHead(nn.Linear):
 class ValueModel(Backbone):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.base_model)
-        self.value_head = ValueHead(self.hidden_width())
+        self.value_head = ValueHead(model.get_output_embeddings().weight.shape[1])
 
     def forward(
         self,
         *,
         input_ids: torch.Tensor,
-        until: torch.Tensor | None,
+        visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        targets: torch.Tensor,
+        targets: torch.Tensor | None,
     ) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
-        del targets
-        values: torch.Tensor = self.value_head(self.states(input_ids, until, position_ids, positions))
+        states = self.states(input_ids, visible_until, position_ids, positions)
+        if targets is None:
+            return states
+        values: torch.Tensor = self.value_head(states)
         return values
 
 
@@ -66,10 +68,11 @@ class Critic(TrainableModel[ValueSums]):
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
-        model = ValueModel(load_model(source, "learner.critic.path" if critic.path else "model.path"))
+        base, rows = load_rows(source, ranks, "learner.critic.path" if critic.path else "model.path")
+        model = ValueModel(base)
         # `head_float32` is about output layers; a value head is in float32 anyway.
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
-        limits, whole = prepare(model, config, own, ranks, small=small, exact=(model.value_head,))
+        limits, whole = prepare(model, rows, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
         super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
 
@@ -81,9 +84,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch. No gradient is recorded.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         return self._compute(batch)[0]
 
@@ -92,9 +92,6 @@ class Critic(TrainableModel[ValueSums]):
 
         Args:
             batch: this rank's samples, possibly none; all have `values` and `returns`.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
         self._backward(self._agree(batch), self._loss)
 

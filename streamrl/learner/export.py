@@ -16,10 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
 from streamrl.config import ModelConfig, RunConfig
-from streamrl.errors import CannotCreate, ConfigError, Refused, Unreachable
+from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import ShardReader, open_shards
-from streamrl.learner.checkpoint_store import CheckpointStore
 from streamrl.learner.model_loading import load_model
 from streamrl.store import ObjectStore, run_store
 from streamrl.weight_sync.adapter import PREFIX, adapted, merge, write_adapter
@@ -39,28 +38,15 @@ class Exported:
     bytes: int
 
 
-def choose_checkpoint(checkpoints: Checkpoints, step: int | None, store: CheckpointStore | None = None) -> Meta:
-    """Choose a checkpoint (the newest without a step), read it whole and compare it with its checksums.
-
-    What the run directory lacks of it comes from the store. A store that is away is a warning, unless it is needed.
-    """
-    try:
-        there = [] if store is None else store.missing()
-    except OSError as error:
-        logger.warning("only the run directory is looked at", extra={"error": str(error)})
-        there = []
-    places = sorted({*checkpoints.positions(), *there})
+def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
+    """Choose a checkpoint (the newest without a step), read it whole and compare it with its checksums."""
+    places = checkpoints.positions()
     fitting = [place for place in places if step is None or place[1] == step]
     if not fitting:
         steps = ", ".join(str(place[1]) for place in places) or "none"
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ConfigError(f"{checkpoints.folder} has {what}", f"steps with a checkpoint: {steps}")
-    if store is not None and fitting[-1] in there:
-        try:
-            store.fetch(fitting[-1:])
-        except OSError as error:
-            raise Unreachable(str(error), "bring the store back and try again") from error
-    meta = checkpoints.validate(checkpoints.path(fitting[-1]))
+        raise ConfigError(f"{checkpoints.root} has {what}", f"steps with a checkpoint: {steps}")
+    meta = checkpoints.validate(fitting[-1])
     if meta.kind != "model":
         raise Refused(f"ckpt-{meta.name} is of a recording and has no weights", "name the run that trained it")
     if meta.format != FORMAT:
@@ -76,7 +62,7 @@ def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
 
     With `checkpoint.store` they are copied there, too. CannotCreate: one could not be written, or copied.
     """
-    folder = Checkpoints.of(run_dir).path(meta.position)
+    folder = Checkpoints.of(config, run_dir).fetch(meta)
     store = run_store(config.checkpoint.store, config, "checkpoint.store")
     for name, average in {"model": False, "model-ema": True}.items():
         if average and not config.learner.ema:

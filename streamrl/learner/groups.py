@@ -30,7 +30,6 @@ class TrainGroup:
     samples: tuple[TrainSample, ...]  # its usable responses, without the greedy one
     mixed_version: int  # responses whose tokens come from more than one version
     zero_gradient: bool  # the gradient is exactly zero, so no forward pass is needed
-    versions: Mapping[int, int]  # step of each version that sampled some of its tokens
     episodes: EpisodeFigures = field(default_factory=EpisodeFigures)
 
     @property
@@ -98,7 +97,6 @@ class GroupOpener:
                 len({version for _, version in sample.runs}) > 1 for sample, _ in responses if not sample.greedy
             ),
             zero_gradient=self._recipe.skips_zero and not any(sample.has_advantage for sample in train),
-            versions=versions,
             episodes=_episode_figures(responses, train),
         )
 

@@ -1,8 +1,8 @@
 """The learner's role: rank 0 leads, the other ranks follow.
 
 ```
-take over -> load -> publish -> { micro-batches as groups complete -> update -> consume -> publish }
-                                  every k steps: ids to the lineage -> checkpoint -> retire
+take over -> load -> publish -> { micro-batches as groups complete -> update -> finish_step -> publish }
+                                  every k steps: checkpoint, with the ids -> retire
 ```
 The event loop (ledger, files) and torch (one thread of its own) run side by side: while a micro-batch is computed, the
 next groups are read; while a version is written, the next step is trained.
@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
@@ -24,13 +24,11 @@ from typing import Final
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, leaves, unwrap
 from streamrl.learner.checkpoint import Checkpoints, Position
-from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
-from streamrl.learner.checkpoint_store import store_of
+from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
 from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
-from streamrl.learner.lineage import VersionsLog
-from streamrl.learner.metrics import StepLoggers, StepMeter, group_frame
+from streamrl.learner.metrics import StepLoggers, StepMeter
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.rank_group import Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
@@ -50,7 +48,7 @@ _STARVED_SECONDS: Final = 0.25
 _MAX_DIVERGED: Final = 8
 """Steps in a row in which a model had no finite gradient, after which the learner gives up."""
 _MAX_UNREAD: Final = 5
-"""Micro-batches in a row that some rank could not read, after which the learner gives up; about 4 s with the pauses."""
+"""Micro-batches in a row without a reference, after which the learner gives up; about 4 s with the pauses."""
 _UNREAD_SECONDS: Final = 0.125
 """Half of the first pause after such a micro-batch; the pause doubles."""
 _REPEAT_SECONDS: Final = 2.0
@@ -67,12 +65,12 @@ async def run_learner(role: Role) -> None:
         Refused: going on would lose groups or break another promise.
         Fenced: a newer learner took over.
         CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
-        Unreachable: Redis or another rank is gone, or a rank cannot read its groups.
+        Unreachable: Redis or another rank is gone, or the reference of a run.
         ConfigError: the model cannot be trained, or the training has diverged.
     """
     torch = TorchThread()
     try:
-        ranks = await torch.run(Ranks.from_environment, role.config.learner)
+        ranks = await torch.run(Ranks.from_environment, role.config)
         # Rank 0 decides for all: another rank might find another answer a moment later.
         over = ranks.rank == 0 and await is_over(role.config, role.run_dir, role.ledgers.train)
         if await torch.run(ranks.broadcast_ints, [int(over)]) == [1]:
@@ -87,14 +85,19 @@ async def run_learner(role: Role) -> None:
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
     async with _on_devices(role, ranks.rank) as devices:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
-        files = await torch.run(RankFiles, role.config, ranks, role.run_dir)
+        checkpoints = Checkpoints.of(role.config, role.run_dir)
+        if checkpoints.store is None and not await torch.run(ranks.share, checkpoints.folder):
+            raise ConfigError(
+                f"the ranks of the learner do not share {checkpoints.folder}",
+                "set checkpoint.store to a directory or URL that all hosts of the learner reach",
+            )
         models = await torch.run(make_models, role.config, ranks)
-        worker = await torch.run(RankWorker, role.config, ranks, models, files)
+        worker = await torch.run(RankWorker, role.config, ranks, models, checkpoints)
         if ranks.rank == 0:
             await _lead(role, RankGroup(worker, torch, devices))
             return
         role.ready()
-        await follow(worker, torch, role.ledgers.train)
+        await follow(worker, torch)
 
 
 @asynccontextmanager
@@ -133,25 +136,15 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
 
 async def _begin(role: Role, ranks: RankGroup) -> Start:
     """Take over, and keep the other ranks from timing out while a large checkpoint is read."""
-    checkpoints = Checkpoints.of(role.run_dir)
     async with asyncio.TaskGroup() as tasks:
         talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
-        if (store := store_of(role.config, role.run_dir)) is not None:
-            state = await role.ledgers.train.state()
-            await _fetch(partial(store.fetch_newest, state.base, state.base_epoch, state.checkpoint))
-        start = await take_over(role.ledgers.train, checkpoints, kind="model", model=role.config.model.path)
+        checkpoints, model = ranks.worker.checkpoints, role.config.model.path
+        try:
+            start = await take_over(role.ledgers.train, checkpoints, role.run_dir, kind="model", model=model)
+        except OSError as error:
+            raise Unreachable(f"the checkpoints cannot be used: {error}", "bring their disk or store back") from error
         talking.cancel()
     return start
-
-
-async def _fetch(fetch: Callable[[], list[str]]) -> None:
-    """Bring what other hosts wrote."""
-    try:
-        brought = await asyncio.to_thread(fetch)
-    except OSError as error:
-        raise Unreachable(str(error), "this learner may lack checkpoints that are only there") from error
-    if brought:
-        logger.info("fetched from checkpoint.store", extra={"files": brought})
 
 
 class Leader:
@@ -172,15 +165,13 @@ class Leader:
         self._loggers: StepLoggers
 
     async def run(self) -> None:
-        checkpoints = Checkpoints.of(self._role.run_dir)
         start = self._start
         if start.meta is not None:
             await self._load(start.meta.position)
-        opener = GroupOpener(self._worker.recipe, self._worker.actor.check_samples)
+        opener = GroupOpener(self._worker.recipe, self._worker.check_samples)
         archive = Archive(self._config, self._role.run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
-        versions = VersionsLog(checkpoints.folder, start.epoch, start.nonce)
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with (
@@ -189,7 +180,6 @@ class Leader:
             ):
                 self._saver = Saver(
                     self._config,
-                    self._role.run_dir,
                     start,
                     self._buffer,
                     trained=self._worker,
@@ -200,7 +190,7 @@ class Leader:
                 self._publishing = Publishing(
                     publisher,
                     weight_server,
-                    versions,
+                    self._role.run_dir,
                     self._buffer,
                     epoch=start.epoch,
                     deadline=self._config.weights.deadline,
@@ -210,17 +200,14 @@ class Leader:
                     await self._train_and_leave(tasks)
                 finally:
                     self._publishing.close()
-                    self._saver.close()
         finally:
             await archive.close()
-            versions.close()
             await asyncio.to_thread(loggers.close)
 
     async def _load(self, position: Position) -> None:
-        if self._worker.files.apart:
-            await self._ranks.order(Command.BRING, *position)
-            if await self._ranks.saved() is not WriteProgress.WRITTEN:
-                raise Unreachable("a rank could not bring a checkpoint from checkpoint.store", "its log says why")
+        await self._ranks.order(Command.FETCH_CHECKPOINT, *position)
+        if await self._ranks.saved() is not WriteProgress.WRITTEN:
+            raise Unreachable("a rank could not fetch a checkpoint from checkpoint.store", "its log says why")
         await self._ranks.order(Command.LOAD, *position)
 
     async def _train_and_leave(self, tasks: asyncio.TaskGroup) -> None:
@@ -329,7 +316,7 @@ class Leader:
         """Train one micro-batch; meanwhile the crash counters of the one before are cleared."""
         self._meter.begin()
         self._starved_since = None
-        await self._buffer.begin(groups)
+        await self._buffer.start_step(groups)
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(self._ranks.train(groups))
             tasks.create_task(self._buffer.clear_crash_counts())
@@ -340,13 +327,13 @@ class Leader:
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
-        """Make groups candidates again after a pause, because a rank lacks its share or the reference of it."""
+        """Make groups candidates again after a pause, because a rank lacks their reference."""
         await self._buffer.release(groups)
         self._unread += 1
-        logger.warning("micro-batch skipped: a rank lacks its groups or their reference", extra={"groups": len(groups)})
+        logger.warning("micro-batch skipped: a rank lacks reference log-probabilities", extra={"groups": len(groups)})
         if self._unread >= _MAX_UNREAD:
             raise Unreachable(
-                f"a rank lacked its groups or their reference {self._unread} times in a row",
+                f"a rank lacked reference log-probabilities {self._unread} times in a row",
                 "the log of that rank says why",
             )
         with contextlib.suppress(TimeoutError):
@@ -365,6 +352,7 @@ class Leader:
             "dropped": self._buffer.dropped,
             "dropped_zero_variance": self._buffer.zero_variance,
             **self._buffer.archive.counts,
+            **({"memory_reserved": self._worker.reserved} if self._ranks.alternates else {}),
         }
         self._show(step, {**line, **counts, **self._publishing.record})
         if self._saver.due:
@@ -389,10 +377,7 @@ class Leader:
         if stats.skipped:
             return None
         groups = self._buffer.applied()
-        epoch, number = self._start.epoch, self._version + 1
-        group_ids = [group.group_id for group in groups]
-        self._saver.trained(group_frame(group, epoch=epoch, step=step, version=number) for group in groups)
-        await self._make_room(group_ids)
+        await self._make_room([group.group_id for group in groups])
         return groups, stats
 
     async def _make_room(self, group_ids: Sequence[int]) -> None:
@@ -426,8 +411,6 @@ class Leader:
         if self._saver.newest is None:
             logger.warning("no model exported: nothing was trained", extra={"model": self._config.model.path})
         else:
-            if self._worker.files.apart and (store := store_of(self._config, self._role.run_dir)) is not None:
-                await _fetch(partial(store.fetch, [self._saver.newest.position]))  # the shards of the other ranks
             try:
                 await asyncio.to_thread(export_model, self._config, self._role.run_dir, self._saver.newest)
             except ConfigError as error:  # the run is over all the same, and its last checkpoint is whole

@@ -1,8 +1,8 @@
 """Training an adapter instead of all weights: LoRA and DoRA through peft, sharded by FSDP2 like everything else.
 
 ```
-load_model -> Lora(model, config)   adapted modules in place, base frozen, B = 0: the model computes what it computed
-           -> shard(...)            adapter and base are cut along their rows, each rank has its own
+load_rows -> Lora(model, config, rows)   adapted modules in place, base frozen, B = 0: computes what it computed
+          -> prepare(...)                adapter and base are cut along their rows, each rank has its own
 ```
 W, A and B of a module are cut at the same rows of W and B, and a row of W + scale B A needs only its own rows of W and
 B and the whole of A. So merging gathers only the A's, which are small, and no rank ever holds a merged model.
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, Refused
+from streamrl.learner.model_loading import OwnRows
 from streamrl.learner.weight_copy import Rows
 from streamrl.weight_sync.adapter import merge, names_of
 from streamrl.weight_sync.manifest import Adapter
@@ -37,12 +38,12 @@ _BASE: Final = ".base_layer."
 class Lora:
     """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
 
-    The targets of `model`, whole and on the CPU, are adapted in place; all other parameters are frozen. A is drawn from
+    The targets of `model`, which is on `meta`, are adapted in place; all other parameters are frozen. A is drawn from
     `seed`, so all ranks draw the same, and B is zero: before the first update the model computes what the base
-    computes.
+    computes. `rows` get those of DoRA's magnitudes.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: RunConfig, rows: OwnRows) -> None:
         lora = config.learner.lora
         before = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         peft = LoraConfig(
@@ -61,8 +62,16 @@ class Lora:
                     f"learner.lora.targets {lora.targets}: {error}",
                     "name modules of the model, as q_proj, or take all-linear",
                 ) from error
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-        _check(model, self._layers, before)
+            self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+            _check(model, self._layers, before)
+            for layer in self._layers.values():
+                # peft puts the adapter where the base is, on `meta`.
+                layer.lora_A.to_empty(device="cpu")
+                layer.lora_B.to_empty(device="cpu")
+                layer.reset_lora_parameters(_NAME, init_lora_weights=True)
+                if lora.dora:
+                    magnitude = layer.lora_magnitude_vector[_NAME].weight
+                    rows[magnitude] = torch.linalg.norm(rows[layer.get_base_layer().weight], dim=1)
         model.requires_grad_(requires_grad=False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)

@@ -100,6 +100,7 @@ def _groups(groups: Sequence[TrainGroup], step: int) -> dict[str, Any]:
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "groups": len(groups),
+        "trained": [[group.group_id, max(group.staleness(step - 1), default=0)] for group in groups],
         "zero_advantage_groups": sum(group.zero_gradient for group in groups),
         "zero_variance_groups": sum(group.zero_variance for group in groups),
         "tokens": tokens,
@@ -157,20 +158,6 @@ def histogram(lengths: Sequence[int]) -> dict[str, int]:
     """Responses by length: the upper end of the bucket, a power of two, and how many are in it."""
     counts = Counter(1 << max(0, length - 1).bit_length() for length in lengths)
     return {str(bound): counts[bound] for bound in sorted(counts)}
-
-
-def group_frame(group: TrainGroup, *, epoch: int, step: int, version: int) -> dict[str, Any]:
-    """The durable record of one trained group; `step` counts from 1, `staleness` is that of the oldest token."""
-    ages = group.staleness(step - 1)
-    return {
-        "gid": group.group_id,
-        "step": step,
-        "epoch": epoch,
-        "version": version,
-        "rewards": list(group.rewards),
-        "staleness": max(ages, default=0),
-        "mean_length": group.tokens / max(1, len(group.samples)),
-    }
 
 
 logger = logging.getLogger(__name__)

@@ -18,12 +18,16 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils import is_torch_flex_attn_available
+from typing_extensions import override
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
@@ -95,7 +99,8 @@ _RECOMPILES = 64
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # By all classes, because FSDP makes a class of its own for a layer.
+    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
@@ -211,15 +216,18 @@ class Backbone(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model.eval()
+        self.flex = False  # whether the model was set up for block masks
 
     def hidden(
-        self, input_ids: torch.Tensor, until: torch.Tensor | None, position_ids: torch.Tensor | None
+        self, input_ids: torch.Tensor, visible_until: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
-        extra: dict[str, torch.Tensor] = {}
-        if until is not None and position_ids is not None:
+        extra: dict[str, Any] = {}
+        form = mask_form(input_ids.device.type, self.flex, visible_until is not None)
+        if visible_until is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
-            extra = {"attention_mask": shared_mask(until, dtype), "position_ids": position_ids}
+            mask = block_mask(visible_until) if form == "flex" else dense_mask(visible_until, dtype)
+            extra = {"attention_mask": mask, "position_ids": position_ids}
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
@@ -227,20 +235,15 @@ class Backbone(nn.Module):
     def states(
         self,
         input_ids: torch.Tensor,
-        until: torch.Tensor | None,
+        visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Last hidden states at the places that predict the targets, shape (n, hidden)."""
-        return self.hidden(input_ids, until, position_ids).flatten(0, 1).index_select(0, positions)
+        return self.hidden(input_ids, visible_until, position_ids).flatten(0, 1).index_select(0, positions)
 
-    @torch.no_grad()
-    def hidden_width(self) -> int:
-        """Width of the last hidden states, by a trial: some models project them."""
-        return self.hidden(self._probe(), None, None).shape[-1]
-
-    def _probe(self) -> torch.Tensor:
-        return (torch.arange(8, device=self.model.device)[None] * 7 + 3) % self.vocabulary
+    def check(self) -> None:
+        """Refuse a model whose results are not what they are taken for; called when its parameters are gathered."""
 
     @property
     def vocabulary(self) -> int:
@@ -273,31 +276,34 @@ class LogProbModel(Backbone):
         self,
         *,
         input_ids: torch.Tensor,
-        until: torch.Tensor | None,
+        visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        targets: torch.Tensor,
+        targets: torch.Tensor | None,
         entropy: bool = False,
         entropy_gradient: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities, and entropies when asked for, of `targets`.
 
         Args:
             input_ids: shape (rows, width), padded on the right.
-            until: shape (rows, width), as in `Microbatch`, where rows are shared; else None: a causal model does not
-                see what is behind, and without a mask attention takes its fast kernels.
+            visible_until: shape (rows, width), as in `Microbatch`, where rows are shared; else None: a causal model
+                does not see what is behind, and without a mask attention takes its fast kernels.
             position_ids: shape (rows, width) where rows are shared, else None.
             positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
-            targets: shape (n,).
+            targets: shape (n,); None: return the hidden states that predict them, shape (n, hidden).
             entropy: also return the entropy of the predicted distribution.
             entropy_gradient: it carries a gradient.
 
         Returns:
             float32 of shape (n,), and the same or None.
         """
+        states = self.states(input_ids, visible_until, position_ids, positions)
+        if targets is None:
+            return states
         return token_logprobs(
             self.logits,
-            self.states(input_ids, until, position_ids, positions),
+            states,
             targets,
             temperature=self.temperature,
             chunk=self.chunk,
@@ -305,10 +311,12 @@ class LogProbModel(Backbone):
             entropy_gradient=entropy_gradient,
         )
 
+    @override
     @torch.no_grad()
     def check(self) -> None:
         """Refuse a model whose own logits differ from ours, before a step is trained on wrong ratios."""
-        ids = self._probe()
+        device = self.model.get_input_embeddings().weight.device
+        ids = (torch.arange(8, device=device)[None] * 7 + 3) % self.vocabulary
         with exact_products():
             try:
                 ours = self.logits(self.hidden(ids, None, None)[0])
@@ -323,13 +331,74 @@ class LogProbModel(Backbone):
         return ConfigError(f"{kind} cannot be trained: {why}", "name another model in model.path, or report the model")
 
 
-def shared_mask(until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+MaskForm: TypeAlias = Literal["none", "dense", "flex"]
+_ROWS: Final = "streamrl_rows"
+"""Name, in transformers, of attention that takes a block mask where it gets one, and else is sdpa."""
+_BLOCK: Final = 128
+
+
+def mask_form(device: str, flex: bool, shared: bool) -> MaskForm:
+    """How attention gets `visible_until`; a causal model needs no mask for rows that are not shared."""
+    if not shared:
+        return "none"
+    return "flex" if flex and device == "cuda" else "dense"
+
+
+def takes_flex(model: PreTrainedModel, device: torch.device, attention: str) -> bool:
+    """Set a model up for block masks where its device has fast kernels for them; returns whether."""
+    if device.type != "cuda" or attention == "eager":
+        return False
+    if not (is_torch_flex_attn_available() and model._supports_flex_attn):  # noqa: SLF001
+        logger.warning(
+            "flex attention is missing for this model or torch: rows are shared up to 2048 tokens only, under a mask of"
+            " width^2, and in longer ones each response computes its prompt again"
+        )
+        return False
+    set_rows_attention(model)
+    return True
+
+
+def set_rows_attention(model: PreTrainedModel) -> None:
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mask = inputs[3] if len(inputs) > 3 else options["attention_mask"]
+        forward = flex_attention_forward if isinstance(mask, BlockMask) else sdpa_attention_forward
+        found: tuple[torch.Tensor, torch.Tensor | None] = forward(module, *inputs, **options)
+        return found
+
+    AttentionInterface.register(_ROWS, attend)
+    AttentionMaskInterface.register(_ROWS, sdpa_mask)
+    model.set_attn_implementation(_ROWS)
+
+
+def dense_mask(until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Additive mask, shape (rows, 1, width, width): a token sees what it continues, padding sees padding."""
     width = until.shape[1]
     columns = torch.arange(width, device=until.device)
     causal = torch.ones(width, width, dtype=torch.bool, device=until.device).tril()
     visible = causal & (columns[:, None] < until[:, None, None, :])
     return torch.zeros(visible.shape, dtype=dtype, device=until.device).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def block_mask(until: torch.Tensor) -> BlockMask:
+    """The same mask for flex attention; the width is a multiple of 128. Nothing of width^2 is made, but per block."""
+    rows, width = until.shape
+    blocks = until.view(rows, 1, 1, width // _BLOCK, _BLOCK)
+    starts = torch.arange(0, width, _BLOCK, device=until.device)[:, None]
+    earlier = starts > starts.T
+    whole = earlier & (blocks.amin(-1) >= starts + _BLOCK)
+    some = (starts == starts.T) | (earlier & (blocks.amax(-1) > starts) & ~whole)
+
+    def visible(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < until[row, key])
+
+    def ordered(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counts, order = found.sum(-1), found.int().argsort(dim=-1, descending=True, stable=True)
+        return counts.int(), order.int()
+
+    return BlockMask.from_kv_blocks(*ordered(some), *ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=visible)
 
 
 @contextmanager

@@ -145,6 +145,7 @@ class ShardedAdamW:
         self._average = {name: shard.clone() for name, shard in self._shards.items()} if config.ema else {}
         self._decay = config.ema ** (1 / updates_per_step(config))
         self._skipped = 0
+        self._pinned: dict[str, torch.Tensor] = {}
         self._adamw = torch.optim.AdamW(
             list(self._shards.values()),
             lr=config.lr,
@@ -215,12 +216,21 @@ class ShardedAdamW:
             shard.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments, average and update counter of this rank, by flat name."""
+        """Copies on the CPU of weights, moments, average and update counter of this rank, by flat name.
+
+        Those of a CUDA device are valid until the next call, which reuses their page-locked memory.
+        """
         counters = {"updates": self.updates} | ({_SKIPPED: self._skipped} if self._skipped else {})
         tensors = {name: torch.tensor(count, dtype=torch.int64) for name, count in counters.items()}
         with self._at_hand():
             for name, tensor in self.live().items():
-                tensors[name] = tensor.detach().to("cpu", copy=True)
+                if tensor.device.type != "cuda":
+                    tensors[name] = tensor.detach().clone()
+                    continue
+                if name not in self._pinned:
+                    self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                tensors[name] = self._pinned[name].copy_(tensor.detach(), non_blocking=True)
+            self._ranks.finish()
         return tensors
 
     @torch.no_grad()

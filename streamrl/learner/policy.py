@@ -17,7 +17,7 @@ from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import LogProbModel
-from streamrl.learner.model_loading import SMALL, load_model, prepare
+from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import TrainableModel
@@ -68,18 +68,17 @@ class Actor(TrainableModel[TokenSums]):
             self.recipe.texts.load()
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
-        base = load_model(config.model)
+        base, rows = load_rows(config.model, ranks)
         self.lora = None
         if learner.lora.rank:
             from streamrl.learner.lora import Lora
 
-            self.lora = Lora(base, config)
+            self.lora = Lora(base, config, rows)
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
-        model.check()
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
         torch.set_float32_matmul_precision(learner.matmul_precision)
-        limits, whole = prepare(model, config, learner, ranks, small=small)
+        limits, whole = prepare(model, rows, config, learner, ranks, small=small)
         super().__init__(model, learner, ranks, limits, kind=TokenSums, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
@@ -88,9 +87,6 @@ class Actor(TrainableModel[TokenSums]):
         Args:
             batch: this rank's samples, possibly none; advantages and behaviour log-probs are not used.
             calculate_entropy: also return the entropy at each sampled token.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
@@ -101,7 +97,6 @@ class Actor(TrainableModel[TokenSums]):
         *,
         step: int = 0,
         kl_coefficient: float = 0.0,
-        limits: Sequence[float | None] | None = None,
     ) -> MicroStats:
         """Add the gradient of the objective of these samples, summed over tokens. Collective; one all-reduce of ours.
 
@@ -112,19 +107,15 @@ class Actor(TrainableModel[TokenSums]):
             batch: this rank's samples, possibly none; with a reference where `learner.kl.where` is loss.
             step: of the learner, from which the ages of tokens follow.
             kl_coefficient: factor of the KL term in the loss.
-            limits: of gates that see the whole step (`Corrections.step_limits`).
 
         Returns:
             What was done on this rank, from numbers known to the host: nothing waits for the device.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError. No gradient was added.
         """
         skips = self.recipe.skips_zero
         live = [sample for sample in batch if sample.has_advantage] if skips else batch
         idle = [sample for sample in batch if not sample.has_advantage] if skips else []
         parts = self._agree(live)
-        self._backward(parts, lambda part: self._loss(part, step, kl_coefficient, limits))
+        self._backward(parts, lambda part: self._loss(part, step, kl_coefficient))
         if idle:
             ages = np.concatenate([np.maximum(0, step - sample.steps) for sample in idle])
             self._sums += skipped_sums(ages.size, int(ages.sum())).to(self._sums.device, non_blocking=True)
@@ -143,18 +134,16 @@ class Actor(TrainableModel[TokenSums]):
         size: int | None = None,
         step: int = 0,
         kl_coefficient: float = 0.0,
-        limits: Sequence[float | None] | None = None,
     ) -> tuple[MicroStats, UpdateStats[TokenSums]]:
         """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
 
         Args:
-            batch: as of `accumulate`, and so are `step`, `kl_coefficient` and `limits`.
+            batch: as of `accumulate`, and so are `step` and `kl_coefficient`.
             size: as of `apply_update`; None: that of all ranks' batches.
             step: see `batch`.
             kl_coefficient: see `batch`.
-            limits: see `batch`.
         """
-        stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient, limits=limits)
+        stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient)
         if size is None:
             counts = torch.tensor(sizes(batch), device=self.ranks.device)
             tokens, responses = self.ranks.all_sum(counts).tolist()
@@ -196,9 +185,7 @@ class Actor(TrainableModel[TokenSums]):
     def _name_of(self, name: str) -> str:
         return name if self.lora is None else self.lora.name_of(name)
 
-    def _loss(
-        self, part: Microbatch, step: int, kl_coefficient: float, limits: Sequence[float | None] | None
-    ) -> torch.Tensor:
+    def _loss(self, part: Microbatch, step: int, kl_coefficient: float) -> torch.Tensor:
         logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
@@ -208,7 +195,6 @@ class Actor(TrainableModel[TokenSums]):
             self.recipe,
             kl_coefficient,
             weights=self._weights(part),
-            limits=limits,
             measure_all=self.recipe.measures_all,
         )
         self._sums += found.sums

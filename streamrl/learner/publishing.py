@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
-from streamrl.learner.lineage import VersionsLog
+from streamrl.learner.lineage import use_version
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.weight_sync.manifest import Manifest
@@ -35,15 +36,16 @@ class Publishing:
     Attributes:
         version: newest version that engines can see, 0 when none.
         record: figures of the newest one, for the record of the step: `published` (its number), `publish_seconds` from
-            the copied weights to the ledger, `snapshot_seconds` of the copy, `publish_bytes` of its files,
-            `publish_kind` and `publish_density` (share of values that changed; None when they were not compared).
+            the copied weights to the ledger, `snapshot_seconds` of the copy, `publish_step` that its weights are of,
+            `publish_bytes` of its files, `publish_kind` and `publish_density` (share of values that changed; None when
+            they were not compared).
     """
 
     def __init__(
         self,
         publisher: Publisher,
         weight_server: WeightServer,
-        log: VersionsLog,
+        run_dir: Path,
         buffer: TrainBuffer,
         *,
         epoch: int,
@@ -53,7 +55,7 @@ class Publishing:
         self.version = 0
         self.record: dict[str, object] = {"publish_seconds": 0.0}
         self._publisher, self._weight_server = publisher, weight_server
-        self._log, self._buffer, self._epoch = log, buffer, epoch
+        self._run_dir, self._buffer, self._epoch = run_dir, buffer, epoch
         self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
         self._failed_steps: set[int] = set()
@@ -131,6 +133,7 @@ class Publishing:
             "published": version,
             "publish_seconds": time.monotonic() - started,
             "snapshot_seconds": snapshot.seconds,
+            "publish_step": step,
             "publish_bytes": figures.bytes,
             "publish_kind": figures.kind,
             "publish_density": figures.density,
@@ -138,7 +141,7 @@ class Publishing:
 
     def _write(self, version: int, step: int, snapshot: PolicySnapshot) -> tuple[bytes, Manifest]:
         try:
-            self._log.note(version, step)
+            use_version(self._run_dir, version)
         except OSError as error:
             # The pair (epoch, number) stays unique without the note, so a full disk need not stop the engines.
             logger.warning("version not noted", extra={"version": version, "error": str(error)})
@@ -150,4 +153,9 @@ class Publishing:
             sources=self._weight_server.sources(),
             adapter=snapshot.adapter,
         )
+        try:
+            self._weight_server.store(self._publisher.manifest)
+        except CannotCreate:
+            self._publisher.begin_anew()  # no version may build on one that the store does not have
+            raise
         return data, self._publisher.manifest

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamrl.config.learner import LearnerConfig
+from streamrl.cards import choose_device
+from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DeadlineExceeded, StreamrlError, Unreachable
 
 RENDEZVOUS = "STREAMRL_RENDEZVOUS"
@@ -55,17 +56,18 @@ class Ranks:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
 
     @classmethod
-    def from_environment(cls, config: LearnerConfig, environ: Mapping[str, str] | None = None) -> Ranks:
+    def from_environment(cls, config: RunConfig, environ: Mapping[str, str] | None = None) -> Ranks:
         """Join by the variables of torchrun and `STREAMRL_RENDEZVOUS` or `MASTER_ADDR`; without them, one rank."""
-        environ = os.environ if environ is None else environ
+        environ, learner = os.environ if environ is None else environ, config.learner
         rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-        if world != config.ranks:
-            raise ConfigError(f"{world} ranks were started, learner.ranks is {config.ranks}", "make them the same")
+        if world != learner.ranks:
+            raise ConfigError(f"{world} ranks were started, learner.ranks is {learner.ranks}", "make them the same")
         rendezvous = environ.get(RENDEZVOUS, "")
         if not rendezvous and "MASTER_ADDR" in environ:
             rendezvous = f"tcp://{environ['MASTER_ADDR']}:{environ.get('MASTER_PORT', '29500')}"
-        device = choose_device(config.device, int(environ.get("LOCAL_RANK", str(rank))))
-        return cls(rank=rank, world=world, device=device, deadline=config.collective_deadline, rendezvous=rendezvous)
+        local_rank = int(environ.get("LOCAL_RANK", str(rank)))
+        device = choose_device(learner.device, config.model.dtype, section="learner", local_rank=local_rank)
+        return cls(rank=rank, world=world, device=device, deadline=learner.collective_deadline, rendezvous=rendezvous)
 
     def broadcast_ints(self, values: Sequence[int] = ()) -> list[int]:
         """Return rank 0's `values` on all ranks; the argument of the other ranks is ignored.
@@ -85,30 +87,45 @@ class Ranks:
                 dist.broadcast(data, 0)
         return [int(value) for value in data.tolist()]
 
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of those that rank 0 has; the argument of the other ranks is ignored. Collective."""
+        if self.world == 1:
+            return parts[0]
+        sizes = self.broadcast_ints([len(part) for part in parts])
+        with self._collective("scatter"):
+            if self.rank == 0:
+                for rank, part in enumerate(parts):
+                    if rank and part:
+                        dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank)
+                return parts[0]
+            data = torch.empty(sizes[self.rank], dtype=torch.uint8)
+            if data.numel():
+                dist.recv(data, 0)
+        return data.numpy().tobytes()
+
     def all_max(self, *values: int) -> list[int]:
         return self._reduce_ints(values, dist.ReduceOp.MAX)
 
     def all_min(self, *values: int) -> list[int]:
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
-    def find(self, folder: Path) -> tuple[bool, bool]:
-        """Whether this rank, and whether every rank, has rank 0's `folder` under the same path. Collective.
+    def share(self, folder: Path) -> bool:
+        """Whether every rank has rank 0's `folder` under the same path. Collective.
 
         Rank 0 puts a file there that the others look for: names of hosts say nothing about file systems. OSError on
         rank 0 when it cannot.
         """
         if self.world == 1:
-            return True, True
+            return True
         number = uuid.uuid4().int >> 65
         if self.rank == 0:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / f".rank-0-{number}").touch()
         probe = folder / f".rank-0-{self.broadcast_ints([number])[0]}"
-        found = probe.exists()
-        everyone = self.all_min(int(found)) == [1]
+        everyone = self.all_min(int(probe.exists())) == [1]
         if self.rank == 0:
             probe.unlink()
-        return found, everyone
+        return everyone
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks in place and return it, one all-reduce on the tensor's device."""
@@ -117,10 +134,17 @@ class Ranks:
                 dist.all_reduce(tensor)
         return tensor
 
-    def give_back_memory(self) -> None:
-        """Leave what torch's allocator holds and does not use to the other processes on the device."""
+    def give_back_memory(self) -> int:
+        """Leave what torch's allocator does not use to others on the device; returns the bytes that it still holds."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
+    def finish(self) -> None:
+        """Return when the device has done, without an error, what it was told to do."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the process group; a repeat does nothing."""
@@ -162,17 +186,3 @@ class Ranks:
             hint = "a rank is stuck or gone; its log says why"
             return DeadlineExceeded(f"{where}: not all ranks came within {self._deadline:g} s", hint)
         return Unreachable(f"{where}: another rank is gone ({error})", "the log of that rank says why")
-
-
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of a rank: `auto` is CUDA where there is one, else the CPU."""
-    try:
-        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"learner.device {name!r} is no device", "use auto, cpu or cuda") from error
-    if kind.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"learner.device is {name} and there is no CUDA device here", "use auto or cpu")
-        if ":" not in str(kind):
-            return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return kind

@@ -3,7 +3,7 @@
 ```
 take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
 ```
-To the ledger it is a learner: it fences, writes the lineage of its epoch, and retires groups for checkpoints that say
+To the ledger it is a learner: it fences, marks its epoch, and retires groups for checkpoints that say
 which groups are durable. So the audit proves of a recording what it proves of a training.
 """
 
@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -26,7 +26,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, WireError
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
-from streamrl.learner.lineage import Lineage, TrainedDigest, VersionsLog
+from streamrl.learner.lineage import join, use_version
 from streamrl.learner.takeover import Start, take_over
 from streamrl.queues.records import ClosedGroup
 from streamrl.queues.role import Role
@@ -49,8 +49,8 @@ async def run_recorder(role: Role) -> None:
     if await is_over(role.config, role.run_dir, ledger):
         role.ready()
         return
-    checkpoints = Checkpoints.of(role.run_dir)
-    start = await take_over(ledger, checkpoints, kind="recording", model=role.config.model.path)
+    checkpoints = Checkpoints.of(role.config, role.run_dir)
+    start = await take_over(ledger, checkpoints, role.run_dir, kind="recording", model=role.config.model.path)
     try:
         await Recorder(role, checkpoints, start).run()
     except Fenced as error:
@@ -64,25 +64,21 @@ class Recorder:
         config, run_dir = role.config, role.run_dir
         self._role, self._config, self._ledger = role, config, role.ledgers.train
         self._checkpoints, self._start = checkpoints, start
-        self._lineage = Lineage(run_dir, start.epoch)
         folder = run_dir / FOLDER
         self._writer = RecordingWriter(folder, start.epoch, _header(config, folder), config.recording.file_bytes)
         self._durable = set(start.trained)
         self._fresh: set[int] = set()
-        self._digest = TrainedDigest()
-        self._digest.add(start.trained)
         self._step, self._version = start.step, start.version + 1
         self._checkpoint = start.checkpoint
         self._manifest = b""
         self._saved_at = time.monotonic()
 
     async def run(self) -> None:
-        versions = VersionsLog(self._checkpoints.folder, self._start.epoch, self._start.nonce)
         try:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
             try:
                 async with open_server(self._config, self._role.run_dir, publisher.root) as weight_server:
-                    versions.note(self._version, 0)
+                    use_version(self._role.run_dir, self._version)
                     await self._publish(publisher, weight_server)
                     self._role.ready()
                     await self._record_all()
@@ -90,8 +86,6 @@ class Recorder:
                 publisher.close(unlink=False)
         finally:
             self._writer.close()
-            self._lineage.close()
-            versions.close()
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
         """Publish the model of the run, which is its only version."""
@@ -102,17 +96,19 @@ class Recorder:
 
             dtype: torch.dtype = getattr(torch, self._config.weights.dtype)
             model = load_model(self._config.model)
-            return publisher.publish(
+            data = publisher.publish(
                 epoch=self._start.epoch,
                 version=self._version,
                 step=0,
                 tensors=((name, weight.detach().to(dtype)) for name, weight in model.named_parameters()),
                 sources=weight_server.sources(),
             )
+            weight_server.store(publisher.manifest)
+            return data
 
         self._manifest = await asyncio.to_thread(write)
         await weight_server.announce(publisher.manifest)
-        await self._ledger.consume(self._start.nonce, 0, self._version, self._manifest)
+        await self._ledger.finish_step(self._start.nonce, 0, self._version, self._manifest)
 
     async def _record_all(self) -> None:
         reason: Reason | None = None
@@ -123,29 +119,29 @@ class Recorder:
             )
             revived = any(group_id in self._durable for group_id in closed)
             reason = await self._reason()
-            if reason or self._digest.count + len(self._fresh) >= self._goal:
+            if reason or len(self._durable) + len(self._fresh) >= self._goal:
                 break
             if revived or (self._fresh and time.monotonic() >= self._saved_at + _SAVE_SECONDS):
                 await self._save()
             # Also when nothing is new, so that engines find the version again after Redis lost some seconds.
             unretired = sum(group_id in self._fresh for group_id in closed)
-            await self._ledger.consume(self._start.nonce, unretired, self._version, self._manifest)
+            await self._ledger.finish_step(self._start.nonce, unretired, self._version, self._manifest)
             await self._ledger.wait_closed(_DOORBELL_SECONDS)
         await self._save()
-        if self._digest.count >= self._goal:
+        if len(self._durable) >= self._goal:
             reason = "steps"
         if reason is not None:
             write_finished(
                 self._role.run_dir,
                 Finished(
                     reason=reason,
-                    step=self._digest.count // self._config.learner.groups_per_step,
+                    step=len(self._durable) // self._config.learner.groups_per_step,
                     version=self._version,
                     epoch=self._start.epoch,
                     epochs=self._config.data.epochs,
                 ),
             )
-            logger.info("the recording is over", extra={"reason": reason, "groups": self._digest.count})
+            logger.info("the recording is over", extra={"reason": reason, "groups": len(self._durable)})
 
     @property
     def _goal(self) -> float:
@@ -155,18 +151,17 @@ class Recorder:
     async def _take(self, group_ids: Sequence[int]) -> None:
         """Read closed groups that are not recorded yet, oldest first; one that cannot be decoded fails."""
         for group_id in group_ids:
-            if self._digest.count + len(self._fresh) >= self._goal:
+            if len(self._durable) + len(self._fresh) >= self._goal:
                 return
             group = await self._ledger.read_group(group_id)
             if group is None:
                 continue
             try:
-                frame = _frame(group, self._start.epoch)
+                _decode(group)
             except WireError as error:
                 await self._ledger.fail_group(self._start.nonce, group_id, f"cannot be recorded: {error}")
                 continue
             self._writer.add(RecordedGroup.of(group))
-            self._lineage.add([frame])
             self._fresh.add(group_id)
 
     async def _reason(self) -> Reason | None:
@@ -189,26 +184,26 @@ class Recorder:
         await self._ledger.retire(self._start.nonce, self._checkpoint, 0, retired)
 
     def _write(self) -> None:
-        self._digest.add(self._fresh)
         self._step += 1
+        recorded = self._durable | self._fresh
         start, run_dir = self._start, self._role.run_dir
         files = [(f"{FOLDER}/{file}", size) for file, size in self._writer.sync()]
         meta = msgspec.structs.replace(
             start.next_checkpoint(
                 step=self._step,
                 version=self._version,
-                digest=self._digest,
-                links=self._lineage.sync(),
+                trained=join((group_id, group_id) for group_id in recorded),
+                count=len(recorded),
+                oldest=0,
                 model=self._config.model.path,
             ),
             kind="recording",
             world=0,
             recording=[*(start.meta.recording if start.meta else []), *files],
         )
-        self._checkpoints.begin(meta.position)
         self._checkpoints.finish(meta)
         self._checkpoint = meta.name
-        self._durable |= self._fresh
+        self._durable = recorded
         self._fresh.clear()
         self._checkpoints.remove_older(meta, _KEEP)
         size = sum((run_dir / file).stat().st_size for file, _ in meta.recording)
@@ -232,14 +227,9 @@ def _header(config: RunConfig, folder: Path) -> Header:
     )
 
 
-def _frame(group: ClosedGroup, epoch: int) -> dict[str, Any]:
-    """What `streamrl trace` shows of a recorded group; `WireError` when a message of it cannot be decoded."""
+def _decode(group: ClosedGroup) -> None:
+    """`WireError` when a message of the group cannot be decoded."""
     wire.decode(group.prompt, wire.Prompt)
-    samples = [wire.decode(payload, wire.Sample) for payload, _ in group.samples.values()]
-    scores = [wire.decode(score, wire.SampleScore) for _, score in group.samples.values()]
-    return {
-        "gid": group.group_id,
-        "epoch": epoch,
-        "rewards": [score.value for score in scores],
-        "tokens": [len(sample.tokens) // 4 for sample in samples],
-    }
+    for payload, score in group.samples.values():
+        wire.decode(payload, wire.Sample)
+        wire.decode(score, wire.SampleScore)

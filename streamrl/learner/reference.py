@@ -11,7 +11,7 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.model import LogProbModel
-from streamrl.learner.model_loading import SMALL, load_model, prepare
+from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import Remote
@@ -30,9 +30,6 @@ class Reference(Protocol):
 
         Returns:
             float32, shape (completion tokens,) each, in the order of the batch.
-
-        Raises:
-            ValueError: a sample does not fit the model; the other ranks get a StreamrlError.
         """
         ...
 
@@ -55,16 +52,12 @@ class Frozen(RowModel, Reference):
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, path = config.learner, config.learner.reference.path or config.model.path
         key = "learner.reference.path" if learner.reference.path else "model.path"
-        model = LogProbModel(
-            load_model(config.model.model_copy(update={"path": path}), key),
-            temperature=config.sampling.temperature,
-            chunk=learner.logprob_chunk,
-        )
-        model.check()
+        base, rows = load_rows(config.model.model_copy(update={"path": path}), ranks, key)
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
         model.requires_grad_(requires_grad=False)
         # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
         own = learner.model_copy(update={"checkpoint_activations": False, "offload": ()})
-        limits, _ = prepare(model, config, own, ranks, small=small)
+        limits, _ = prepare(model, rows, config, own, ranks, small=small)
         super().__init__(model, ranks, limits)
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.

@@ -1,8 +1,7 @@
 """Log-probabilities of a frozen model, the reference policy or a teacher, from vLLM or SGLang servers.
 
-Each response, or branch of an episode, is scored by one server, by another when that one fails. Both kinds score a
-prompt: the sampled tokens go in as a part of it, and one more token, which is discarded, is sampled. Neither applies a
-temperature to the log-probabilities of a prompt, so temperature 1 is the only one that fits.
+Each response, or branch of an episode, is scored by the least busy server, by another when that one fails. No kind of
+server applies a temperature to the log-probabilities of a prompt, so temperature 1 is the only one that fits.
 """
 
 from __future__ import annotations
@@ -14,112 +13,31 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
 from streamrl.config import RunConfig
-from streamrl.config.base import SERVER_KINDS, ServerKind
-from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrap
+from streamrl.config.base import SERVER_KINDS
+from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError, unwrapped
 from streamrl.http import BadRequest, Call, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.tree import Span, spans
+from streamrl.servers.dialect import Dialect
+from streamrl.servers.kinds import DIALECTS
 from streamrl.wire import Float32Array
 
-MODELS: Final = Call("GET", "/v1/models", repeatable=True)
+logger = logging.getLogger(__name__)
+_MODELS: Final = Call("GET", "/v1/models", repeatable=True)
 _LOWEST: Final = -9000.0
 """vLLM writes -9999 for a log-probability of minus infinity."""
 _HIGHEST: Final = 1e-3
 """Greatest log-probability accepted: rounding stays below it, a server that answers with logits goes far beyond."""
-_SPARE: Final[Mapping[str, int]] = {"vllm": 1, "sglang": 7}
-"""Places of a server's context that no prompt may take: the token that it samples, and what SGLang keeps free."""
-_SGLANG_LAST: Final = 0
-"""Id that SGLang returns for the last token of its vocabulary; the value belongs to the right token."""
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    kind: ServerKind
-    model: str  # name under which it serves its model
-    context: int | None  # most tokens of a request; None when it does not say
-
-    @property
-    def longest(self) -> int | None:
-        return None if self.context is None else self.context - _SPARE[self.kind]
-
-
-def read_about(answer: Any, url: str) -> About:
-    """Parse the answer to `MODELS`; ConfigError when it is neither vLLM nor SGLang."""
-    try:
-        entry = next(entry for entry in answer["data"] if not entry.get("parent"))
-        kind, model, context = entry["owned_by"], str(entry["id"]), entry.get("max_model_len")
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise ConfigError(
-            f"learner.reference.url {url} lists no models as vLLM and SGLang do", "name servers of one of them"
-        ) from error
-    if kind not in SERVER_KINDS:
-        raise ConfigError(f"learner.reference.url {url} is a server of {kind!r}", "name servers of vLLM or SGLang")
-    return About(kind, model, context if isinstance(context, int) else None)
-
-
-def scoring(about: About, span: Span) -> Call:
-    ids = span.ids.tolist()
-    if about.kind == "vllm":
-        body: dict[str, Any] = {
-            "model": about.model,
-            "prompt": ids,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
-        return Call("POST", "/v1/completions", body, repeatable=True)
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": int(span.at[0]) - 1,
-    }
-    return Call("POST", "/generate", body, repeatable=True)
-
-
-def read_scores(about: About, answer: Any, span: Span) -> Float32Array:
-    """Parse the answer to `scoring`: float32, shape (trained tokens of the span,)."""
-    sent = span.ids[span.at[0] :].tolist()
-    try:
-        pairs = _vllm_pairs(answer, sent) if about.kind == "vllm" else _sglang_pairs(answer, len(sent))
-        tokens, values = zip(*pairs, strict=True)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise WireError(f"no log-probabilities of a prompt in the answer of {about.kind}: {error!r}") from error
-    unnamed = {_SGLANG_LAST} if about.kind == "sglang" else set()
-    if any(said != token and said not in unnamed for said, token in zip(tokens, sent, strict=True)):
-        raise WireError(f"{about.kind} answered with the log-probabilities of other tokens")
-    # Observed tokens between actions may be impossible under the model; nobody reads their values.
-    values = tuple(values[place] for place in (span.at - span.at[0]).tolist())
-    if not all(math.isfinite(value) and _LOWEST < value < _HIGHEST for value in values):
-        raise WireError(
-            f"{about.kind} answered with a value that is no log-probability: {min(values)} to {max(values)}",
-            "a token may be impossible under the reference, or the server returns logits",
-        )
-    return np.minimum(np.asarray(values, dtype=np.float32), 0)
-
-
-def _vllm_pairs(answer: Any, tokens: Sequence[int]) -> list[tuple[int, float]]:
-    entries: Sequence[Mapping[str, Any]] = answer["choices"][0]["prompt_logprobs"][-len(tokens) :]
-    return [(token, float(entry[str(token)]["logprob"])) for token, entry in zip(tokens, entries, strict=True)]
-
-
-def _sglang_pairs(answer: Any, count: int) -> list[tuple[int, float]]:
-    entries = answer["meta_info"]["input_token_logprobs"][-count:]
-    return [(int(entry[1]), float(entry[0])) for entry in entries]
-
-
-logger = logging.getLogger(__name__)
-Clients: TypeAlias = Mapping[str, HttpClient]
 _IN_FLIGHT: Final = 32
 """Requests that one rank has at one server at the same time, on average."""
-_FIRST_PAUSE: Final = 0.1
-_LONGEST_PAUSE: Final = 2.0
+_PAUSE: Final = 1.0
+"""Longest pause before all servers are asked again."""
 _REST_SECONDS: Final = 10.0
 """Time for which a server that failed is asked last."""
 
@@ -131,14 +49,19 @@ class NoReference(Unreachable):
 @dataclass(slots=True)
 class _Server:
     url: str
-    about: About | None = None  # None before it was reached
+    speaks: tuple[Dialect, str] | None = None  # with the name of its model; None before it was reached
     load: int = 0  # requests of this rank that wait for its answer
-    failed_at: float = float("-inf")  # monotonic time of the last failure; minus infinity after a success
-    failure: str = ""  # reason of that failure
+    rests_until: float = 0.0  # monotonic time
+    failure: str = ""
 
-    @property
-    def rank(self) -> tuple[bool, int]:
-        return time.monotonic() < self.failed_at + _REST_SECONDS, self.load
+    def failed(self, error: StreamrlError) -> None:
+        if time.monotonic() > self.rests_until:
+            logger.warning("reference server failed", extra={"url": self.url, "error": error.message})
+        self.rests_until, self.failure = time.monotonic() + _REST_SECONDS, error.message
+
+
+_T = TypeVar("_T")
+Clients: TypeAlias = Mapping[str, HttpClient]
 
 
 class Remote:
@@ -149,16 +72,31 @@ class Remote:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        reference = config.learner.reference
-        self._ranks, self._deadline, self._context = ranks, reference.deadline, config.model.context
-        self._key_file = reference.api_key_file
-        self._servers = [_Server(url) for url in reference.url]
+        self._config, self._ranks = config, ranks
+        self._deadline = config.learner.reference.deadline
+        self._servers = [_Server(url) for url in config.learner.reference.url]
+        # Short enough that every server is asked before the deadline.
+        self._patience = self._deadline / (len(self._servers) + 1)
         self._together(self._look)
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         """As `Reference` says; also DataError when servers refuse a response, WireError for unusable answers."""
-        found = [np.zeros(0, dtype=np.float32) for _ in batch]
-        self._together(lambda clients: self._score(clients, batch, found))
+        found = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in batch]
+
+        async def score(clients: Clients) -> None:
+            gate = asyncio.Semaphore(_IN_FLIGHT * len(self._servers))
+
+            async def one(index: int, span: Span) -> None:
+                async with gate:
+                    scores = await self._any_of(lambda server: self._ask(server, clients, span, batch[index].group_id))
+                    found[index][span.targets] = scores
+
+            async with asyncio.TaskGroup() as tasks:
+                for index, sample in enumerate(batch):
+                    for span in spans(sample.tree, sample.prompt, sample.tokens):
+                        tasks.create_task(one(index, span))
+
+        self._together(score)
         return found
 
     def to_host(self) -> None:
@@ -167,7 +105,7 @@ class Remote:
     def to_device(self) -> None:
         """It uses no device."""
 
-    def _together(self, work: Callable[[Clients], Awaitable[None]]) -> None:
+    def _together(self, work: Callable[[Clients], Awaitable[object]]) -> None:
         """Run `work` with connections to all servers; a failure on one rank is raised on all."""
         failure: StreamrlError | None = None
         try:
@@ -183,109 +121,92 @@ class Remote:
             kind = NoReference if worst else StreamrlError
             raise kind("another rank got no reference log-probabilities", "its log says why")
 
-    async def _within(self, work: Callable[[Clients], Awaitable[None]]) -> None:
-        key = await asyncio.to_thread(read_key, "learner.reference.api_key_file", self._key_file)
-        hint, option = "start the server, or name another at learner.reference.url", "learner.reference.api_key_file"
+    async def _within(self, work: Callable[[Clients], Awaitable[object]]) -> None:
+        option, hint = "learner.reference.api_key_file", "start the server, or name another at learner.reference.url"
+        key = await asyncio.to_thread(read_key, option, self._config.learner.reference.api_key_file)
         clients = {server.url: HttpClient(server.url, key, hint, key_option=option) for server in self._servers}
         try:
-            async with asyncio.timeout(self._deadline):
-                await work(clients)
+            with unwrapped():
+                async with asyncio.timeout(self._deadline):
+                    await work(clients)
         except TimeoutError as error:
             said = "; ".join(server.failure or f"{server.url}: too slow" for server in self._servers)
             raise NoReference(
                 f"no reference log-probabilities within {self._deadline:g} s: {said}",
                 "start the servers at learner.reference.url, or raise learner.reference.deadline",
             ) from error
-        except BaseExceptionGroup as group:
-            raise unwrap(group) from group
         finally:
             for client in clients.values():
                 await client.close()
 
-    async def _look(self, clients: Clients) -> None:
-        """Wait until one server has reported its model; all are asked in each round."""
+    async def _any_of(self, ask: Callable[[_Server], Awaitable[_T]]) -> _T:
+        """Ask one server after the other until one answers; WireError when all answers make no sense."""
         while True:
-            reached = await asyncio.gather(*(self._reach(server, clients) for server in self._servers))
-            if any(reached):
-                return
-            await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE))  # noqa: S311
-
-    async def _reach(self, server: _Server, clients: Clients) -> bool:
-        try:
-            about = await self._know(server, clients)
-        except (Unreachable, WireError) as error:
-            self._failed(server, error)
-            return False
-        logger.info("reference server", extra={"url": server.url, "kind": about.kind, "model": about.model})
-        return True
-
-    async def _know(self, server: _Server, clients: Clients) -> About:
-        if server.about is None:
-            answer = await clients[server.url].call(MODELS, self._patience, retry=False)
-            about = read_about(answer, server.url)
-            if about.longest is not None and about.longest < self._context:
-                assert about.context is not None
-                raise ConfigError(
-                    f"the reference server {server.url} scores {about.longest} tokens at most: too few for"
-                    f" model.context {self._context}",
-                    f"start it with a context of {self._context + about.context - about.longest} or more",
-                )
-            server.about = about
-        return server.about
-
-    async def _score(self, clients: Clients, batch: Sequence[TrainSample], found: list[Float32Array]) -> None:
-        gate = asyncio.Semaphore(_IN_FLIGHT * len(self._servers))
-
-        async def one(index: int, span: Span) -> None:
-            async with gate:
-                found[index][span.targets] = await self._anyone(clients, span, batch[index].group_id)
-
-        async with asyncio.TaskGroup() as tasks:
-            for index, sample in enumerate(batch):
-                found[index] = np.zeros(len(sample.tokens), dtype=np.float32)
-                for span in spans(sample.tree, sample.prompt, sample.tokens):
-                    tasks.create_task(one(index, span))
-
-    async def _anyone(self, clients: Clients, span: Span, group_id: int) -> Float32Array:
-        """Ask one server after the other until one answers, the deadline passes, or all gave invalid answers."""
-        senseless: set[str] = set()
-        pause = _FIRST_PAUSE
-        while True:
-            for server in sorted(self._servers, key=lambda server: server.rank):
+            errors: list[StreamrlError] = []
+            for server in sorted(self._servers, key=lambda each: (time.monotonic() < each.rests_until, each.load)):
+                server.load += 1
                 try:
-                    return await self._ask(server, clients, span, group_id)
-                except Unreachable as error:
-                    self._failed(server, error)
-                except WireError as error:
-                    self._failed(server, error)
-                    senseless.add(server.url)
-                    if len(senseless) == len(self._servers):
-                        raise
-            await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                    answer = await ask(server)
+                except (Unreachable, WireError) as error:
+                    server.failed(error)
+                    errors.append(error)
+                else:
+                    server.rests_until = 0.0
+                    return answer
+                finally:
+                    server.load -= 1
+            if all(isinstance(error, WireError) for error in errors):
+                raise errors[-1]
+            await asyncio.sleep(random.uniform(0, _PAUSE))  # noqa: S311
+
+    async def _look(self, clients: Clients) -> None:
+        """Return when one server is known; each that answers by then must fit."""
+        found = await asyncio.gather(*(self._know(server, clients) for server in self._servers), return_exceptions=True)
+        for error in found:
+            if isinstance(error, ConfigError):
+                raise error
+        await self._any_of(lambda server: self._know(server, clients))
+
+    async def _know(self, server: _Server, clients: Clients) -> tuple[Dialect, str]:
+        """The dialect of a server and its model; `ConfigError`: it cannot score what the run samples."""
+        if server.speaks is not None:
+            return server.speaks
+        answer = await clients[server.url].call(_MODELS, self._patience, retry=False)
+        try:
+            entry = next(entry for entry in answer["data"] if not entry.get("parent"))
+            kind, model, context = entry["owned_by"], str(entry["id"]), entry.get("max_model_len")
+        except (KeyError, TypeError, AttributeError, StopIteration):
+            kind, model, context = "another kind", "", None
+        if kind not in SERVER_KINDS:
+            raise ConfigError(
+                f"learner.reference.url {server.url} is a server of {kind!r}", "name servers of vLLM or SGLang"
+            )
+        dialect, needed = DIALECTS[kind](self._config), self._config.model.context
+        if isinstance(context, int) and context - dialect.spare < needed:
+            raise ConfigError(
+                f"the reference server {server.url} scores {context - dialect.spare} tokens at most: too few for"
+                f" model.context {needed}",
+                f"start it with a context of {needed + dialect.spare} or more",
+            )
+        server.speaks = dialect, model
+        logger.info("reference server", extra={"url": server.url, "kind": kind, "model": model})
+        return server.speaks
 
     async def _ask(self, server: _Server, clients: Clients, span: Span, group_id: int) -> Float32Array:
-        server.load += 1
+        dialect, model = await self._know(server, clients)
+        start, ids = int(span.at[0]), span.ids.tolist()
         try:
-            about = await self._know(server, clients)
-            answer = await clients[server.url].call(scoring(about, span), self._patience, retry=False)
-            scores = read_scores(about, answer, span)
+            answer = await clients[server.url].call(dialect.score(model, ids, start), self._patience, retry=False)
         except BadRequest as error:
             raise DataError(
                 f"group {group_id}: the reference server refuses a response: {error.message}",
                 "does it hold a model with the vocabulary of model.path?",
             ) from error
-        finally:
-            server.load -= 1
-        server.failed_at = float("-inf")
-        return scores
-
-    @property
-    def _patience(self) -> float:
-        """Longest wait for one answer: short enough that every server is asked before the deadline."""
-        return self._deadline / (len(self._servers) + 1)
-
-    def _failed(self, server: _Server, error: StreamrlError) -> None:
-        if not server.rank[0]:
-            logger.warning("reference server failed", extra={"url": server.url, "error": error.message})
-        server.failed_at, server.failure = time.monotonic(), error.message
+        # Observed tokens between actions may be impossible under the model; nobody reads their values.
+        values = np.asarray(dialect.read_scores(answer, ids[start:]), dtype=np.float64)[span.at - start]
+        if not all(math.isfinite(value) and _LOWEST < value < _HIGHEST for value in values):
+            raise WireError(
+                f"{server.url} answered with a value that is no log-probability: {values.min()} to {values.max()}",
+                "a token may be impossible under the reference, or the server returns logits",
+            )
+        return np.minimum(values, 0).astype(np.float32)

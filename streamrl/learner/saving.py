@@ -2,32 +2,29 @@
 
 ```
 between two steps: every rank copies its state to the host      (SAVE)
-in the background: every rank writes and fsyncs its copy; rank 0 syncs the lineage
-                   ranks that share no run directory copy their shards to checkpoint.store
-                   all have written                              (SAVED, asked again and again)
-                   meta data, rename -> copy to checkpoint.store -> retire -> remove old ones
+in the background: every rank writes and fsyncs its copy
+                   all have written                              (POLL_SAVE, asked again and again)
+                   meta data -> retire -> remove old ones
 ```
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
-from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, Position
-from streamrl.learner.checkpoint_files import RankFiles, RankState, WriteProgress
-from streamrl.learner.checkpoint_store import CheckpointStore, store_of
-from streamrl.learner.lineage import Lineage, TrainedDigest, greatest_logged_epoch
+from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
+from streamrl.learner.checkpoint_files import RankState, WriteProgress
+from streamrl.learner.lineage import join
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -47,9 +44,9 @@ class _Saving:
 
 class Trained(Protocol):
     step: int
-    digest: TrainedDigest
+    count: int  # groups whose gradients are in the weights
     state: RankState
-    files: RankFiles
+    checkpoints: Checkpoints
 
 
 class Saver:
@@ -64,7 +61,6 @@ class Saver:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path,
         start: Start,
         buffer: TrainBuffer,
         *,
@@ -75,17 +71,11 @@ class Saver:
     ) -> None:
         self._config, self._start, self._buffer = config, start, buffer
         self._trained, self._copy, self._written, self._tasks = trained, copy, written, tasks
-        self._checkpoints = Checkpoints.of(run_dir)
-        self._store = store_of(config, run_dir)
-        self._lineage = Lineage(run_dir, start.epoch)
+        self._checkpoints = trained.checkpoints
         self.newest = start.meta
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
-
-    def trained(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Write down the groups of an applied update; they count with the next checkpoint."""
-        self._lineage.add(groups)
 
     @property
     def due(self) -> bool:
@@ -96,18 +86,18 @@ class Saver:
         """Begin a checkpoint of the present weights; the groups they were trained on are retired when it is durable.
 
         Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
-        most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves a draft, which
+        most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves shards, which
         the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
-        greatest number used so far. It raises Fenced when a newer learner has begun its log, even if Redis forgot that
+        greatest number used so far. It raises Fenced when a newer learner has left its mark, even if Redis forgot that
         learner.
         """
         await self.settle()
         if not self._buffer.fresh:
             return
-        self._check_alone()
         saving = _Saving(self._describe(version), frozenset(self._buffer.fresh), time.monotonic())
         place = saving.meta.position
         try:
+            await self._check_alone()
             await asyncio.to_thread(self._checkpoints.begin, place)
         except OSError as error:
             self._failed(saving.meta, error)
@@ -129,21 +119,20 @@ class Saver:
         await self.settle()
         return not self._buffer.fresh
 
-    def close(self) -> None:
-        self._lineage.close()
-
     def _describe(self, version: int) -> Meta:
+        before = self.newest.trained if self.newest else []
         meta = self._start.next_checkpoint(
             step=self._trained.step,
             version=version,
-            digest=self._trained.digest,
-            links=self._lineage.mark(),
+            trained=join([*before, *((group_id, group_id) for group_id in self._buffer.fresh)]),
+            count=self._trained.count,
+            oldest=self._trained.step - self._config.token_staleness_limit,
             model=self._config.model.path,
         )
         return self._trained.state.describe(meta)
 
-    def _check_alone(self) -> None:
-        newer = greatest_logged_epoch(self._checkpoints.folder)
+    async def _check_alone(self) -> None:
+        newer = await asyncio.to_thread(self._checkpoints.greatest_epoch)
         if newer > self._start.epoch:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
@@ -164,42 +153,30 @@ class Saver:
         except OSError as error:
             await self._withdraw(meta, error)
             return
-        self._check_alone()
         await self._buffer.saved(meta.name, saving.group_ids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
-        old = await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
-        if self._store is not None:
-            await self._forget(self._store, old)
+        try:
+            await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
+        except OSError as error:  # they take room and do no harm
+            logger.warning("old checkpoints stay", extra={"error": str(error)})
         seconds = round(time.monotonic() - saving.started, 3)
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
         await self._buffer.archive.sync()
-        await asyncio.to_thread(self._lineage.sync)
         if await self._written() is not WriteProgress.WRITTEN:
             raise OSError("a rank could not write its shard")
         whole = msgspec.structs.replace(meta, shards=self._trained.state.shards)
-        together = not self._trained.files.apart
-        await asyncio.to_thread(self._checkpoints.finish, whole, whole=together)
-        if self._store is not None:
-            await asyncio.to_thread(self._store.put, whole, shards=together)
+        await asyncio.to_thread(self._checkpoints.finish, whole)
+        await self._check_alone()
         return whole
 
-    async def _forget(self, store: CheckpointStore, old: Sequence[Position]) -> None:
-        try:
-            await asyncio.to_thread(store.remove, old, self._start.epoch)
-        except OSError as error:  # they take room and do no harm
-            logger.warning("old checkpoints stay in the store", extra={"error": str(error)})
-
     async def _withdraw(self, meta: Meta, error: Exception) -> None:
-        await asyncio.to_thread(self._remove, meta)
-        self._failed(meta, error)
-
-    def _remove(self, meta: Meta) -> None:
         """Remove what a failed checkpoint left, so that it takes no room and its name is free again."""
-        shutil.rmtree(self._checkpoints.draft(meta.position), ignore_errors=True)
-        shutil.rmtree(self._checkpoints.path(meta.position), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._checkpoints.remove, meta.position)
+        self._failed(meta, error)
 
     def _failed(self, meta: Meta, error: Exception) -> None:
         self._begun = self.newest.step if self.newest else 0

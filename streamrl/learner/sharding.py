@@ -26,11 +26,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
-from streamrl.errors import ConfigError, StreamrlError
-from streamrl.learner.batch import Limits, Microbatch, TrainSample, dummy, layout, work_of
+from streamrl.errors import ConfigError
+from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pack, work_of
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.rows import checked
 from streamrl.wire import Float32Array, Int32Array
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,21 @@ _PREFIX = "model."
 class RowModel:
     """A module over rows of tokens: sharded by `shard`, it takes a `Microbatch` and returns arrays of shape (n,)."""
 
-    def __init__(self, module: Backbone, ranks: Ranks, limits: Limits) -> None:
-        self.ranks, self.limits, self.vocabulary = ranks, limits, module.vocabulary
+    def __init__(self, module: Backbone, ranks: Ranks, limits: RowLimits) -> None:
+        self.ranks, self.vocabulary = ranks, module.vocabulary
         self._module = module
-        with torch.no_grad():
-            # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
-            self._forward(dummy())
+        # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
+        self.limits = checked(
+            limits,
+            lambda part: self._forward(part, targets=None),
+            ranks,
+            name=type(module.model).__name__,
+            vocabulary=module.vocabulary,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            experts=any("expert" in name for name in module.model.config.get_text_config().to_dict()),
+        )
+        self._fsdp.unshard()
+        module.check()
         self._reshard()
 
     def check_samples(self, batch: Sequence[TrainSample]) -> None:
@@ -62,7 +72,7 @@ class RowModel:
                 raise ValueError(
                     f"group {sample.group_id}: {sample.width} tokens{where}, the model takes {self.limits.longest}"
                 )
-            if self.limits.alone and sample.tree is not None and len(sample.tree.branches) > 1:
+            if not self.limits.shared and sample.tree is not None and len(sample.tree.branches) > 1:
                 raise ValueError(
                     f"group {sample.group_id}: an episode of {len(sample.tree.branches)} branches needs rows of several"
                     " lengths in one pass, and padding changes what this model computes"
@@ -78,7 +88,7 @@ class RowModel:
                 module.reshard()
 
     def work(self, samples: Sequence[TrainSample]) -> int:
-        """Work of the samples of one group, as `Limits.work` counts. Not collective."""
+        """Work of the samples of one group, as `RowLimits.work` counts. Not collective."""
         return work_of(samples, self.limits)
 
     @property
@@ -87,26 +97,18 @@ class RowModel:
         return self._module
 
     def _agree(self, batch: Sequence[TrainSample]) -> list[Microbatch]:
-        """Lay out this rank's batch, up to the passes of the busiest rank; if one refuses, all raise. Collective."""
-        try:
-            self.check_samples(batch)
-        except ValueError:
-            self.ranks.all_max(0, 1)
-            raise
-        parts = layout(batch, self.limits)
-        passes, refused = self.ranks.all_max(len(parts), 0)
-        if refused:
-            raise StreamrlError("another rank refused its samples", "the log of that rank names the group")
+        """Lay out this rank's batch, up to the passes of the busiest rank. Collective."""
+        parts = pack(batch, self.limits)
+        (passes,) = self.ranks.all_max(len(parts))
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:
         return self._module(
             input_ids=self._to_device(part.input_ids),
-            until=self._to_device(part.until) if part.shared else None,
+            visible_until=self._to_device(part.visible_until) if part.shared else None,
             position_ids=self._to_device(part.position_ids) if part.shared else None,
             positions=self._to_device(part.positions),
-            targets=self._to_device(part.targets),
-            **options,
+            **{"targets": self._to_device(part.targets), **options},
         )
 
     @torch.no_grad()
@@ -177,7 +179,14 @@ class TrainableModel(RowModel, Generic[SumsT]):
     """`kind` are the statistics that `_backward` adds up; `whole`: one FSDP unit that stays gathered."""
 
     def __init__(
-        self, module: Backbone, config: LearnerConfig, ranks: Ranks, limits: Limits, *, kind: type[SumsT], whole: bool
+        self,
+        module: Backbone,
+        config: LearnerConfig,
+        ranks: Ranks,
+        limits: RowLimits,
+        *,
+        kind: type[SumsT],
+        whole: bool,
     ) -> None:
         super().__init__(module, ranks, limits)
         self._whole, self._kind = whole, kind
@@ -242,7 +251,7 @@ class TrainableModel(RowModel, Generic[SumsT]):
         self._offload.to_device()
 
     def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies, so training may go on while they are written. Not collective."""
+        """Copies, so training may go on while they are written; on CUDA valid until the next call. Not collective."""
         return self._optimizer.state()
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:

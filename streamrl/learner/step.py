@@ -22,7 +22,6 @@ import torch
 
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.advantages import normalise
-from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.kl import KlController, penalties
 from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.recipe import Recipe
@@ -139,8 +138,7 @@ def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats
 
 def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
     """This rank's share of a micro-batch with what `Recipe.computes` names, computed without gradient."""
-    idle = models.recipe.skips_zero and not models.recipe.corrections.whole_step
-    live = [not idle or sample.has_advantage for sample in batch]
+    live = [not models.recipe.skips_zero or sample.has_advantage for sample in batch]
     computed = iter(_compute(models, [sample for sample, alive in zip(batch, live, strict=True) if alive]))
     return [next(computed) if alive else sample for sample, alive in zip(batch, live, strict=True)]
 
@@ -155,7 +153,6 @@ def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence
     estimated = _estimate(models, samples)
     if estimated is None:
         return StepStats.of([], kl_coefficient=coefficient, failed=True)
-    limits = _limits(models, estimated, step)
     counts = _counts(actor.ranks, group_ids, estimated)
     policy_updates: list[UpdateStats[TokenSums]] = []
     critic_updates: list[UpdateStats[ValueSums]] = []
@@ -164,7 +161,7 @@ def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence
         tokens, responses = (int(count) for count in counts[[group_id in chosen for group_id in group_ids]].sum(axis=0))
         if step >= recipe.critic_warmup:
             size = recipe.normaliser(tokens=tokens, responses=responses)
-            _, stats = actor.update_policy(batch, size=size, step=step, kl_coefficient=coefficient, limits=limits)
+            _, stats = actor.update_policy(batch, size=size, step=step, kl_coefficient=coefficient)
             policy_updates.append(stats)
         if critic is not None:
             critic_updates.append(critic.update_critic(batch, tokens=max(1, tokens)))
@@ -245,22 +242,6 @@ def _penalties(models: Models, group: Sequence[TrainSample]) -> list[FloatArray]
     return penalties(proximal, reference, kl.estimator, models.kl_coefficient)
 
 
-def _limits(models: Models, samples: Sequence[TrainSample], step: int) -> tuple[float | None, ...]:
-    corrections, ranks = models.recipe.corrections, models.actor.ranks
-    if not corrections.whole_step:
-        return (None,) * len(corrections.gates)
-    proximal = _joined([sample.proximal for sample in samples])
-    behaviour = _joined([sample.logprobs for sample in samples])
-    steps = np.concatenate([np.zeros(0, dtype=np.int64), *(sample.steps for sample in samples)])
-    ages = np.maximum(0, step - steps)
-    old = proximal
-    if corrections.base == "prox_approx":
-        tensors = (torch.from_numpy(array) for array in (proximal, behaviour, ages))
-        old = old_logprobs("prox_approx", *tensors).numpy()
-    advantages = _joined([sample.advantages for sample in samples])
-    return corrections.step_limits(old - behaviour, advantages, ages, lambda values: _all_sum(ranks, values))
-
-
 def _counts(ranks: Ranks, group_ids: Sequence[int], samples: Sequence[TrainSample]) -> FloatArray:
     """Sampled tokens and responses of each group, whichever rank has it, shape (groups, 2)."""
     places = {group_id: place for place, group_id in enumerate(group_ids)}
@@ -281,7 +262,3 @@ def _mini_batches(recipe: Recipe, group_ids: Sequence[int], step: int) -> Iterat
 def _all_sum(ranks: Ranks, values: FloatArray) -> FloatArray:
     total = ranks.all_sum(torch.from_numpy(np.ascontiguousarray(values)).to(ranks.device))
     return np.asarray(total.cpu().numpy())
-
-
-def _joined(arrays: Sequence[Float32Array | None]) -> Float32Array:
-    return np.concatenate([np.zeros(0, dtype=np.float32), *(array for array in arrays if array is not None)])

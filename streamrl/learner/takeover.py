@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import uuid
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, NOWHERE, Checkpoints, Kind, Meta, parse_name
-from streamrl.learner.lineage import Branch, Link, TrainedDigest, greatest_logged_epoch, read_trained, read_versions
+from streamrl.learner.lineage import Branch, Interval, greatest_version, ids_of
 from streamrl.queues.ledger import Ledger
 from streamrl.queues.records import Fence
 
@@ -23,7 +22,7 @@ class Start:
     nonce: str  # fences this learner's writes
     epoch: int
     meta: Meta | None  # loaded checkpoint; None when training starts from the model of the run
-    trained: list[int]  # ids in the chain of that checkpoint
+    trained: list[int]  # ids of the groups that it was trained on
     version: int  # greatest number known anywhere; the next one is above it
     branch: Branch  # versions and steps of the surviving branch
 
@@ -37,64 +36,59 @@ class Start:
         return self.meta.name if self.meta else "0-0"
 
     def next_checkpoint(
-        self, *, step: int, version: int, digest: TrainedDigest, links: tuple[Link, Link], model: str
+        self, *, step: int, version: int, trained: list[Interval], count: int, oldest: int, model: str
     ) -> Meta:
-        """Meta data of a checkpoint of this learner: the lineage of the loaded one, and what was added since."""
+        """Meta data of a checkpoint of this learner; versions of a step before `oldest` are not trained any more."""
         before = self.meta
         return Meta(
             format=FORMAT,
             epoch=self.epoch,
             step=step,
             version=version,
-            chain=[*(before.chain if before else []), links[0]],
-            count=digest.count,
-            digest=digest.hexdigest,
+            trained=trained,
+            count=count,
+            versions=self.branch.since(oldest),
             bases=[*before.bases, before.position] if before else [],
             model=model,
-            record=[*(before.record if before else []), links[1]],
         )
 
 
-async def take_over(ledger: Ledger, checkpoints: Checkpoints, *, kind: Kind, model: str) -> Start:
+async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, kind: Kind, model: str) -> Start:
     """Fence older learners out and declare the checkpoint this one goes on from.
 
-    Before `resume` it writes only the fence, and the cursor of a Redis that lost its data. Each call is another
-    learner with a new epoch.
+    Before `resume` it writes only the fence, a mark of its epoch beside the checkpoints, and the cursor of a Redis that
+    lost its data. Each call is another learner with a new epoch.
 
     Raises:
         Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
-            not fit the log of trained groups; or the checkpoint is of another format, kind or model.
+            not fit the ids of trained groups; or the checkpoint is of another format, kind or model.
         Fenced: another learner came in between.
     """
     nonce = uuid.uuid4().hex
-    epochs = [epoch for epoch, _ in checkpoints.positions()]
-    fence = await ledger.fence(nonce, max([*epochs, greatest_logged_epoch(checkpoints.folder)], default=0))
+    fence = await ledger.fence(nonce, checkpoints.greatest_epoch())
+    checkpoints.mark_epoch(fence.epoch)
     meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch, fence.checkpoint)
-    check_age(fence, meta, checkpoints.folder)
+    check_age(fence, meta, checkpoints)
     if meta:
         check_fit(meta, kind, model)
-    trained = read_trained(checkpoints.folder, meta.chain) if meta else []
-    if meta:
-        check_digest(meta, trained)
-    # A Redis that lost its data would admit all trained groups again: lift its cursor to the first gap.
-    known = set(trained)
-    await ledger.lift(nonce, next(group_id for group_id in itertools.count() if group_id not in known))
+    trained = ids_of(meta.trained) if meta else []
+    # A Redis that lost its data would admit all trained groups again: advance its cursor to the first gap.
+    first, last = meta.trained[0] if meta and meta.trained else (0, -1)
+    await ledger.advance_cursor(nonce, 0 if first else last + 1)
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
-    checkpoints.remove_drafts(fence.epoch)
-    notes = read_versions(checkpoints.folder)
-    surviving = [int(file.removeprefix("trained-").removesuffix(".log")) for file, _ in (meta.chain if meta else [])]
-    branch = Branch(notes, surviving, fence.epoch, meta.step if meta else 0)
-    version = max(fence.version, meta.version if meta else 0, branch.greatest)
+    checkpoints.remove_unfinished(fence.epoch)
+    branch = Branch(meta.versions if meta else {})
+    version = max(fence.version, meta.version if meta else 0, greatest_version(run_dir))
     logger.info("learner took over", extra={"epoch": fence.epoch, "checkpoint": meta.name if meta else "none"})
     return Start(nonce, fence.epoch, meta, trained, version, branch)
 
 
-def check_age(fence: Fence, meta: Meta | None, folder: Path) -> None:
+def check_age(fence: Fence, meta: Meta | None, checkpoints: Checkpoints) -> None:
     if meta is None and parse_name(fence.checkpoint) != NOWHERE:
         raise Refused(
-            f"Redis retired groups for ckpt-{fence.checkpoint}, and in {folder} there is no valid checkpoint that goes"
-            " on from it: going on would lose groups",
-            f"bring {folder / f'ckpt-{fence.checkpoint}'} back, or start afresh with --fresh",
+            f"Redis retired groups for ckpt-{fence.checkpoint}, and in {checkpoints.root} there is no valid checkpoint"
+            " that goes on from it: going on would lose groups",
+            f"bring {checkpoints.root}/ckpt-{fence.checkpoint} back, or start afresh with --fresh",
         )
 
 
@@ -116,11 +110,5 @@ def check_fit(meta: Meta, kind: Kind, model: str) -> None:
             f"{name} was trained from model {meta.model}, model.path is {model}",
             "put model.path back, or start afresh with --fresh",
         )
-
-
-def check_digest(meta: Meta, trained: list[int]) -> None:
-    """Refuse a chain whose ids are not those whose gradients the weights hold."""
-    digest = TrainedDigest()
-    digest.add(trained)
-    if (digest.count, digest.hexdigest) != (meta.count, meta.digest):
-        raise Refused(f"the log of trained groups does not fit the weights of ckpt-{meta.name}", "run `streamrl audit`")
+    if meta.count != (known := len(ids_of(meta.trained))):
+        raise Refused(f"{name} was trained on {meta.count} groups and names {known} of them", "run `streamrl audit`")

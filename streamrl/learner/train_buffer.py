@@ -164,12 +164,12 @@ class TrainBuffer:
 
     # ---- the step
 
-    async def begin(self, groups: Sequence[TrainGroup]) -> None:
+    async def start_step(self, groups: Sequence[TrainGroup]) -> None:
         """Take groups into the step: their crash counter goes up until it is cleared."""
         for group in groups:
             self._groups.pop(group.group_id, None)  # in_step has the order in which they were begun
             self._groups[group.group_id] = GroupState(Stage.IN_STEP, group)
-        await self._ledger.begin(self._nonce, [group.group_id for group in groups])
+        await self._ledger.start_step(self._nonce, [group.group_id for group in groups])
 
     def computed(self, groups: Sequence[TrainGroup]) -> None:
         """Note that the forward and backward pass of these groups went well."""
@@ -211,13 +211,13 @@ class TrainBuffer:
                 if group_id in self._groups:
                     self._groups[group_id].stage = Stage.TRAINED
             await self._read()
-            await self._ledger.consume(self._nonce, self.unretired, 0, None, group_ids)
+            await self._ledger.finish_step(self._nonce, self.unretired, 0, None, group_ids)
 
     async def announce(self, version: int, manifest: bytes) -> None:
         """Show engines a version of the weights; a repeat shows it again where Redis has forgotten it."""
         async with self._lock:
             await self._read()
-            await self._ledger.consume(self._nonce, self.unretired, version, manifest)
+            await self._ledger.finish_step(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
         """Retire groups that are in a durable checkpoint."""
@@ -231,14 +231,14 @@ class TrainBuffer:
 
     async def _clear_crash_counts(self, group_ids: Sequence[int]) -> None:
         # Do not write `unretired`: the last reading may be older than a retirement, or than a restored Redis.
-        await self._ledger.consume(self._nonce, None, 0, None, group_ids)
+        await self._ledger.finish_step(self._nonce, None, 0, None, group_ids)
 
     # ---- inside the lock
 
     async def _drop(self, group_ids: Sequence[int], why: str) -> int:
         count = 0
         if group_ids:
-            await self.archive.settle()
+            await self.archive.sync()
         for group_id in group_ids:
             count += await self._ledger.drop(self._nonce, group_id, why)
             self._groups.pop(group_id, None)
@@ -290,7 +290,7 @@ class TrainBuffer:
 
     async def _bury(self, group_id: int, why: str) -> None:
         logger.warning("group is dead", extra={"group": group_id, "why": why})
-        await self.archive.settle()
+        await self.archive.sync()
         await self._ledger.fail_group(self._nonce, group_id, why)
 
     def _count(self, closed: Sequence[int]) -> None:

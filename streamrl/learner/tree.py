@@ -1,4 +1,4 @@
-"""The turns of a sample as a tree, its branches, and how branches become runs of tokens in rows.
+"""The turns of a sample as a tree, its branches, and how branches become segments of rows.
 
 ```
 prompt ─ turn 0 (sampled) ─ turn 1 (observed) ┬ turn 2 (sampled)      branch 0: turns 0 1 2, trains 0 and 2
@@ -12,7 +12,7 @@ sampled turn follows predict nothing and take no place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -81,6 +81,12 @@ class Tree:
         tokens = sum(self.length(turn) for turn in branch.turns) - 1
         return tokens if branch.own_prompt else prompt + tokens
 
+    def cost(self, prompt: int) -> int:
+        """Tokens that go through the model when each turn is computed once, after a prompt of so many."""
+        fresh = [turn for branch in self.branches for turn in branch.turns[branch.new :]]
+        prompts = any(not branch.own_prompt for branch in self.branches) * prompt
+        return prompts + sum(map(self.length, fresh)) - len(self.branches)
+
     def _walk(self) -> Iterator[EpisodeBranch]:
         children: dict[int, list[int]] = {}
         live = [count > 0 for count in self.sampled]
@@ -104,62 +110,65 @@ class Tree:
                 new = len(path)
 
 
-class Cut(NamedTuple):
-    """Branches of one sample that stand side by side behind one prompt, what they share once."""
-
-    prompt: int  # tokens of the prompt
-    branches: tuple[EpisodeBranch, ...]
-    added: int  # tokens behind the prompt
-
-
-def cut_up(tree: Tree, prompt: int, widest: int, shares: bool) -> list[Cut]:
-    """The branches of a sample by prompt; a cut has one branch, or several in at most `widest` tokens.
-
-    Without `shares`, and where some branch alone is wider than `widest`, each cut has one branch: the mask of several
-    branches and the model's own attention do not go together in one pass.
-    """
-    widths = [tree.width(branch, prompt) for branch in tree.branches]
-    together = shares and max(widths, default=0) <= widest
-    cuts: list[Cut] = []
-    last: dict[int, int] = {}  # the last cut of each root, because branches of other roots may lie between
-    for branch, width in zip(tree.branches, widths, strict=True):
-        root = branch.turns[0] if branch.own_prompt else PROMPT
-        before = tree.length(root) if branch.own_prompt else prompt
-        more = sum(tree.length(turn) for turn in branch.turns[max(branch.new, branch.own_prompt) :]) - 1
-        place = last.get(root)
-        # The last token of a turn that a later branch continues is left out only where nothing continues it.
-        if together and place is not None and before + cuts[place].added + more <= widest:
-            known = cuts[place]
-            cuts[place] = Cut(before, (*known.branches, branch), known.added + more)
-        else:
-            last[root] = len(cuts)
-            cuts.append(Cut(before, (branch,), width - before))
-    return cuts
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Limb:
-    """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order."""
+class Segment:
+    """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order.
+
+    The last token of each branch is left out, because nothing is predicted from it.
+    """
 
     prompt: Int32Array
     ids: Int32Array  # shape (n,)
-    until: Int64Array  # first place in `ids` that does not see each token, shape (n,)
+    visible_until: Int64Array  # first place in `ids` that does not see each token, shape (n,)
     depth: Int64Array  # tokens between the prompt and each token, shape (n,)
     before: Int64Array  # place in `ids` that predicts each trained token, -1: the end of the prompt, shape (m,)
     targets: Int64Array  # place of each trained token in the arrays of the sample, shape (m,)
+    branches: int
+
+    @classmethod
+    def of_answer(cls, prompt: Int32Array, tokens: Int32Array) -> Segment:
+        """A single answer without turns, of at least one token."""
+        places = np.arange(len(tokens))
+        until = np.full(len(tokens) - 1, len(tokens) - 1)
+        return cls(prompt, tokens[:-1], until, places[:-1], places - 1, places, 1)
 
 
-def limb(tree: Tree, prompt: Int32Array, tokens: Int32Array, cut: Cut) -> Limb:
-    """The tokens of a cut; `prompt` and `tokens` are those of the sample."""
-    own = cut.branches[0].own_prompt
+def segments(tree: Tree, prompt: Int32Array, tokens: Int32Array, widest: int) -> list[Segment]:
+    """The branches of a sample by prompt; a segment has one, or several in at most `widest` tokens with the prompt.
+
+    Where some branch alone is wider than `widest`, each segment has one branch: the mask of several branches and the
+    model's own attention do not go together in one pass.
+    """
+    widths = [tree.width(branch, len(prompt)) for branch in tree.branches]
+    together = max(widths, default=0) <= widest
+    parts: list[list[EpisodeBranch]] = []
+    taken: list[int] = []
+    last: dict[int, int] = {}  # the last part of each root, because branches of other roots may lie between
+    for branch, width in zip(tree.branches, widths, strict=True):
+        root = branch.turns[0] if branch.own_prompt else PROMPT
+        more = sum(tree.length(turn) for turn in branch.turns[max(branch.new, branch.own_prompt) :]) - 1
+        part = last.get(root)
+        # The last token of a turn that a later branch continues is left out only where nothing continues it.
+        if together and part is not None and taken[part] + more <= widest:
+            parts[part].append(branch)
+            taken[part] += more
+        else:
+            last[root] = len(parts)
+            parts.append([branch])
+            taken.append(width)
+    return [_segment(tree, prompt, tokens, part) for part in parts]
+
+
+def _segment(tree: Tree, prompt: Int32Array, tokens: Int32Array, branches: Sequence[EpisodeBranch]) -> Segment:
+    own = branches[0].own_prompt
     ids: list[Int32Array] = []
     depth: list[Int64Array] = []
     before: list[Int64Array] = []
-    begin: dict[int, int] = {}
+    begin: list[int] = []
     close: dict[int, int] = {}
     ends: dict[int, tuple[int, int]] = {}  # place and depth of the last token of each turn
     end = 0
-    for number, branch in enumerate(cut.branches):
+    for number, branch in enumerate(branches):
         for place in range(branch.new if number else 0, len(branch.turns)):
             turn = branch.turns[place]
             if own and not place:
@@ -174,18 +183,19 @@ def limb(tree: Tree, prompt: Int32Array, tokens: Int32Array, cut: Cut) -> Limb:
             depth.append(np.arange(count - last) + deep + 1)
             if tree.sampled[turn] and place >= branch.new:
                 before.append(np.concatenate([[at], np.arange(end, end + count - 1)]))
-            begin[turn], end = end, end + count - last
+            begin.append(turn)
+            end += count - last
             ends[turn] = (end - 1, deep + count)
         for turn in branch.turns:
             close[turn] = end
-    sizes = [len(piece) for piece in ids]
-    return Limb(
-        prompt=tree.observed[cut.branches[0].turns[0]] if own else prompt,
+    return Segment(
+        prompt=tree.observed[branches[0].turns[0]] if own else prompt,
         ids=np.concatenate([np.zeros(0, dtype=np.int32), *ids]),
-        until=np.repeat(np.asarray([close[turn] for turn in begin], dtype=np.int64), sizes),
+        visible_until=np.repeat(np.asarray([close[turn] for turn in begin], dtype=np.int64), [len(one) for one in ids]),
         depth=np.concatenate([np.zeros(0, dtype=np.int64), *depth]),
         before=np.concatenate([np.zeros(0, dtype=np.int64), *before]),
-        targets=np.concatenate([tree.places(branch.turns[branch.new :]) for branch in cut.branches]),
+        targets=np.concatenate([tree.places(branch.turns[branch.new :]) for branch in branches]),
+        branches=len(branches),
     )
 
 

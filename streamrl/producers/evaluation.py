@@ -79,7 +79,7 @@ class Evaluation:
         await self._admitter.locate()
         self._log = await asyncio.to_thread(EvaluationLog, self._role.run_dir)
         fence = await self._ledger.fence(self._nonce, 0)
-        await self._ledger.lift(self._nonce, self._log.watermark)
+        await self._ledger.advance_cursor(self._nonce, self._log.watermark)
         # No checkpoint covers this ledger; the name only says which feeder retired last.
         self._checkpoint = f"{fence.epoch}-0"
         await self._admitter.locate()
@@ -120,7 +120,7 @@ class Evaluation:
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:
             return False
-        await self._ledger.lift(self._nonce, self._log.watermark)
+        await self._ledger.advance_cursor(self._nonce, self._log.watermark)
         await self._admitter.locate()
         first = self._admitter.cursor
         begun = EvaluationRound(version, first, self._log.end_of(first, self._config.prompts))

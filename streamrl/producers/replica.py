@@ -66,8 +66,6 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
             run=role.config.name,
             run_dir=role.run_dir,
             name=role.name,
-            board=role.ledgers.roles,
-            status=role.status,
         )
         ended = asyncio.Event()
         following = tasks.create_task(follower.run(ended))

@@ -67,7 +67,7 @@ _REPLAYS: Final = {
 }
 _QUEUED: Final = {1: ReplayOutcome.QUEUED, 0: ReplayOutcome.GONE, 3: ReplayOutcome.NO_PROMPT}
 _OTHER_SAMPLES: Final = -2
-_ZERO_IS_FENCED: Final = frozenset({"lift", "resume", "begin", "consume"})
+_ZERO_IS_FENCED: Final = frozenset({"advance_cursor", "resume", "start_step", "finish_step"})
 
 
 @dataclass(frozen=True)
@@ -365,9 +365,9 @@ class Ledger:
         self._settled_at = asyncio.get_running_loop().time() + self._fsync_period
         return Fence(epoch, checkpoint.decode() or None, version, base.decode() or None, base_epoch)
 
-    async def lift(self, nonce: str, cursor: int) -> None:
-        """Lift the cursor of a Redis that lost its data; all groups below `cursor` must be trained or evaluated."""
-        await self._fenced("lift", [self.keys.state, self.keys.scored], [nonce, cursor])
+    async def advance_cursor(self, nonce: str, cursor: int) -> None:
+        """Advance the cursor of a Redis that lost its data; all groups below `cursor` must be trained or evaluated."""
+        await self._fenced("advance_cursor", [self.keys.state, self.keys.scored], [nonce, cursor])
 
     async def resume(self, nonce: str, checkpoint: str, epoch: int) -> None:
         """Declare the checkpoint this learner goes on from; files of older epochs other than it are void."""
@@ -387,28 +387,29 @@ class Ledger:
         """A whole closed group; None when it is not closed (any more)."""
         return ClosedGroup.of(group_id, await self.connection.read("HGETALL", self.keys.group(group_id)))
 
-    async def begin(self, nonce: str, group_ids: Sequence[int]) -> None:
-        """Note that a step with these groups begins; `ClosedGroup.crashes` counts it until `consume` clears it.
+    async def start_step(self, nonce: str, group_ids: Sequence[int]) -> None:
+        """Note that a step with these groups begins; `ClosedGroup.crashes` counts it until `finish_step` clears it.
 
         A group counts once per nonce, so a repeat changes nothing, and a learner that skips a step counts once.
         """
-        await self._fenced("begin", [self.keys.state, self.keys.scored, *map(self.keys.group, group_ids)], [nonce])
+        await self._fenced("start_step", [self.keys.state, self.keys.scored, *map(self.keys.group, group_ids)], [nonce])
 
-    async def consume(
-        self, nonce: str, held: int | None, version: int, manifest: bytes | None, trained: Sequence[int] = ()
+    async def finish_step(
+        self, nonce: str, unretired: int | None, version: int, manifest: bytes | None, trained: Sequence[int] = ()
     ) -> None:
         """A step is done: free its places in the budget and publish its version.
 
         Args:
             nonce: of `fence`.
-            held: closed groups in Redis that this learner has trained and not retired; absolute, so that a repeat
+            unretired: closed groups in Redis that this learner has trained and not retired; absolute, so that a repeat
                 changes nothing. None: the number in Redis stays.
             version: number of the new version.
             manifest: of the new version; None publishes nothing. A version is published once.
             trained: groups of the step, whose crash counters are cleared.
         """
         keys = [self.keys.state, self.keys.scored, self.keys.weights, *map(self.keys.group, trained)]
-        await self._fenced("consume", keys, [nonce, "" if held is None else held, version, manifest or b""])
+        count = "" if unretired is None else unretired
+        await self._fenced("finish_step", keys, [nonce, count, version, manifest or b""])
 
     async def drop(self, nonce: str, group_id: int, why: str) -> bool:
         """Drop a closed group untrained (too stale); False when it is not closed (any more)."""
@@ -426,14 +427,14 @@ class Ledger:
         names = [keys.state, keys.scored, keys.live, keys.dead, keys.dropped, keys.group(group_id)]
         return bool(await self._fenced("fail_group", names, [nonce, group_id, why[:MAX_WHY], b""]))
 
-    async def retire(self, nonce: str, checkpoint: str, held: int, group_ids: Sequence[int]) -> int:
+    async def retire(self, nonce: str, checkpoint: str, unretired: int, group_ids: Sequence[int]) -> int:
         """Delete groups whose update is in a durable checkpoint; only closed ones go.
 
         The first call after `fence` waits until the fence itself is on the disk of Redis: else a crash of Redis could
         bring back an older learner's fence together with groups that are retired here.
 
-        Redis remembers `checkpoint` (`EPOCH-STEP`) before the first group goes; `held` trained groups stay. Returns the
-        number of groups deleted now; a repeat deletes none.
+        Redis remembers `checkpoint` (`EPOCH-STEP`) before the first group goes; `unretired` trained groups stay.
+        Returns the number of groups deleted now; a repeat deletes none.
         """
         await asyncio.sleep(max(0.0, self._settled_at - asyncio.get_running_loop().time()))
         keys = self.keys
@@ -441,7 +442,7 @@ class Ledger:
         for start in range(0, max(1, len(group_ids)), CHUNK):
             chunk = group_ids[start : start + CHUNK]
             names = [keys.state, keys.scored, keys.live, *map(keys.group, chunk)]
-            retired += await self._fenced("retire", names, [nonce, checkpoint, held, *chunk])
+            retired += await self._fenced("retire", names, [nonce, checkpoint, unretired, *chunk])
         return retired
 
     async def wait_closed(self, seconds: float) -> None:

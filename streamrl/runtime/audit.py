@@ -1,8 +1,8 @@
 """The audit: where every admitted group is, from the records of the roles that decided it, not from counters.
 
 * admitted: every id below the cursor of its data set,
-* trained: the logs of ids that the greatest valid checkpoint names (its chain), compared with the digest that was kept
-  beside its weights,
+* trained: the ids that the greatest valid checkpoint names, compared with the count of groups whose updates were
+  applied to its weights,
 * evaluated: held-out groups in `evaluation.jsonl`,
 * dead, dropped, live: recorded in Redis by id.
 
@@ -24,7 +24,7 @@ import orjson
 from streamrl.config import RunConfig
 from streamrl.errors import WireError
 from streamrl.learner.checkpoint import NOWHERE, Checkpoints, Meta, parse_name
-from streamrl.learner.lineage import TrainedDigest, read_trained
+from streamrl.learner.lineage import ids_of
 from streamrl.queues import replies
 from streamrl.queues.damage import damages, shown
 from streamrl.queues.keys import ALL_SAMPLES
@@ -54,7 +54,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     `admitted` = trained + dropped + dead + live + lost, of training groups. `held_out.admitted` = evaluated and those
     of `held_out`. `lost` (of both) and `twice` must be 0. `dead_samples` are responses with a dead letter, also of
     groups that went on without them. `lost_ids` and `twice_ids` list the first hundred, held-out groups as `eval:ID`.
-    `unproved` says why the records prove nothing: the checkpoint that Redis retired for is missing, or its log does not
+    `unproved` says why the records prove nothing: the checkpoint that Redis retired for is missing, or its ids do not
     fit the weights. `faults` are breaches of the structure of the ledger, and trained groups that are also dropped or
     dead (Redis came back from the past).
     """
@@ -102,7 +102,7 @@ async def audit(config: RunConfig, run_dir: Path, ledgers: Ledgers) -> Audit:
     """
     train = await _look(ledgers.train)
     held_out = await _look(ledgers.evaluation)
-    meta, group_ids, unproved = await _chain(run_dir, ledgers.train)
+    meta, group_ids, unproved = await _chain(Checkpoints.of(config, run_dir), ledgers.train)
     both_ways = set(group_ids) & (train[1].dropped | train[1].dead)
     if both_ways:  # looked at again: a dead group may have been replayed and trained since the first look
         again = (await _look(ledgers.train))[1]
@@ -155,9 +155,8 @@ def _settle(seen: tuple[int, _Places], done: set[int]) -> _Places:
     return _Places(done, dropped, dead, live, lost, places.dead_samples)
 
 
-async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
-    """The greatest valid checkpoint, the ids of its chain, and reasons why they prove nothing."""
-    checkpoints = Checkpoints.of(run_dir, make=False)
+async def _chain(checkpoints: Checkpoints, ledger: Ledger) -> tuple[Meta | None, list[int], list[str]]:
+    """The greatest valid checkpoint, the ids of its groups, and reasons why they prove nothing."""
     state = await ledger.state()
     meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch, state.checkpoint)
     for _ in range(_LOOKS):
@@ -172,13 +171,10 @@ async def _chain(run_dir: Path, ledger: Ledger) -> tuple[Meta | None, list[int],
         meta = await asyncio.to_thread(checkpoints.greatest, state.base, state.base_epoch)
     if meta is None:
         return None, [], unproved
-    group_ids = read_trained(checkpoints.folder, meta.chain)
-    digest = TrainedDigest()
-    digest.add(group_ids)
-    if (digest.count, digest.hexdigest) != (meta.count, meta.digest):
+    group_ids = ids_of(meta.trained)
+    if len(group_ids) != meta.count:
         unproved.append(
-            f"ckpt-{meta.name}: its weights were trained on {meta.count} groups with digest {meta.digest}, the log has"
-            f" {digest.count} with {digest.hexdigest}"
+            f"ckpt-{meta.name}: its weights were trained on {meta.count} groups, and it names {len(group_ids)} of them"
         )
     return meta, group_ids, unproved
 

@@ -134,6 +134,11 @@ def memory(config: RunConfig, model_float32: int) -> Need:
             # Weights and two moments of AdamW, all in float32; with an adapter the weights alone.
             least += sizes[config.model.dtype] if config.learner.lora.rank else 3 * model_float32
             least += sizes[config.model.dtype] * (config.learner.reference.kind == "frozen")
+        else:
+            # Rows that are read before they go to the devices; then copies for checkpoints, and what stays on the host.
+            offload = config.learner.offload
+            stays = 4 if "parameters" in offload else 2 if "optimizer" in offload else 0
+            least += model_float32 * (1 if config.learner.lora.rank else 3 + stays)
     engine = config.engine
     generating = "engine" if config.engines else "rollout"
     if generating in counts and not engine.url and computes_on_cpu(engine.device):
@@ -238,11 +243,10 @@ def model_bytes(config: RunConfig, dtype: str) -> int:
 def shared_memory_copies(config: RunConfig) -> int:
     """Most copies of the weights in /dev/shm at the same time, with all replicas on this host.
 
-    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), two more if a
-    replica may still be pulling, and two in the staging folder of each replica that fetches versions or completes
-    deltas.
+    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), and two in
+    the staging folder of each replica that fetches versions or completes deltas.
     """
     weights = config.weights
     followers = config.engines or config.rollout.replicas
     staging_folders = followers if weights.pulled or weights.delta.enabled else 0
-    return (0 if weights.transport == "directory" else 3) + (2 if weights.pulled else 0) + 2 * staging_folders
+    return (0 if weights.transport == "directory" else 3) + 2 * staging_folders

@@ -40,6 +40,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
+from streamrl.runtime.devices import plan_devices, show_devices, visible_cards
 from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
 from streamrl.runtime.model_checks import look_at_models
 from streamrl.servers import environments
@@ -259,7 +260,8 @@ def look_at_devices(config: RunConfig) -> str:
         devices["engine.device"] = config.engine.device
     for key, device in devices.items():
         environments.check_device(key, device)
-    return ", ".join(f"{key} {device}" for key, device in devices.items()) or "none"
+    cards = visible_cards()
+    return show_devices(plan_devices(config, cards), cards)
 
 
 def look_at_loggers(config: RunConfig) -> str:
@@ -353,19 +355,18 @@ def _answers(engine: EngineConfig, url: str) -> str:
 
 def look_at_way(config: RunConfig) -> str:
     weights = config.weights
-    if weights.pulled:
+    if weights.pulled and weights.url is None:
         _bindable(weights.host, weights.port)
-    if weights.relay and weights.transport != "http":
-        raise ConfigError(f"weights.relay has no meaning with transport {weights.transport}", "leave it out")
     deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
-    return f"{weights.transport}, {weights.dtype}{deltas}"
+    return f"{weights.url or weights.transport}, {weights.dtype}{deltas}"
 
 
 def look_at_stores(config: RunConfig) -> str:
     """Write a small file to each store of the run and remove it."""
     archive = config.archive.store if config.archive.enabled else None
+    urls = {"checkpoint.store": config.checkpoint.store, "archive.store": archive, "weights.url": config.weights.url}
     found = []
-    for key, url in {"checkpoint.store": config.checkpoint.store, "archive.store": archive}.items():
+    for key, url in urls.items():
         if (store := run_store(url, config, key)) is not None:
             store.probe()
             found.append(store.url)

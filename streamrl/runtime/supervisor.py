@@ -127,7 +127,7 @@ async def supervise(
 
 
 def _open_placement(on: str, config: RunConfig, run_dir: Path, specs: Sequence[UnitSpec]) -> Placement:
-    return LocalPlacement(run_dir) if on == "local" else RayPlacement.open(config, run_dir, specs)
+    return LocalPlacement(run_dir, config) if on == "local" else RayPlacement.open(config, run_dir, specs)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ class Dialect(Startable):
     kind: ClassVar[str]
     guarded: ClassVar[str]
     """A path that answers 401 or 403 without the right key, and changes nothing."""
+    spare: ClassVar[int] = 1
+    """Places of its context that no prompt may take: the token that it samples, and what it keeps free."""
     fixed: ClassVar[bool] = False
     """Its weights cannot be replaced."""
 
@@ -124,6 +126,20 @@ class Dialect(Startable):
             WireError: missing or non-finite log-probabilities, counts that do not fit, or no such message.
             DataError: the server refuses the request itself.
         """
+
+    def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
+        """Ask for the log-probabilities of `tokens` from `start` on, which is at least 1; `model` by its served name.
+
+        They go in as a prompt, to whose log-probabilities no kind of server applies a temperature.
+        """
+        raise NotImplementedError
+
+    def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
+        """Understand the answer to `score`; `tokens` are those from `start` on. An impossible one may have any value.
+
+        `WireError`: it has no log-probabilities, or those of other tokens.
+        """
+        raise NotImplementedError
 
     def abort(self, request_id: str) -> Sequence[Call]:
         """End a request; empty when closing the connection is enough."""

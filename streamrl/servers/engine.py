@@ -104,8 +104,6 @@ class EngineRole:
             run=self._config.name,
             run_dir=role.run_dir,
             name=role.name,
-            board=role.ledgers.roles,
-            status=role.status,
         )
 
     async def _announce(self) -> None:

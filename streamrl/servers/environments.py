@@ -17,6 +17,7 @@ import orjson
 
 from streamrl.config import EngineConfig
 from streamrl.config.base import ServerKind
+from streamrl.cores import has_gpu
 from streamrl.errors import ConfigError
 
 FOLDER: Final = ".engines"
@@ -27,11 +28,6 @@ MARKER: Final = "streamrl-engine.json"
 def install_command(kind: str) -> str:
     """The command that makes the environment of `kind`, for the hint of every error about a missing one."""
     return f"streamrl engines install {kind}"
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA device; looks at the device files only."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def computes_on_cpu(device: str) -> bool:

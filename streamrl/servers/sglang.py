@@ -58,6 +58,7 @@ class SglangDialect(Dialect):
 
     kind: ClassVar[str] = "sglang"
     guarded: ClassVar[str] = "/model_info"
+    spare: ClassVar[int] = 7
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
@@ -194,6 +195,30 @@ class SglangDialect(Dialect):
             raise
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise WireError(f"no message of SGLang's /generate: {error!r}") from error
+
+    @override
+    def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+        }
+        return Call("POST", "/generate", body, repeatable=True)
+
+    @override
+    def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"][-len(tokens) :]
+            found = [(int(entry[1]), float(entry[0])) for entry in entries]
+        except (LookupError, TypeError, ValueError) as error:
+            raise WireError(f"SGLang answered without log-probabilities of a prompt: {error!r}") from error
+        # It calls the last token of its vocabulary 0; the value belongs to the right token.
+        if len(found) != len(tokens) or any(
+            said not in (token, 0) for (said, _), token in zip(found, tokens, strict=True)
+        ):
+            raise WireError("SGLang answered with the log-probabilities of other tokens")
+        return [value for _, value in found]
 
     @override
     def abort(self, request_id: str) -> Sequence[Call]:

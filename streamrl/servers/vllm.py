@@ -219,6 +219,19 @@ class VllmDialect(Dialect):
         return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 
     @override
+    def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
+        body = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        return Call("POST", "/v1/completions", body, repeatable=True)
+
+    @override
+    def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"][-len(tokens) :]
+            return [float(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise WireError(f"vLLM answered without the log-probabilities of these tokens: {error!r}") from error
+
+    @override
     def abort(self, request_id: str) -> Sequence[Call]:
         return (Call("POST", "/abort_requests", {"request_ids": [_PREFIX + request_id]}, repeatable=True),)
 

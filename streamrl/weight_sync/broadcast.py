@@ -48,7 +48,7 @@ from streamrl.errors import CannotCreate, StreamrlError, Unreachable, WeightsErr
 from streamrl.listening import reachable
 from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import MAX_MANIFEST_BYTES, Manifest, Pair, decode, encode
-from streamrl.weight_sync.pull import HttpSource
+from streamrl.weight_sync.pull import PullSource
 from streamrl.weight_sync.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -554,11 +554,12 @@ class _Round:
 class CollectiveSource(WeightSource):
     """Takes versions from broadcasts, waiting half of `deadline`, and pulls over http what it missed."""
 
-    def __init__(self, pulled: HttpSource, staging: StagingFolder, deadline: float, *, name: str) -> None:
+    def __init__(self, pulled: PullSource, staging: StagingFolder, deadline: float, token: str, *, name: str) -> None:
         self.proves = True
         self.traffic = pulled.traffic
         self.broadcasts = 0
         self._pulled, self._staging, self._deadline, self._name = pulled, staging, deadline, name
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
         self._url = ""
         self._following: asyncio.Task[None] | None = None
         self._connected = False
@@ -587,6 +588,7 @@ class CollectiveSource(WeightSource):
 
     async def __aexit__(self, *_: object) -> None:
         await self._leave()
+        await self._session.close()
 
     async def _leave(self) -> None:
         if self._following is not None:
@@ -615,7 +617,7 @@ class CollectiveSource(WeightSource):
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with self._pulled.session.ws_connect(
+                async with self._session.ws_connect(
                     f"{url}{PATH}", heartbeat=_BEAT_SECONDS, max_msg_size=MAX_MESSAGE_BYTES
                 ) as socket:
                     await socket.send_str(pack(Hello(self._name, device_in_use())))

@@ -1,9 +1,9 @@
 """The learner's side: a version is written so that a reader sees all or nothing.
 
 The publisher keeps the newest version with all that it builds on (its anchor and the deltas after it) and, until the
-next one is written, the version before. Without deltas these are at most two versions. With deltas a new anchor is due
-as soon as the deltas have the size of an anchor, so that three times the weights are enough: anchor, deltas, and the
-next anchor that is being written.
+next one is written, the version before; where versions are pulled, two before, so that a reader has time. With deltas
+a new anchor is due as soon as the deltas have the size of an anchor, so that three times the weights are enough:
+anchor, deltas, and the next anchor that is being written.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Publisher:
         self._config = config
         self._run = run
         self._store = store_of(config.transport, run_dir)
+        self._older = 2 if config.pulled else 1
         create_root(self._store)
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
@@ -157,14 +158,8 @@ class Publisher:
             raise self._cannot(draft, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        self.manifest, self._last = manifest, whole
-        self._kept.append(_Kept(pair, base, manifest.total_bytes))
-        self._deltas = 0 if base is None else self._deltas + 1
-        density = None if changed is None or not elements else changed / elements
-        self.figures = VersionFigures(manifest.total_bytes, density, manifest.kind)
-        logger.info(
-            "weights published", extra={"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
-        )
+        self._last = whole
+        self._note(manifest, None if changed is None or not elements else changed / elements)
         return data
 
     def begin_anew(self) -> None:
@@ -230,6 +225,14 @@ class Publisher:
         makes = checksum(*encode_tensors(bucket))
         return delta.write_delta_shard(path, encoded, makes, durable=self._store.durable)
 
+    def _note(self, manifest: Manifest, density: float | None) -> None:
+        self.manifest = manifest
+        self._kept.append(_Kept(manifest.pair, manifest.base, manifest.total_bytes))
+        self._deltas = 0 if manifest.base is None else self._deltas + 1
+        self.figures = VersionFigures(manifest.total_bytes, density, manifest.kind)
+        extra = {"version": manifest.version, "epoch": manifest.epoch, "step": manifest.step}
+        logger.info("weights published", extra={**extra, "bytes": manifest.total_bytes})
+
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""
         target = self.root / folder
@@ -275,12 +278,12 @@ class Publisher:
         return chain[::-1]
 
     def _remove_older(self) -> None:
-        """Remove all versions that the newest one does not build on."""
-        needed = self._chain() if self._kept else []
+        """Remove what is neither new nor what the newest version builds on."""
+        needed = self._chain() + self._kept[-self._older :] if self._kept else []
         for kept in self._kept:
             if kept not in needed:
                 self._remove(kept.folder)
-        self._kept = needed
+        self._kept = [kept for kept in self._kept if kept in needed]
 
     def _remove(self, name: str) -> None:
         # The version loses its name first, so that no reader finds a folder with some of its files gone.

@@ -13,10 +13,9 @@ from typing import Final, Protocol
 from typing_extensions import override
 
 from streamrl.errors import WeightsError
-from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, Pair, decode, folder_name
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, decode, folder_name
 
-_LOOKS: Final = 4
-_LOOK_PAUSE: Final = 0.05
+_PAUSES: Final = (0.05, 0.1, 0.2)
 
 
 @dataclass
@@ -65,15 +64,15 @@ class WeightSource(Protocol):
         ...
 
 
-def base_pair(manifest: Manifest) -> Pair:
-    """The pair of the version that a delta needs; `WeightsError` for a full version."""
-    if manifest.base is None:
-        raise WeightsError(f"version {manifest.version} is no delta")
-    return manifest.base
+def base_folder(manifest: Manifest) -> str:
+    """Where the version lies that the delta `manifest` needs."""
+    assert manifest.base is not None
+    return folder_name(*manifest.base)
 
 
-def checked_base(base: Manifest, manifest: Manifest) -> Manifest:
-    """Return `base` when it is what the delta `manifest` names; `WeightsError` otherwise."""
+def checked_base(data: bytes, manifest: Manifest) -> Manifest:
+    """Decode the manifest of the base; `WeightsError` when it is not what the delta `manifest` names."""
+    base = decode(data)
     if base.pair != manifest.base or base.run != manifest.run or base.pair >= manifest.pair:
         raise WeightsError(f"the base of version {manifest.pair} should be {manifest.base}, not {base.pair}")
     return base
@@ -95,16 +94,12 @@ class FolderSource(WeightSource):
 
     @override
     async def base_of(self, manifest: Manifest) -> Manifest:
-        folder = self._root / folder_name(*base_pair(manifest))
-        return checked_base(decode(await self._look(folder / MANIFEST_FILE)), manifest)
+        return checked_base(await self._look(self._root / base_folder(manifest) / MANIFEST_FILE), manifest)
 
     async def _look(self, path: Path) -> bytes:
         # A shared file system may show a rename a moment later than Redis shows the manifest.
-        for attempt in range(_LOOKS):
-            try:
+        for pause in _PAUSES:
+            with contextlib.suppress(OSError):
                 return await asyncio.to_thread(path.read_bytes)
-            except OSError:
-                if attempt == _LOOKS - 1:
-                    raise
-            await asyncio.sleep(_LOOK_PAUSE * 2**attempt)
-        raise AssertionError
+            await asyncio.sleep(pause)
+        return await asyncio.to_thread(path.read_bytes)

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.queues.registry import RoleRegistry
+from streamrl.errors import CannotCreate
+from streamrl.store import ObjectStore
 from streamrl.weight_sync.broadcast import Broadcaster, CollectiveSource
-from streamrl.weight_sync.files import StagingFolder, make_token, store_of
-from streamrl.weight_sync.manifest import Manifest
-from streamrl.weight_sync.pull import HttpSource
-from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.files import StagingFolder, make_token, read_token, store_of
+from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, parse_folder
+from streamrl.weight_sync.pull import PullSource, from_learner, from_store
+from streamrl.weight_sync.serve import listen, weights_app
 from streamrl.weight_sync.source import FolderSource, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -25,37 +26,58 @@ logger = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def open_source(
-    config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, name: str, board: RoleRegistry | None = None
+    config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, run: str, name: str
 ) -> AsyncIterator[WeightSource]:
     """Open the source of the configured transport on a replica's host, for the length of the block.
 
-    `staging` must be open, unless the transport is a folder. `board` is where neighbours that relay announce
-    themselves. `ConfigError`: no token for the http transport.
+    `staging` must be open, unless the transport is a folder. `ConfigError`: no token for the http transport.
     """
     if not config.pulled:
         yield FolderSource(store_of(config.transport, run_dir).root)
         return
-    async with HttpSource(staging, run_dir, config.deadline, name=name, board=board) as pulled:
+    stored = _stored(config, run)
+    opened = from_store(stored) if stored is not None else from_learner(read_token(run_dir))
+    async with PullSource(staging, opened, config.deadline) as pulled:
         if config.transport == "http":
             yield pulled
         else:
-            async with CollectiveSource(pulled, staging, config.deadline, name=name) as source:
+            async with CollectiveSource(pulled, staging, config.deadline, read_token(run_dir), name=name) as source:
                 yield source
 
 
 class WeightServer:
     """How versions leave the learner's host; rank 0 of the learner has one.
 
-    For `shm` and `directory` the files are the transport and nothing happens here; `http` serves them; `collective`
-    serves and broadcasts them.
+    For `shm` and `directory` the files are the transport and nothing happens here; `http` serves them, or copies them
+    to the store at `weights.url`; `collective` serves and broadcasts them.
     """
 
-    def __init__(self, url: str = "", broadcaster: Broadcaster | None = None) -> None:
-        self._url, self._broadcaster = url, broadcaster
+    def __init__(
+        self, url: str = "", broadcaster: Broadcaster | None = None, stored: tuple[Path, ObjectStore] | None = None
+    ) -> None:
+        self._url, self._broadcaster, self._stored = url, broadcaster, stored
 
     def sources(self) -> list[str]:
-        """Return the URLs for `Manifest.sources`; constant, empty for `shm` and `directory`."""
+        """Return the URLs for `Manifest.sources`; constant, empty where replicas know the place."""
         return [self._url] if self._url else []
+
+    def store(self, manifest: Manifest) -> None:
+        """Copy a version to the store, its manifest last, and remove older ones that this host has removed; blocks.
+
+        `CannotCreate`: it is not there, and no version may build on it.
+        """
+        if self._stored is None:
+            return
+        root, store = self._stored
+        try:
+            for file in [*(shard.file for shard in manifest.shards), MANIFEST_FILE]:
+                store.put(root / manifest.folder / file, f"{manifest.folder}/{file}")
+            for name in store.names():
+                pair = parse_folder(name)
+                if pair is not None and pair < manifest.pair and not (root / name).exists():
+                    store.remove(name)
+        except OSError as error:
+            raise CannotCreate(str(error), "fix the store at weights.url, or leave it out") from error
 
     async def announce(self, manifest: Manifest) -> None:
         """Say that the files of a version are there, under their final names.
@@ -74,16 +96,20 @@ async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
     `root` holds the folders of the versions. `CannotCreate`: the port is taken, or the token cannot be written.
     """
     weights = config.weights
+    stored = _stored(weights, config.name)
+    if stored is not None:
+        yield WeightServer(stored=(root, stored))
+        return
     if not weights.pulled:
         yield WeightServer()
         return
-    server = ShardServer(root, make_token(run_dir))
+    token = make_token(run_dir)
     if weights.transport == "http":
-        async with listen(server.app(), weights.host, weights.port) as url:
+        async with listen(weights_app(root, token), weights.host, weights.port) as url:
             yield WeightServer(url)
         return
     broadcaster = Broadcaster(root, weights.host, weights.deadline)
-    async with listen(server.app(broadcaster.routes()), weights.host, weights.port) as url:
+    async with listen(weights_app(root, token, broadcaster.routes()), weights.host, weights.port) as url:
         running = asyncio.create_task(broadcaster.run(), name="broadcast weights")
         running.add_done_callback(_tell)
         try:
@@ -91,6 +117,10 @@ async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
         finally:
             running.cancel()
             await asyncio.wait([running])
+
+
+def _stored(weights: WeightsConfig, run: str) -> ObjectStore | None:
+    return None if weights.url is None else ObjectStore(f"{weights.url.rstrip('/')}/{run}", "weights.url")
 
 
 def _tell(running: asyncio.Task[None]) -> None:

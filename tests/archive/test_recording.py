@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,6 @@ def test_what_is_no_recording_is_refused(tmp_path):
 
 def test_the_names_of_files_and_folder_are_durable_before_a_group_counts(tmp_path, monkeypatch):
     """Who syncs groups retires them next, so a new file must be in its folder, and the folder in that of the run."""
-    import os
-
     synced, real = [], os.fsync
 
     def fsync(descriptor):
@@ -110,32 +109,35 @@ def test_the_names_of_files_and_folder_are_durable_before_a_group_counts(tmp_pat
     folder = tmp_path / "run" / "recording"
     writer = RecordingWriter(folder, 1, HEADER, 1)
     for group_id in range(2):
-        assert {str(folder), str(folder.parent)} <= set(synced)
-        synced.clear()
         writer.add(group(group_id))
         writer.sync()
-        assert synced[0] == str(folder / f"groups-1-{group_id}.msgpack.zst")
+        assert synced == [str(folder), str(folder.parent), str(folder / f"groups-1-{group_id}.msgpack.zst")]
+        synced.clear()
     writer.close()
 
 
-def test_a_full_disk_forgets_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_whole_blocks(tmp_path, monkeypatch):
     writer = RecordingWriter(tmp_path, 1, HEADER, 1 << 20)
-    writer.add(group(1))
-    real = __import__("os").pwrite
-    calls = iter([4, OSError(28, "No space left on device")])
+    real = os.pwrite
+    for group_id in range(1, 4):
+        calls = iter([4, OSError(28, "No space left on device")])
 
-    def pwrite(descriptor, data, offset):
-        answer = next(calls, None)
-        if isinstance(answer, OSError):
-            raise answer
-        return real(descriptor, data[:answer] if answer else data, offset)
+        def pwrite(descriptor, data, offset, calls=calls):
+            answer = next(calls, None)
+            if isinstance(answer, OSError):
+                raise answer
+            return real(descriptor, data[:answer] if answer else data, offset)
 
-    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
-    with pytest.raises(OSError, match="No space"):
-        writer.sync()
-    writer.add(group(2))
-    writer.sync()
-    assert [each.group_id for each in read_groups(tmp_path)] == [1, 2]
+        with monkeypatch.context() as patch:
+            patch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
+            writer.add(group(10 * group_id))
+            with pytest.raises(OSError, match="No space"):
+                writer.sync()
+        writer.add(group(group_id))
+        ((name, size),) = writer.sync()
+        assert (tmp_path / name).stat().st_size == size
+        assert [each.group_id for each in read_groups(tmp_path)] == list(range(1, group_id + 1))
+    writer.close()
 
 
 def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, monkeypatch):
@@ -144,15 +146,16 @@ def test_a_file_whose_name_could_not_be_made_durable_is_made_again(tmp_path, mon
 
     writer = RecordingWriter(tmp_path, 1, HEADER, 1)
     writer.add(group(1))
+    writer.sync()
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr("streamrl.archive.writer.fsync_directory", broken)
         for _ in range(2):
+            writer.add(group(2))
             with pytest.raises(CannotCreate, match="Input/output error"):
                 writer.sync()  # the file is full: another one is due
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
     assert len(recording_files(tmp_path)) == 1
-    writer.sync()
     writer.add(group(2))
     writer.sync()
     writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import shutil
@@ -20,7 +21,7 @@ from streamrl.archive.reader import ARCHIVE, EVALUATION, archive_files, read_arc
 from streamrl.archive.thinning import thin
 from streamrl.archive.writer import Archive
 from streamrl.errors import ConfigError
-from tests.archive_kit import archived, closed, configured, response_of, score_of
+from tests.archive_kit import archived, closed, configured, kept_up, response_of, score_of
 
 
 async def test_what_was_added_is_read_back_whole(tmp_path):
@@ -98,13 +99,6 @@ async def test_log_probabilities_can_be_left_out(tmp_path):
     assert "group 2" in reading.problems[0]
 
 
-def thinned() -> None:
-    """Waits until thinning that has begun ends."""
-    for thread in threading.enumerate():
-        if "(thin)" in thread.name:
-            thread.join(60)
-
-
 async def test_no_group_waits_while_files_are_thinned(tmp_path, monkeypatch, caplog):
     go_on = threading.Event()
     monkeypatch.setattr(module, "PATIENCE", 1.0)
@@ -114,14 +108,13 @@ async def test_no_group_waits_while_files_are_thinned(tmp_path, monkeypatch, cap
         archive.add(closed(1))
         await archive.sync()
         archive.add(closed(2))
-        await archive.settle()
+        await archive.sync()
         assert archive.written == 2
         assert [group.group_id for group in read_archive(tmp_path)] == [1, 2]
         assert caplog.records == []
     finally:
         go_on.set()
         await archive.close()
-        thinned()
 
 
 async def test_a_disk_without_room_for_a_draft_loses_the_oldest_file(tmp_path, monkeypatch, caplog):
@@ -135,7 +128,6 @@ async def test_a_disk_without_room_for_a_draft_loses_the_oldest_file(tmp_path, m
     assert archive_files(tmp_path) == files
     assert [group.group_id for group in read_archive(tmp_path)] == list(range(50, 150))
     await archived(tmp_path, configured(max_bytes=taken), closed(150))
-    thinned()
     assert [group.group_id for group in read_archive(tmp_path)] == [150]
     assert caplog.records == []
 
@@ -172,17 +164,16 @@ async def test_what_a_kill_left_of_thinning_goes_when_the_next_process_begins(tm
 
 
 async def test_a_limit_keeps_the_newest_groups_and_a_sample_of_all_others(tmp_path):
-    limit, count, sizes = 40_000, 3000, []
+    limit, count, sizes = 60_000, 3000, []
     for life in range(3):
         archive = Archive(configured(max_bytes=limit), tmp_path)
         for group_id in range(life * 1000, life * 1000 + 1000):
             archive.add(closed(group_id))
             if group_id % 5 == 4:
                 await archive.sync()
-                thinned()
+                kept_up(archive)
                 sizes.append(sum(file.stat().st_size for file in archive_files(tmp_path)))
         await archive.close()
-        thinned()
     assert limit / 2 < max(sizes) <= limit
     reading = read_archive(tmp_path)
     kept = [group.group_id for group in reading]
@@ -198,9 +189,8 @@ async def test_versions_of_a_group_stay_or_go_together(tmp_path):
     config = configured(max_bytes=8_000)
     for bonus in (0.0, 0.5):
         await archived(tmp_path, config, *(closed(group_id, bonus=bonus) for group_id in range(100)))
-        thinned()
-    await archived(tmp_path, config, *(closed(group_id) for group_id in range(100, 200)))
-    thinned()
+    for group_id in range(100, 300, 100):
+        await archived(tmp_path, config, *(closed(group_id + index) for index in range(100)))
     old = [group for group in read_archive(tmp_path) if group.group_id < 100]
     assert 0 < len(old) < 100
     assert {group.samples[0].score.value - (group.group_id + 1) % 2 for group in old} == {0.5}
@@ -220,7 +210,7 @@ async def test_without_an_archive_nothing_happens(tmp_path):
     config = configured().model_copy(update={"archive": configured().archive.model_copy(update={"enabled": False})})
     archive = Archive(config, tmp_path)
     archive.add(closed(1))
-    await archive.settle()
+    await archive.sync()
     await archive.sync()
     await archive.close()
     assert (list(tmp_path.iterdir()), archive.counts) == ([], {})
@@ -240,7 +230,7 @@ async def main():
     archive = Archive(configured(file_bytes=600), Path({folder!r}))
     for group_id in range({first}, {first} + 5):
         archive.add(closed(group_id))
-        await archive.settle()
+        await archive.sync()
         print(group_id, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -257,7 +247,7 @@ def test_a_kill_takes_back_nothing_that_was_settled(tmp_path):
     assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
-async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypatch, caplog):
+async def test_a_full_disk_costs_groups_that_are_counted_and_leaves_no_half_block(tmp_path, monkeypatch, caplog):
     archive = Archive(configured(), tmp_path)
     archive.add(closed(0))
     await archive.sync()
@@ -273,100 +263,44 @@ async def test_a_full_disk_costs_a_warning_and_later_nothing(tmp_path, monkeypat
     for group_id in (1, 2):
         archive.add(closed(group_id))
         await archive.sync()
-    assert archive.counts == {"archived": 1, "archive_lost": 0}
+    assert archive.counts == {"archived": 1, "archive_lost": 2}
     assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
+    reading = read_archive(tmp_path)
+    assert [group.group_id for group in reading] == [0]
     full = False
     archive.add(closed(3))
     await archive.close()
-    assert archive.counts == {"archived": 4, "archive_lost": 0}
-    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3]
+    assert archive.counts == {"archived": 2, "archive_lost": 2}
+    assert [group.group_id for group in reading] == [0, 3]
+    assert reading.problems == []
 
 
-async def test_a_disk_that_stays_full_costs_groups_that_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING", 500)
-    archive = Archive(configured(), tmp_path)
-    archive.add(closed(0))
-    await archive.sync()
-    full, real = True, os.pwrite
-
-    def pwrite(descriptor, data, offset):
-        if full:
-            real(descriptor, data[:5], offset)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr("streamrl.archive.writer.os.pwrite", pwrite)
-    for group_id in range(1, 9):
-        archive.add(closed(group_id))
-        await archive.sync()
-    assert archive.lost >= 3
-    full = False
-    archive.add(closed(9))
-    await archive.close()
-    reading = read_archive(tmp_path)
-    found = [group.group_id for group in reading]
-    assert found[0] == 0
-    assert found[-1] == 9
-    assert reading.problems == []  # no torn block is left in the middle
-    assert len(found) + archive.lost == 10
-
-
-@pytest.mark.parametrize("full", ["crowded", "homeless", "discarded"])
-async def test_a_version_that_is_lost_leaves_no_earlier_one_in_its_place(tmp_path, monkeypatch, full):
-    """Redis went back, the group closed again, and memory was full: what was kept of it first was never trained."""
+async def test_what_an_earlier_writer_noted_as_lost_is_no_group(tmp_path):
+    """Until November 2026 a record without responses said that the version before it is not the one that counts."""
     archive = Archive(configured(), tmp_path)
     archive.add(closed(17))
-    if full != "homeless":
-        await archive.sync()
-    with monkeypatch.context() as patch:
-        if full == "crowded":
-            patch.setattr(module, "MAX_WAITING", -1)
-        elif full == "homeless":
-            (tmp_path / ARCHIVE).write_text("in the way")
-        else:
-            patch.setattr("streamrl.archive.writer.os.pwrite", refusing)
-        for bonus in (0.5, 1.0):
-            archive.add(closed(17, bonus=bonus))
-        archive.add(closed(18))
-        patch.setattr(module, "MAX_WAITING", -1 if full == "crowded" else 0)
-        await archive.sync()
-    if full == "homeless":
-        (tmp_path / ARCHIVE).unlink()
-    assert archive.lost == (4 if full == "homeless" else 3)
+    archive.add(closed(18))
     await archive.sync()
-    reading = read_archive(tmp_path)
-    assert list(reading) == []
-    assert reading.problems == ["group 17, attempt 1: it closed again, and how it closed then is lost (full disk)"]
-    assert (reading.find(17), len(reading.problems)) == ([], 1)
-    assert [group.group_id for group in read_groups(tmp_path / ARCHIVE)] == ([] if full == "homeless" else [17])
-    archive.add(closed(17, bonus=2.0))
+    archive.add(dataclasses.replace(closed(17), samples={}))
     await archive.close()
-    assert [group.samples[1].score.value for group in reading] == [3.0]
-    assert reading.problems == []
-    assert archive.counts == {"archived": 1 if full == "homeless" else 2, "archive_lost": archive.lost}
+    reading = read_archive(tmp_path)
+    assert [group.group_id for group in reading] == [18]
+    assert (reading.find(17), reading.problems) == ([], [])
 
 
-def refusing(descriptor, data, offset):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-async def test_groups_wait_until_there_is_a_place_for_the_first_file(tmp_path, caplog):
+async def test_an_archive_without_a_place_is_tried_again_with_the_next_group(tmp_path, caplog):
     (tmp_path / ARCHIVE).write_text("in the way")
     archive = Archive(configured(), tmp_path)
     for group_id in range(3):
         archive.add(closed(group_id))
         await archive.sync()
-    assert archive.counts == {"archived": 0, "archive_lost": 0}
+    assert archive.counts == {"archived": 0, "archive_lost": 3}
     assert [record.message for record in caplog.records].count("the archive cannot be written") == 1
     (tmp_path / ARCHIVE).unlink()
-    await archive.sync()
-    assert archive.counts == {"archived": 3, "archive_lost": 0}
+    archive.add(closed(3))
     await archive.close()
-    assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2]
-    other = Archive(configured(), tmp_path / ARCHIVE / "groups-1-0.msgpack.zst")  # there never is a place
-    other.add(closed(0))
-    await other.close()
-    assert other.counts == {"archived": 0, "archive_lost": 1}
+    assert archive.counts == {"archived": 1, "archive_lost": 3}
+    assert [group.group_id for group in read_archive(tmp_path)] == [3]
 
 
 async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch, caplog):
@@ -385,13 +319,16 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_long(tmp_path, monkeypatch,
         archive.add(closed(group_id))
         await archive.sync()  # returns: the first after the patience, the others at once
     assert "the archive cannot be written" in caplog.text
+    monkeypatch.setattr(module, "MAX_WAITING", 0)
+    archive.add(closed(4))
+    assert archive.lost == 1, "memory is bounded too"
     go_on.set()
     while archive.written < 4:
         await asyncio.sleep(0.01)
         await archive.sync()
     await archive.close()
     assert [group.group_id for group in read_archive(tmp_path)] == [0, 1, 2, 3]
-    assert archive.lost == 0
+    assert archive.lost == 1
 
 
 async def test_a_repeat_adds_nothing_and_memory_is_bounded(tmp_path, monkeypatch):
@@ -433,11 +370,11 @@ async def test_it_may_be_read_while_it_is_written(tmp_path):
     archive = Archive(configured(), tmp_path)
     for group_id in range(3):
         archive.add(closed(group_id))
-        await archive.settle()
+        await archive.sync()
         reading = iter(read_archive(tmp_path))
         assert next(reading).group_id == 0
         archive.add(closed(100 + group_id))
-        await archive.settle()
+        await archive.sync()
         assert len(list(reading)) == 2 * group_id  # as it was when the reading began
     await archive.close()
 

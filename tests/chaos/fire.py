@@ -22,18 +22,21 @@ import redis
 DEADLINE = 150.0
 """Longest wait for a condition; a run that makes no progress for so long has failed."""
 
+SHORT = 0.002
+"""Seconds between looks for what lasts some milliseconds; others leave the processor to the run."""
+
 HARD_CAP = 2 * 8 + 2 * 2 * 8
 """(max_staleness + 1) x groups_per_step + 2 x checkpoint.every x groups_per_step of the chaos run: a checkpoint is
 written in the background while groups of the next are trained."""
 
 
-def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> object:
+def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE, every: float = 0.05) -> object:
     """Poll until the condition holds; AssertionError with `what` after the deadline."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.002)
+        time.sleep(every)
     raise AssertionError(f"waited {deadline:g} s for: {what}")
 
 
@@ -150,7 +153,7 @@ class Fire:
             ]
 
         for _ in range(20):
-            until(in_step, "a step of the learner")
+            until(in_step, "a step of the learner", every=SHORT)
             self.kill("learner.0", "inside a step")
             if in_step():
                 self.kills["inside a step"] += 1
@@ -167,7 +170,7 @@ class Fire:
             return any(re.fullmatch(rb"j:\d+:%d" % answers, name) for key in groups for name in store.hkeys(key))
 
         for _ in range(20):
-            until(in_episode, "a turn of tools in a journal")
+            until(in_episode, "a turn of tools in a journal", every=SHORT)
             self.kill("rollout.0", "inside an episode")
             if in_episode():
                 self.kills["inside an episode"] += 1
@@ -176,14 +179,15 @@ class Fire:
         raise AssertionError("never hit the replica inside an episode")
 
     def kill_in_checkpoint(self) -> None:
-        """Kill rank 0 while the draft of a checkpoint is on disk and not renamed."""
+        """Kill rank 0 while shards of a checkpoint are on disk and its meta data is not."""
         folder = self.run_dir / "checkpoints"
 
         def draft() -> list[Path]:
-            return [path for path in folder.glob("draft-*") if any(path.iterdir())]
+            found = {path: [file.name for file in path.iterdir()] for path in folder.glob("ckpt-*")}
+            return [path for path, names in found.items() if names and "meta.json" not in names]
 
         for _ in range(20):
-            until(draft, "a draft of a checkpoint")
+            until(draft, "a draft of a checkpoint", every=SHORT)
             self.kill("learner.0", "inside a checkpoint")
             if draft():
                 self.kills["inside a checkpoint"] += 1
@@ -286,7 +290,7 @@ class Fire:
     def kill_supervisor_while_redis_starts(self) -> None:
         """Kill Redis, and the supervisor as soon as it has started the process that becomes the next one."""
         self.kill("redis")
-        until(lambda: any(self._becomes_redis(process) for process in self.family()), "the next Redis")
+        until(lambda: any(self._becomes_redis(process) for process in self.family()), "the next Redis", every=SHORT)
         self.supervisor.kill()
         self.supervisor.wait()
         self.kills["supervisor while redis starts"] += 1

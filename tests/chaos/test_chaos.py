@@ -8,13 +8,14 @@ through all of these again and again, in another order each time.
 
 One with episodes of several turns, whose groups are scored whole: what is different then is in the hands of
 feeder, replica, worker and Redis, so these are killed and cut back, and the learner once inside a step. Tools
-hang, and give no answer twice. At its end, what the learner trained is compared with the archive, group by group.
+hang, and give no answer twice. At its end, what the learner trained is compared with the archive, step by step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import yaml
 
@@ -29,7 +31,8 @@ from streamrl import wire
 from streamrl.archive.reader import RecordedGroup, archive_files, read_file
 from streamrl.commands.rundir import find_run, ledgers_to_look
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.lineage import read_record, read_versions
+from streamrl.learner.lineage import greatest_version, ids_of
+from streamrl.monitor.tail import Tail
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.runfile import read_saved
 from tests.chaos.fire import Fire, until
@@ -190,18 +193,26 @@ def recorded(run_dir: Path) -> Iterator[tuple[RecordedGroup, list[wire.Sample], 
 
 def check_trained(run_dir: Path, archived: list, count: int) -> None:
     """Each group that the surviving weights know was trained once, with its scores and all tokens that were sampled."""
-    checkpoints = Checkpoints.of(run_dir, make=False)
-    newest = checkpoints.validate(checkpoints.path(checkpoints.positions()[-1]))
-    frames = list(read_record(run_dir, newest.record))
-    assert len({frame["gid"] for frame in frames}) == len(frames) == count
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    newest = checkpoints.validate(checkpoints.positions()[-1])
+    ids = set(ids_of(newest.trained))
+    assert len(ids) == newest.count == count
     known: dict[int, list] = {}
     for group, samples, scores in archived:
         known.setdefault(group.group_id, []).append((scores, sum(len(sample.token_ids) for sample in samples)))
-    for frame in frames:
-        rewards = frame["rewards"]
-        assert (rewards, round(frame["mean_length"] * len(rewards))) in known[frame["gid"]]
-    versions = {note.version for note in read_versions(checkpoints.folder)}
-    assert {version for _, samples, _ in archived for each in samples for version in each.token_versions} <= versions
+    steps: dict[int, dict] = {}  # of the line that survived: who made a step last
+    for line in Tail(run_dir / "metrics" / "learner.0.jsonl").read():
+        steps |= {group_id: line for group_id, _ in line.get("trained", ())}
+    for group_id in ids:
+        line = steps[group_id]
+        attempts = itertools.product(*(known[other] for other, _ in line["trained"]))
+        assert any(
+            sum(tokens for _, tokens in found) == line["tokens"]
+            and np.mean([score for scores, _ in found for score in scores]) == pytest.approx(line["reward_mean"])
+            for found in attempts
+        ), line
+    sampled = {version for _, samples, _ in archived for each in samples for version in each.token_versions}
+    assert 0 < min(sampled) <= max(sampled) <= greatest_version(run_dir)
 
 
 def check_turns(run_dir: Path, archived: list) -> None:

@@ -101,7 +101,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
                     await ledger.score(lease, b"score")
                 await ledger.drop("nonce", start, "too stale")
                 await ledger.resume("nonce", "1-1", 1)
-                await ledger.consume("nonce", 1, 4, b"manifest" if ledger is ledgers.train else None)
+                await ledger.finish_step("nonce", 1, 4, b"manifest" if ledger is ledgers.train else None)
                 await ledger.retire("nonce", name, 0, [start + 1])
             await admit(ledgers.evaluation, 3)
             train = ledgers.train

@@ -124,19 +124,14 @@ def test_export_goes_to_a_store_and_takes_what_is_missing_from_one(tmp_path: Pat
     """A host with the run file and without the checkpoint, as after the loss of a run directory."""
     from transformers import AutoModelForCausalLM
 
-    from streamrl.learner.checkpoint import read_meta
-    from streamrl.learner.checkpoint_store import store_of
     from streamrl.runfile import LoadedConfig, read_saved, save
 
     loaded = read_saved(trained / "run.json")
     kept = loaded.config.checkpoint.model_copy(update={"store": f"file://{tmp_path}/kept"})
     config = loaded.config.model_copy(update={"checkpoint": kept})
     save(LoadedConfig(config=config, origins={}), trained / "run.json")
-    store = store_of(config, trained)
-    assert store is not None
-    checkpoint = trained / "checkpoints" / "ckpt-1-4"
-    store.put(read_meta(checkpoint))
-    shutil.rmtree(checkpoint)
+    (tmp_path / "kept" / config.name).mkdir(parents=True)
+    shutil.move(trained / "checkpoints", tmp_path / "kept" / config.name)
     url = f"file://{tmp_path}/models/final"
     found = data_of(cli("export", "--run", str(trained), "--out", url, "--json").stdout, "streamrl.export/1")
     assert found["directory"] == url

@@ -28,7 +28,6 @@ from streamrl.queues import embedded, open_ledgers
 from streamrl.queues.connection import open_to_look
 from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.runfile import read_saved
-from streamrl.wire import pack_frame
 from tests.queues import ledger_kit
 from tests.redis_kit import Probe, RedisRun
 
@@ -330,12 +329,15 @@ async def test_trace_of_groups_alive_dead_and_unknown(stopped_run: Path):
 
 
 async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_run: Path):
-    record = {"gid": 7, "step": 2, "version": 3, "rewards": [1.0, 0.0]}
-    frames = pack_frame({**record, "gid": 6}) + pack_frame(record)
-    (stopped_run / "groups-1.msgpack").write_bytes(frames + pack_frame({**record, "gid": 8}))
+    lines = [{"step": 2, "epoch": 1, "version": 2, "trained": [[6, 0], [7, 0]]}, {"step": 1, "loss": 0.5}]
+    lines += [{"step": 2, "epoch": 2, "version": 3, "trained": [[7, 1], [8, 1]]}]  # a learner before lost its step
+    metrics = stopped_run / "metrics" / "learner.0.jsonl"
+    metrics.parent.mkdir(exist_ok=True)
+    metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    record = {"gid": 7, "step": 2, "epoch": 2, "version": 3, "staleness": 1}
     folder = stopped_run / "checkpoints" / "ckpt-1-2"
     folder.mkdir(parents=True)
-    meta = Meta(epoch=1, step=2, version=3, record=[("groups-1.msgpack", len(frames))])
+    meta = Meta(epoch=1, step=2, version=3, trained=[(5, 7)], count=3)
     (folder / "meta.json").write_bytes(msgspec.json.encode(meta))
     (stopped_run / "evaluation.jsonl").write_bytes(b'{"gid":4,"round":1,"right":1,"scores":[1.0]}\n')
     try:
@@ -349,7 +351,7 @@ async def test_trace_reads_the_durable_records_of_groups_that_are_gone(stopped_r
         assert (held_out["state"], held_out["record"]["right"]) == ("evaluated", 1)
     finally:
         shutil.rmtree(folder)
-        (stopped_run / "groups-1.msgpack").unlink()
+        metrics.unlink()
         (stopped_run / "evaluation.jsonl").unlink()
 
 

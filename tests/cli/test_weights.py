@@ -29,12 +29,10 @@ def make(run_dir: Path) -> None:
     """A run with versions 1 to 4: 1 full, the others deltas; 0 is long gone."""
     config = make_run(run_dir, *SETTINGS)
     publisher = Publisher(config.weights, config.name, run_dir)
-    (run_dir / "checkpoints").mkdir()
     (run_dir / "metrics").mkdir()
-    notes, records = ["1 0 0 nonce"], [b"torn"]
+    records = [b"torn", orjson.dumps({"epoch": 1, "published": 0, "publish_step": 0})]
     for version in range(1, 5):
         publisher.publish(epoch=1, version=version, step=version - 1, tensors=tensors(version).items())
-        notes.append(f"1 {version} {version - 1} nonce")
         figures = publisher.figures
         records.append(
             orjson.dumps(
@@ -42,7 +40,6 @@ def make(run_dir: Path) -> None:
                  "publish_kind": figures.kind, "publish_density": figures.density}
             )
         )  # fmt: skip
-    (run_dir / "checkpoints" / "versions.log").write_text("\n".join(notes) + "\n")
     (run_dir / "metrics" / "learner.0.jsonl").write_bytes(b"\n".join(records) + b"\n")
 
 

@@ -28,7 +28,7 @@ from streamrl.learner.algorithms.corrections import Corrections
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
 from streamrl.learner.algorithms.recipe import normaliser, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens
-from streamrl.learner.batch import Limits, TrainSample, layout
+from streamrl.learner.batch import RowLimits, TrainSample, pack
 from streamrl.learner.model import LogProbModel
 
 STORED = Path(__file__).parent / "trl.safetensors"
@@ -183,14 +183,14 @@ class Both:
         return LogProbModel(plain, temperature=1.0, chunk=16)
 
     def _parts(self) -> list[Any]:
-        return layout(self.samples, Limits(tokens=96, longest=128, shared=128, hidden=32))
+        return pack(self.samples, RowLimits(tokens=96, longest=128, shared=128, hidden=32))
 
     def _forward(self, model: LogProbModel, *, entropy: bool = False) -> Any:
         for part in self._parts():
             assert part.shared
             logprobs, spread = model(
                 input_ids=torch.from_numpy(part.input_ids),
-                until=torch.from_numpy(part.until),
+                visible_until=torch.from_numpy(part.visible_until),
                 position_ids=torch.from_numpy(part.position_ids),
                 positions=torch.from_numpy(part.positions),
                 targets=torch.from_numpy(part.targets),

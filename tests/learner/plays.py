@@ -6,32 +6,30 @@ Each play has the arguments (model, folder for what it finds, ranks) and is judg
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
-import pytest
 import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, make_batch, run_config
+from tiny_policy import count_tokens, lay_out, make_batch, run_config
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.errors import ConfigError, StreamrlError
 from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.checkpoint import Checkpoints, Meta
-from streamrl.learner.checkpoint_files import RankFiles, WriteProgress
-from streamrl.learner.checkpoint_store import store_of
+from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
+from streamrl.learner.deal import scatter
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import Command, RankWorker
 from streamrl.learner.ranks import Ranks
@@ -48,22 +46,33 @@ def keep(found: dict[str, Any], out: Path, ranks: Ranks) -> None:
     (out / f"found-{ranks.rank}.json").write_bytes(orjson.dumps(found))
 
 
+def loading(model: Path, out: Path, ranks: Ranks) -> None:
+    """Most bytes of its own that a rank takes while it loads a frozen model; pages of the files are not its own."""
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+    before, seen, done = own(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(own() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    Frozen(run_config(model, ranks=ranks.world, reference={"kind": "frozen"}), ranks)
+    done.set()
+    watching.join()
+    keep({"most": max(seen)}, out, ranks)
+
+
 def publish(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:
     """Write version 1, which rank 0 holds whole."""
     assert not (ranks.rank and snapshot.tensors)
     if not ranks.rank:
         publisher = Publisher(config, "r", run_dir)
         publisher.publish(epoch=1, version=1, step=1, tensors=snapshot.tensors, adapter=snapshot.adapter)
-
-
-def refusal(compute, batch: list[TrainSample], ranks: Ranks) -> str:
-    """What a rank hears when the last one has to refuse a sample of the batch."""
-    bad = [replace(batch[0], group_id=7, prompt=batch[0].prompt + 1000), *batch[1:]]
-    try:
-        compute(bad if ranks.rank else batch)
-    except (ValueError, StreamrlError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # ---- the policy
@@ -97,18 +106,24 @@ def episodes(model: Path, out: Path, ranks: Ranks) -> None:
     """One update with episodes of three branches; the second rank has more rows than the first one."""
     batch = make_episodes(3, groups=3, size=2, rows=THREE) + make_episodes(4, groups=2, size=3)
     mine = batch if ranks.world == 1 else (batch[:2], batch[2:])[ranks.rank]
-    for rows in ("buckets", "packed"):
-        actor = Actor(run_config(model, ranks=ranks.world, rows=rows, **STEP_OPTIONS), ranks)
+    for layout in ("rows of like length", "packed"):
+        actor = lay_out(Actor(run_config(model, ranks=ranks.world, **STEP_OPTIONS), ranks), layout)
         actor.accumulate(mine)
         actor.apply_update(count_tokens(batch))
         whole = full_tensors(actor)
         if ranks.rank == 0:
-            save_file(whole, out / f"{rows}.safetensors")
+            save_file(whole, out / f"{layout}.safetensors")
     keep({}, out, ranks)
 
 
+def dealt(ranks: Ranks) -> list[list[TrainSample]]:
+    """What rank 0 deals out: trees beside single answers, and for the second rank all of the first one's too."""
+    batch = make_episodes(5, groups=2, size=3)
+    return [batch[:2], batch] if ranks.rank == 0 else []
+
+
 def policy(model: Path, out: Path, ranks: Ranks) -> None:
-    """Train, go on from the state, publish and export; small collectives, and a batch that one rank must refuse."""
+    """Train, go on from the state, publish and export; small collectives, and samples that travel."""
     found: dict[str, Any] = {}
     for name, small in UNITS.items():
         config = run_config(model, ranks=ranks.world, **STEP_OPTIONS)
@@ -137,7 +152,7 @@ def policy(model: Path, out: Path, ranks: Ranks) -> None:
     export(actor, out / "export")
     if ranks.world > 1:
         found |= {
-            "refused": refusal(actor.accumulate, make_batch(0, groups=1, size=1), ranks),
+            "dealt": [sample.tokens.tolist() for sample in scatter(ranks, dealt(ranks))],
             "broadcast": ranks.broadcast_ints([3, -(1 << 62), 5] if ranks.rank == 0 else ()),
             "broadcast_empty": ranks.broadcast_ints([]),
             "max": ranks.all_max(ranks.rank, -ranks.rank),
@@ -156,7 +171,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "advantage": {"use": "reinforce_plus_plus"},
         "correction": {"lr_scale": "ess"},
     },
-    "m2po over the step": {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}, "mini_batches": 2},
     "kl in the reward, adaptive": {
         "kl": {"where": "reward", "estimator": "k3", "controller": "adaptive", "target": 1e-4, "coefficient": 0.1},
         "reference": {"kind": "frozen"},
@@ -177,7 +191,7 @@ def steps(model: Path, out: Path, ranks: Ranks) -> None:
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
         models = make_models(config, ranks)
-        worker, actor = RankWorker(config, ranks, models, RankFiles(config, ranks, out)), models.actor
+        worker, actor = RankWorker(config, ranks, models, Checkpoints(out / "checkpoints")), models.actor
         records = []
         for step in range(2):
             worker.step = step + 10 if step else step
@@ -244,8 +258,6 @@ def values(model: Path, out: Path, ranks: Ranks) -> None:
         first, second = (part.update_critic(own) for part in (critic, again))
         found[f"{units}.continued"] = first == second
         save_file(full_tensors(critic), out / f"{units}-critic-{ranks.rank}.safetensors")
-    if ranks.world > 1:
-        found["refused"] = refusal(critic.compute_values, own, ranks)
     keep(found, out, ranks)
 
 
@@ -275,7 +287,7 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    worker = RankWorker(config, ranks, Models(actor=actor), RankFiles(config, ranks, out))
+    worker = RankWorker(config, ranks, Models(actor=actor), Checkpoints(out / "checkpoints"))
     publish(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
     merged = full_tensors(actor)
     if ranks.rank == 0:
@@ -294,8 +306,8 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
 def family(model: Path, out: Path, ranks: Ranks) -> None:
     """Log-probs of my samples, and the gradient of all of them, in packed rows."""
     for name, small in UNITS.items():
-        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192, rows="packed")
-        actor, batch = Actor(config, ranks, small=small), make_batch(0)
+        config = run_config(model, ranks=ranks.world, tokens_per_microbatch=192)
+        actor, batch = lay_out(Actor(config, ranks, small=small), "packed"), make_batch(0)
         # Uneven on purpose: the first rank has three groups of four.
         mine = batch if ranks.world == 1 else (batch[:12], batch[12:])[ranks.rank]
         logprobs = actor.compute_log_prob(mine).logprobs
@@ -318,33 +330,26 @@ def whole_gradients(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- hosts that share no run directory
 
 
-def apart(model: Path, out: Path, ranks: Ranks) -> None:
-    """A checkpoint of ranks with a run directory each, read again by ranks with others; and a whole version."""
+def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
+    """A checkpoint of ranks with a run directory each, in a store, read again by ranks with others; a whole version."""
     found: dict[str, Any] = {}
-    store = {"store": str(out / "store")}
     bare = run_config(model, ranks=ranks.world, lora={"rank": 2, "alpha": 8.0}, **STEP_OPTIONS)
-    config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": store})
+    config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": {"store": f"dir::file://{out}/store"}})
     first, second = (out / f"{name}-{ranks.rank}" for name in ("first", "second"))
-    if ranks.world > 1:
-        with pytest.raises(ConfigError, match=r"do not share the run directory .* there is no checkpoint\.store"):
-            RankFiles(bare, ranks, first)
-    worker = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, first))
+    worker = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, first))
     train(worker.actor, range(STEPS))
-    meta = written(worker, first)
+    meta = written(worker)
     found["sent"] = sorted(path.name for path in (out / "store").rglob("rank-*"))
-    again = RankWorker(config, ranks, make_models(config, ranks), RankFiles(config, ranks, second))
+    again = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, second))
     if ranks.rank == 0:
-        kept = store_of(config, second)
-        assert kept is not None
-        found["fetched"] = kept.fetch(kept.missing())
-        assert Checkpoints.of(second).greatest(None, 0) == meta
+        assert again.checkpoints.greatest(None, 0) == meta
     ranks.all_min(1)  # it is there
-    again.execute(Command.BRING, meta.position)
+    again.execute(Command.FETCH_CHECKPOINT, meta.position)
     assert settled(again) is WriteProgress.WRITTEN
     again.execute(Command.LOAD, meta.position)
     ours, theirs = again.state.tensors(), worker.state.tensors()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found["here"] = sorted(path.name for path in (second / "apart").rglob("*")) if ranks.rank else []
+    found["here"] = sorted(path.name for path in (second / "checkpoints").rglob("*"))
     snapshot = again.snapshot()
     found["published"] = len(snapshot.tensors)
     merged = full_tensors(again.actor)
@@ -360,12 +365,12 @@ def settled(worker: RankWorker) -> WriteProgress:
     return progress
 
 
-def written(worker: RankWorker, run_dir: Path) -> Meta:
+def written(worker: RankWorker) -> Meta:
     """Rank 0's part of a checkpoint as the leader has it."""
     ranks, place = worker.ranks, (1, 1)
     worker.step = 1
     if ranks.rank == 0:
-        Checkpoints.of(run_dir).begin(place)
+        worker.checkpoints.begin(place)
     ranks.all_min(1)  # it is there
     worker.execute(Command.SAVE, place)
     assert settled(worker) is WriteProgress.WRITTEN
@@ -373,9 +378,5 @@ def written(worker: RankWorker, run_dir: Path) -> Meta:
         return Meta(epoch=1, step=1, version=1)
     meta = worker.state.describe(Meta(epoch=1, step=1, version=1, model=worker.actor.config.model.path))
     meta = msgspec.structs.replace(meta, shards=worker.state.shards)
-    together = not worker.files.apart
-    Checkpoints.of(run_dir).finish(meta, whole=together)
-    kept = store_of(worker.actor.config, run_dir)
-    assert kept is not None
-    kept.put(meta, shards=together)
+    worker.checkpoints.finish(meta)
     return meta

@@ -17,7 +17,7 @@ from streamrl.learner.ranks import Ranks
 
 def main() -> None:
     """Join as the environment says, and play until the other end of the pipe is closed."""
-    ranks = Ranks.from_environment(run_config(Path(), ranks=2, device="cpu").learner)
+    ranks = Ranks.from_environment(run_config(Path(), ranks=2, device="cpu"))
     for line in sys.stdin:
         order = json.loads(line)
         try:

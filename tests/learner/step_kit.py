@@ -14,7 +14,7 @@ from weights_kit import full_tensors
 
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.checkpoint_files import RankFiles
+from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
@@ -59,8 +59,7 @@ def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
 def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
     """A worker with this actor that streams or collects, whatever its recipe says."""
     config, unused = actor.config, Path("unused")
-    files = RankFiles(config, actor.ranks, unused)
-    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), files)
+    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), Checkpoints(unused))
     worker._streams = not collected
     return worker
 

@@ -10,6 +10,7 @@ from tiny_policy import (
     KINDS,
     VOCABULARY,
     count_tokens,
+    lay_out,
     make_batch,
     run_config,
     train_sample,
@@ -91,12 +92,12 @@ def test_log_probs_and_entropy_equal_plain_transformers(make, model_of, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [True, False])
-def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, share):
+@pytest.mark.parametrize("layout", ["rows of like length", "packed", "apart"])
+def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, layout):
     model = plain(model_of(kind))
     batch = make_batch(1)
     loss = reference_gradient(model, batch)
-    policy = make(kind, tokens_per_microbatch=192, logprob_chunk=32, share_prompts=share)
+    policy = lay_out(make(kind, tokens_per_microbatch=192, logprob_chunk=32), layout)
     stats = policy.accumulate(batch)
     assert stats.passes > 1
     assert stats.tokens == count_tokens(batch)
@@ -105,17 +106,17 @@ def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, share):
 
 
 def test_prompts_are_shared_where_the_model_allows_it(make):
-    """What one prompt saves, and that the trial at the start finds out a model that ignores positions."""
+    """What one prompt saves."""
     batch = make_batch(2, groups=2, size=8, longest=8)
     shared = make("Llama").accumulate(batch)
-    alone = make("Llama", share_prompts=False).accumulate(batch)
+    alone = lay_out(make("Llama"), "apart").accumulate(batch)
     assert shared.tokens == alone.tokens
     assert shared.computed < alone.computed
 
 
 def test_rows_that_are_not_shared_have_no_mask(make, monkeypatch):
     """Fast kernels of attention take none, and what is behind a token cannot reach it."""
-    actor, masks = make(share_prompts=False), []
+    actor, masks = lay_out(make(), "apart"), []
     layers = actor._module.model.base_model
     forward = layers.forward
     monkeypatch.setattr(layers, "forward", lambda **given: masks.append("attention_mask" in given) or forward(**given))
@@ -127,7 +128,7 @@ def test_rows_that_are_not_shared_have_no_mask(make, monkeypatch):
 def test_sharing_is_off_for_a_model_that_ignores_the_mask(make, monkeypatch):
     import streamrl.learner.model as module
 
-    monkeypatch.setattr(module, "shared_mask", lambda segments, dtype: torch.zeros(1, 1, 8, 8, dtype=dtype))
+    monkeypatch.setattr(module, "dense_mask", lambda until, dtype: torch.zeros(1, 1, *until.shape[1:] * 2).tril_())
     assert make("Llama").limits.shared == 0
 
 
@@ -362,7 +363,7 @@ def test_logits_of_a_batch_never_exist(make):
     batch = make_batch(0, groups=8, size=8)
     sizes = {}
     for chunk in (16, 4096):
-        policy = make("GPT2", logprob_chunk=chunk, tokens_per_microbatch=4096, share_prompts=False)
+        policy = lay_out(make("GPT2", logprob_chunk=chunk, tokens_per_microbatch=4096), "apart")
         with BiggestTensor() as biggest:
             stats = policy.accumulate(batch)
         sizes[chunk] = biggest.elements
@@ -392,13 +393,12 @@ def test_no_dropout_while_training(make):
         (partial(replace, prompt=np.zeros(200, dtype=np.int32)), "the model takes 128"),
     ],
 )
-def test_a_sample_that_does_not_fit_the_model_is_refused_before_anything_is_added(make, change, message):
+def test_a_sample_that_does_not_fit_the_model_is_refused(make, change, message):
     (good,) = make_batch(0, groups=1, size=1, longest=2)
     policy = make("Qwen2")
     with pytest.raises(ValueError, match=f"group 0.*{message}"):
-        policy.accumulate([good, change(good)])
+        policy.check_samples([good, change(good)])
     policy.check_samples([good])
-    assert policy.apply_update(1).grad_norm == 0
 
 
 def test_learned_positions_up_to_the_last_one(make, model_of):

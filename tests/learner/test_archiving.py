@@ -12,7 +12,7 @@ from playing import reward
 
 from streamrl.archive.reader import ARCHIVE, read_archive
 from streamrl.config import ArchiveConfig, RecordingConfig
-from streamrl.learner.lineage import read_trained
+from streamrl.learner.lineage import ids_of
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
 from tests.archive_kit import archived, closed
@@ -41,7 +41,7 @@ async def gone(run) -> set[int]:
     async with open_ledgers(run.config, run.run_dir) as ledgers:
         dropped = await ledgers.train.dropped()
     newest = run.newest()
-    return {*dropped, *(read_trained(run.run_dir / "checkpoints", newest.chain) if newest is not None else ())}
+    return {*dropped, *(ids_of(newest.trained) if newest is not None else ())}
 
 
 async def check(run) -> set[int]:
@@ -99,8 +99,8 @@ async def test_a_learner_without_room_for_the_archive_trains(redis_run, model):
         assert (await run.audit()).trained == 24
         assert run.log().count("the archive cannot be written") == 1
         last = run.steps()[-1]
-        assert (last["archived"], last["archive_lost"]) == (0, 0), "they wait for room to the end"
-        assert run.log().count("groups are not in the archive") == 1, "given up at the end, with a word"
+        assert last["archived"] == 0
+        assert last["archive_lost"] > 0
 
 
 async def test_an_archive_is_trained_like_a_recording(redis_run, model, tmp_path):

@@ -48,18 +48,19 @@ async def test_a_learner_that_is_killed_while_it_writes_and_trains_loses_nothing
         await run.until(lambda: len(run.steps()) == 4)
         os.kill(learner, signal.SIGKILL)
         assert await run.wait(learner) == -signal.SIGKILL
-        assert list((run.run_dir / "checkpoints").glob("draft-*"))
+        folder = run.run_dir / "checkpoints"
+        assert [path.name for path in folder.glob("ckpt-*")] == ["ckpt-1-2"]
         assert (await run.audit()).trained == 0  # nothing of it survives
         assert await run.learn() == 0, run.log()
     assert (await run.audit()).trained == 24
-    assert not list((run.run_dir / "checkpoints").glob("draft-*"))
+    assert len(list(folder.glob("ckpt-*"))) == len(list(folder.glob("ckpt-*/meta.json"))), "what was half written goes"
 
 
 async def test_in_the_foreground_the_next_step_waits(run, tmp_path):
     configure(run, background=False)
     async with run.play():
         learner = run.start(HELD + str(tmp_path / "go"))
-        await run.until(lambda: list((run.run_dir / "checkpoints").glob("draft-1-2")))
+        await run.until(lambda: list((run.run_dir / "checkpoints").glob("ckpt-1-2")))
         await run.until(lambda: run.players[0].cursor == run.config.hard_cap)
         assert run.config.hard_cap - run.config.budget == 8
         assert len(run.steps()) == 2

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from streamrl.learner.batch import PADDING, Limits, TrainSample, layout
+from streamrl.learner.batch import PADDING, RowLimits, TrainSample, pack
 
 LIMITS = st.builds(
-    Limits,
+    RowLimits,
     tokens=st.integers(16, 400),
     longest=st.just(64),
-    shared=st.sampled_from([40, 200]),
-    packed=st.sampled_from([0, 40]),
-    share_prompts=st.booleans(),
+    shared=st.sampled_from([0, 40, 200]),
+    packed=st.booleans(),
     hidden=st.sampled_from([1, 64]),
 )
 BATCHES = st.builds(make_batch, st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
@@ -40,7 +39,7 @@ def sample(**changes):
 @given(BATCHES, LIMITS)
 def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
     seen = Counter()
-    for part in layout(batch, limits):
+    for part in pack(batch, limits):
         width = part.input_ids.shape[1]
         ends = np.cumsum(part.counts)
         for index, end, count in zip(part.samples, ends, part.counts, strict=True):
@@ -58,7 +57,7 @@ def test_each_sampled_token_is_predicted_once_from_its_own_past(batch, limits):
 
 def past(part, row, column):
     """The token ids that the token at this place sees, in the order of their positions."""
-    until, places = part.until[row], part.position_ids[row]
+    until, places = part.visible_until[row], part.position_ids[row]
     visible = [c for c in range(column + 1) if column < until[c]]
     assert [int(places[c]) for c in visible] == list(range(len(visible)))
     return [int(part.input_ids[row, c]) for c in visible]
@@ -66,7 +65,7 @@ def past(part, row, column):
 
 def test_shared_rows_compute_a_prompt_once():
     batch = [sample(prompt=np.arange(30, dtype=np.int32)) for _ in range(4)]
-    (part,) = layout(batch, Limits(tokens=512, shared=256, hidden=64))
+    (part,) = pack(batch, RowLimits(tokens=512, shared=256, hidden=64))
     assert part.shared
     assert part.input_ids.shape == (1, 48)
     assert part.input_ids[0, :30].tolist() == list(range(30))
@@ -77,19 +76,19 @@ def test_prompts_are_not_shared_when_that_is_more_work():
     """Short prompts and long responses: attention between responses would cost more than the prompts."""
     tokens = np.zeros(160, dtype=np.int32)
     batch = [sample(tokens=tokens, logprobs=np.zeros(160, dtype=np.float32)) for _ in range(4)]
-    assert not any(part.shared for part in layout(batch, Limits(tokens=4096, shared=1024, hidden=8)))
-    assert layout(batch, Limits(tokens=4096, shared=1024, hidden=4096))[0].shared
+    assert not any(part.shared for part in pack(batch, RowLimits(tokens=4096, shared=1024, hidden=8)))
+    assert pack(batch, RowLimits(tokens=4096, shared=1024, hidden=4096))[0].shared
 
 
 def test_responses_to_different_prompts_do_not_share_even_under_one_id():
     batch = [sample(), sample(prompt=np.asarray([1, 3], dtype=np.int32))]
-    assert not any(part.shared for part in layout(batch, Limits(tokens=512, shared=512, hidden=64)))
+    assert not any(part.shared for part in pack(batch, RowLimits(tokens=512, shared=512, hidden=64)))
 
 
 def test_samples_without_tokens_are_left_out():
     empty = sample(tokens=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32))
-    assert layout([empty], Limits(tokens=64)) == []
-    (part,) = layout([empty, sample()], Limits(tokens=64))
+    assert pack([empty], RowLimits(tokens=64)) == []
+    (part,) = pack([empty, sample()], RowLimits(tokens=64))
     assert part.samples.tolist() == [1]
 
 
@@ -99,11 +98,12 @@ def test_packed_rows_by_hand():
         sample(group_id=1),
         sample(group_id=1, tokens=np.asarray([8, 9], dtype=np.int32), logprobs=np.zeros(2, np.float32)),
     ]
-    (part,) = layout([*first, sample(group_id=2)], Limits(tokens=512, shared=16, packed=16, hidden=64))
+    (part,) = pack([*first, sample(group_id=2)], RowLimits(tokens=512, shared=16, packed=True, hidden=64))
     assert part.shared
+    assert part.input_ids.shape == (1, 128)
     assert part.samples.tolist() == [0, 1, 2]
     assert part.input_ids[0, :9].tolist() == [1, 2, 5, 6, 8, 1, 2, 5, 6]
-    assert part.until[0, :10].tolist() == [5, 5, 4, 4, 5, 9, 9, 9, 9, PADDING]
+    assert part.visible_until[0, :10].tolist() == [5, 5, 4, 4, 5, 9, 9, 9, 9, PADDING]
     assert part.position_ids[0, :9].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3]
     assert part.positions.tolist() == [1, 2, 3, 1, 4, 6, 7, 8]
     assert part.targets.tolist() == [5, 6, 7, 8, 9, 5, 6, 7]
@@ -111,7 +111,9 @@ def test_packed_rows_by_hand():
 
 def test_padding_does_not_go_beyond_what_the_model_takes():
     tokens = np.zeros(20, dtype=np.int32)
-    (part,) = layout([sample(tokens=tokens, logprobs=np.zeros(20, dtype=np.float32))], Limits(tokens=64, longest=21))
+    (part,) = pack(
+        [sample(tokens=tokens, logprobs=np.zeros(20, dtype=np.float32))], RowLimits(tokens=64, longest=21, shared=16)
+    )
     assert part.input_ids.shape == (1, 21)
 
 

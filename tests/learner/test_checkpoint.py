@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from streamrl.errors import CannotCreate
 from streamrl.learner.checkpoint import (
     Checkpoints,
     InvalidCheckpoint,
@@ -22,7 +23,6 @@ from streamrl.learner.checkpoint import (
     shard_name,
 )
 from streamrl.learner.checkpoint_files import open_shards, rows_of, write_shard
-from streamrl.learner.lineage import EpochFile, trained_file
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -62,27 +62,23 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
         with safe_open(checkpoints.path((1, 3)) / shard_name(rank, 2), framework="pt") as file:
             for name, tensor in TENSORS.items():
                 assert same_bytes(file.get_tensor(name), tensor)
-    assert not list(tmp_path.glob("draft-*"))
 
 
 def test_a_draft_is_no_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     write_shard(checkpoints.begin((1, 1)) / shard_name(0, 1), TENSORS)
     assert checkpoints.greatest(None, 0) is None
-    checkpoints.remove_drafts(1)
-    assert checkpoints.draft((1, 1)).exists()  # of this epoch: not mine to remove
-    checkpoints.remove_drafts(2)
-    assert not checkpoints.draft((1, 1)).exists()
+    checkpoints.remove_unfinished(1)
+    assert checkpoints.path((1, 1)).exists()  # of this epoch: not mine to remove
+    checkpoints.remove_unfinished(2)
+    assert not checkpoints.path((1, 1)).exists()
 
 
-@pytest.mark.parametrize("damage", ["meta", "shard", "byte", "short", "chain", "renamed"])
+@pytest.mark.parametrize("damage", ["meta", "shard", "byte", "short", "renamed"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     make(tmp_path, 1, 1)
-    log = EpochFile(tmp_path, trained_file(1))
-    log.append(b"1\n2\n")
-    meta = make(tmp_path, 1, 2)
+    make(tmp_path, 1, 2)
     path = Checkpoints(tmp_path).path((1, 2))
-    (path / "meta.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, chain=[log.sync()])))
     assert Checkpoints(tmp_path).greatest(None, 0).position == (1, 2)
     shard = path / shard_name(0, 1)
     if damage == "meta":
@@ -95,11 +91,44 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
         shard.write_bytes(data)
     elif damage == "short":
         shard.write_bytes(shard.read_bytes()[:-4])
-    elif damage == "chain":
-        (tmp_path / "trained-1.log").write_bytes(b"1\n")
     else:
         path.rename(Checkpoints(tmp_path).path((1, 9)))
     assert Checkpoints(tmp_path).greatest(None, 0).position == (1, 1)
+
+
+def before(folder, log=b"3\n1\n2\n7\n", **changes):
+    """A checkpoint as versions of streamrl before 2026-11-28 wrote it, of the second learner of a run."""
+    meta = make(folder, 2, 3, version=9, bases=[(1, 2)])
+    path = Checkpoints(folder).path((2, 3)) / "meta.json"
+    links = {"chain": [("trained-1.log", 4), ("trained-2.log", 4)], "count": 4, "record": [("groups-1.msgpack", 9)]}
+    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(meta), **links, **changes}))
+    (folder / "trained-1.log").write_bytes(log[:4] + b"9\n")
+    (folder / "trained-2.log").write_bytes(log[4:])
+    notes = [b"1 1 0 a", b"1 4 2 a", b"1 5 3 a", b"2 8 2 b", b"3 9", b"2 9 3 b", b"4 11 1 c", b"\xff 1 1 1"]
+    (folder / "versions.log").write_bytes(b"\n".join(notes))
+
+
+def test_what_was_in_files_beside_a_checkpoint_is_read(tmp_path):
+    """Only the bytes that it names count, and the versions of its learners up to its step."""
+    before(tmp_path)
+    meta = Checkpoints(tmp_path).greatest(None, 0)
+    assert (meta.trained, meta.count) == ([(1, 3), (7, 7)], 4)
+    assert meta.versions == {1: 0, 4: 2, 5: 3, 8: 2, 9: 3}
+    assert Checkpoints(tmp_path).greatest_epoch() == 2
+    before(tmp_path / "short", b"3\n1\n2\n")
+    before(tmp_path / "foreign", b"3\n1\nx\n7\n")
+    assert Checkpoints(tmp_path / "short").greatest(None, 0) is None
+    assert Checkpoints(tmp_path / "foreign").greatest(None, 0) is None
+
+
+def test_an_epoch_has_one_learner(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.greatest_epoch() == 0
+    make(tmp_path, 3, 1)
+    checkpoints.mark_epoch(7)
+    assert Checkpoints(tmp_path).greatest_epoch() == 7
+    with pytest.raises(CannotCreate, match="epoch-7"):
+        checkpoints.mark_epoch(7)
 
 
 def test_void_checkpoints_are_not_loaded(tmp_path):

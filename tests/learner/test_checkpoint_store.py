@@ -1,191 +1,157 @@
-"""Copies of checkpoints in stores that fsspec knows: a directory, and one in memory."""
+"""Checkpoints in stores that fsspec knows: one in memory, and one of files that is no directory to us."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError
-from streamrl.learner.checkpoint import Checkpoints, CheckpointShard, Meta, describe, read_meta
-from streamrl.learner.checkpoint_store import CheckpointStore, store_of
-from streamrl.learner.lineage import Lineage
+from streamrl.errors import ConfigError, Unreachable
+from streamrl.learner.checkpoint import Checkpoints, CheckpointShard, InvalidCheckpoint, Meta, describe
 from streamrl.store import ObjectStore
 
-LINEAGES: dict[tuple[Path, int], Lineage] = {}
-"""One learner writes the logs of an epoch."""
+Host = Callable[[str], Checkpoints]
 
 
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    for lineage in LINEAGES.values():
-        lineage.close()
-    LINEAGES.clear()
+@pytest.fixture(params=["memory://bucket/of/runs", "dir::file://{}/store"])
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
+    """The checkpoints as a host of this name sees them."""
+    config = RunConfig.model_validate({"name": "r", "checkpoint": {"store": request.param.format(tmp_path)}})
+    yield lambda name: Checkpoints.of(config, tmp_path / name)
+    if request.param.startswith("memory"):
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-@pytest.fixture(params=["directory", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"{tmp_path}/store" if request.param == "directory" else "memory://bucket/of/runs"
-    fsspec.filesystem("memory").store.clear()
-
-
-def store_at(url: str, run_dir: Path) -> CheckpointStore:
-    return CheckpointStore(ObjectStore(url, "checkpoint.store"), run_dir)
-
-
-def write(run_dir: Path, epoch: int, step: int, before: Meta | None = None) -> Meta:
-    """A checkpoint with files of a few bytes, and the logs that it names."""
-    checkpoints = Checkpoints.of(run_dir)
-    lineage = LINEAGES.get((run_dir, epoch)) or LINEAGES.setdefault((run_dir, epoch), Lineage(run_dir, epoch))
-    lineage.add([{"gid": step}])
-    lineage.sync()
-    chain, record = lineage.mark()
-    draft = checkpoints.begin((epoch, step))
+def write(checkpoints: Checkpoints, epoch: int, step: int, before: Meta | None = None) -> Meta:
+    """A checkpoint of two ranks with files of a few bytes."""
+    place = epoch, step
+    checkpoints.begin(place)
     shards: list[CheckpointShard] = []
     for rank in range(2):
-        (draft / f"rank-{rank}-of-2.safetensors").write_bytes(bytes([rank, step]) * 1000)
-        shards.append(describe(draft / f"rank-{rank}-of-2.safetensors"))
-    links = [link for link in (before.chain if before else []) if link[0] != chain[0]]
-    meta = Meta(
-        format=2, epoch=epoch, step=step, version=step, world=2, shards=shards, chain=[*links, chain], record=[record],
-        bases=[before.position] if before and before.epoch != epoch else [],
-    )  # fmt: skip
+        file = checkpoints.draft(place) / f"rank-{rank}-of-2.safetensors"
+        file.write_bytes(bytes([rank, step]) * 1000)
+        shards.append(describe(file))
+        checkpoints.send(place, file)
+    bases = [before.position] if before and before.epoch != epoch else []
+    meta = Meta(format=2, epoch=epoch, step=step, version=step, world=2, shards=shards, bases=bases)
     checkpoints.finish(meta)
     return meta
 
 
-def test_another_host_goes_on_with_what_was_copied(tmp_path: Path, url: str):
-    here, there = tmp_path / "here", tmp_path / "there"
-    store = store_at(url, here)
+def files(checkpoints: Checkpoints) -> list[str]:
+    """What is here of checkpoints."""
+    folder = checkpoints.folder
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and file.suffix)
+
+
+def test_another_host_goes_on(host: Host):
+    here, there = host("here"), host("there")
     first = write(here, 1, 1)
-    store.put(first)
     second = write(here, 1, 2, first)
-    store.put(second)
-    store.put(second)  # a repeat
-    brought = store_at(url, there).fetch_newest()
-    assert brought == ["checkpoints/trained-1.log", "groups-1.msgpack", "ckpt-1-2"]
-    ours, theirs = Checkpoints.of(here), Checkpoints.of(there)
-    assert theirs.greatest(None, 0) == ours.greatest(None, 0) == second
-    assert store_at(url, there).fetch_newest() == []
+    assert files(here) == [], "shards are here only on their way"
+    assert there.positions() == [(1, 1), (1, 2)]
+    assert there.greatest(None, 0) == second
+    shards = ["ckpt-1-2/rank-0-of-2.safetensors", "ckpt-1-2/rank-1-of-2.safetensors"]
+    assert files(there) == shards
+    assert (there.fetch(second) / "rank-1-of-2.safetensors").read_bytes() == b"\1\2" * 1000
     third = write(there, 2, 3, second)
-    store_at(url, there).put(third)
-    assert store.fetch_newest() == ["checkpoints/trained-2.log", "groups-2.msgpack", "ckpt-2-3"]
-    assert ours.greatest(None, 0) == third
+    there.remove_older(third, 2)
+    assert here.greatest("1-2", 2, "1-2") == third
+    assert here.positions() == [(1, 2), (2, 3)]
+    assert there.fetch(third)
+    assert all(name.startswith("ckpt-2-3/") for name in files(there)), "one checkpoint is kept here"
 
 
-def test_a_copy_that_broke_off_does_not_count(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch):
-    here = tmp_path / "here"
-    store = store_at(url, here)
+def test_one_that_broke_off_does_not_count(host: Host):
+    here = host("here")
     first = write(here, 1, 1)
-    store.put(first)
-    second = write(here, 1, 2, first)
-    files = store._store._files
-    upload, sent = files.put_file, []
-
-    def breaks(file: str, name: str) -> None:
-        if len(sent) == 3:
-            raise RuntimeError("connection reset")
-        sent.append(file)
-        upload(file, name)
-
-    monkeypatch.setattr(files, "put_file", breaks)
-    with pytest.raises(OSError, match=r"checkpoint.store .*ckpt-1-2/.* cannot be written: RuntimeError: connection"):
-        store.put(second)
-    assert [name for name in store_at(url, tmp_path / "there").fetch_newest() if name.startswith("ckpt")] == [
-        "ckpt-1-1"
-    ]
-    monkeypatch.undo()
-    store.put(second)
-    assert "ckpt-1-2" in store_at(url, tmp_path / "there").fetch_newest()
+    folder = here.begin((1, 2))
+    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors"):
+        (folder / name).write_bytes(b"x")
+        here.send((1, 2), folder / name)
+    assert host("there").greatest(None, 0) == first
+    assert here.root.names().count("ckpt-1-2") == 1
+    here.remove_unfinished(1)
+    assert "ckpt-1-2" in here.root.names(), "of this epoch: its learner may still write it"
+    here.remove_unfinished(2)
+    assert sorted(here.root.names()) == ["ckpt-1-1"]
 
 
-def test_only_the_newest_is_brought_and_old_ones_removed(tmp_path: Path, url: str):
-    here = tmp_path / "here"
-    store, before = store_at(url, here), None
-    for step in range(1, 5):
-        before = write(here, 1, step, before)
-        store.put(before)
-    brought = store_at(url, tmp_path / "there").fetch_newest(None, 0, "1-4")
-    assert [name for name in brought if name.startswith("ckpt")] == ["ckpt-1-4"]
-    store.remove([(1, 1), (1, 2)], 1)
-    store.remove([(1, 1)], 1)
-    assert store.positions() == [(1, 3), (1, 4)]
+def test_an_epoch_has_one_learner_on_all_hosts(host: Host):
+    host("here").mark_epoch(3)
+    assert host("there").greatest_epoch() == 3
 
 
-def test_a_void_checkpoint_is_not_brought(tmp_path: Path, url: str):
-    """Its learner was paused in its save, while a successor declared another base."""
-    here = tmp_path / "here"
-    store = store_at(url, here)
-    first = write(here, 1, 1)
-    store.put(first)
-    store.put(write(here, 1, 2, first))
-    there = tmp_path / "there"
-    brought = store_at(url, there).fetch_newest("1-1", 2, "1-1")
-    assert [name for name in brought if name.startswith("ckpt")] == ["ckpt-1-1"]
-    assert Checkpoints.of(there).greatest("1-1", 2, "1-1") == first
-
-
-def test_a_fetch_that_was_killed_goes_on_where_it_was(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch):
-    here, there = tmp_path / "here", tmp_path / "there"
-    first = write(here, 1, 1)
-    store_at(url, here).put(first)
-    torn = Checkpoints.of(there).begin((1, 1))
-    (torn / "rank-0-of-2.safetensors").write_bytes(b"of a learner that died in its save")
-    store = store_at(url, there)
-    download, got = store._store._files.get_file, []
+def test_a_fetch_that_was_killed_goes_on_where_it_was(host: Host, monkeypatch: pytest.MonkeyPatch):
+    first, there = write(host("here"), 1, 1), host("there")
+    assert there.store is not None
+    download, got = there.store._files.get_file, []
 
     def dies(place: str, into: str) -> None:
         download(place, into)
-        if place.endswith(".safetensors"):
-            got.append(place.rpartition("/")[2])
-            if len(got) == 2:
-                Path(into).write_bytes(b"half")
-                raise KeyboardInterrupt
+        got.append(place.rpartition("/")[2])
+        if len(got) == 2:
+            Path(into).write_bytes(b"half")
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(store._store._files, "get_file", dies)
+    monkeypatch.setattr(there.store._files, "get_file", dies)
     with pytest.raises(KeyboardInterrupt):
-        store.fetch_newest()
-    store.fetch_newest()
+        there.greatest(None, 0)
+    assert there.greatest(None, 0) == first
     assert (len(got), len(set(got))) == (3, 2), "what was whole is not brought again"
-    assert Checkpoints.of(there).greatest(None, 0) == first
 
 
-def test_a_log_is_never_replaced_by_a_shorter_one(tmp_path: Path, url: str):
-    here = tmp_path / "here"
-    store = store_at(url, here)
+@pytest.mark.parametrize("damage", ["changed", "missing", "meta"])
+def test_a_damaged_one_is_passed_over(host: Host, damage: str):
+    here, there = host("here"), host("there")
     first = write(here, 1, 1)
-    store.put(first)
     second = write(here, 1, 2, first)
-    log = (here / "checkpoints" / "trained-1.log").read_bytes()
-    assert store.fetch_newest() == []
-    assert (here / "checkpoints" / "trained-1.log").read_bytes() == log
-    assert Checkpoints.of(here).greatest(None, 0) == second
+    shard = "ckpt-1-2/rank-1-of-2.safetensors"
+    if damage == "changed":
+        here.root.write(shard, b"x" * 2000)
+    elif damage == "missing":
+        here.root.remove(shard)
+    else:
+        here.root.write("ckpt-1-2/meta.json", b"{")
+    assert there.greatest(None, 0) == first
+    with pytest.raises(InvalidCheckpoint):
+        there.validate(second.position)
 
 
-def test_a_damaged_copy_is_found_out_when_it_is_read(tmp_path: Path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    store = store_at(f"{tmp_path}/store", here)
-    first = write(here, 1, 1)
-    store.put(first)
-    store.put(write(here, 1, 2, first))
-    (tmp_path / "store" / "checkpoints" / "ckpt-1-2" / "rank-1-of-2.safetensors").write_bytes(b"x" * 2000)
-    store_at(f"{tmp_path}/store", there).fetch_newest()
-    assert Checkpoints.of(there).greatest(None, 0) == first
+def test_a_store_that_does_not_answer_makes_no_older_one_the_newest(host: Host, monkeypatch: pytest.MonkeyPatch):
+    here = host("here")
+    write(here, 1, 2, write(here, 1, 1))
+    assert here.store is not None
+
+    def away(*_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    for call in ("get_file", "cat_file", "exists"):
+        with monkeypatch.context() as patch:
+            patch.setattr(here.store._files, call, away)
+            with pytest.raises(Unreachable, match=r"checkpoint\.store .* RuntimeError: connection reset"):
+                here.greatest(None, 0)
+    monkeypatch.setattr(here.store._files, "put_file", away)
+    with pytest.raises(OSError, match="cannot be written: RuntimeError"):
+        write(here, 1, 3)
 
 
-def test_what_is_no_store_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("url", ["{}/s", "file://{}/s"])
+def test_a_directory_is_where_checkpoints_are(tmp_path: Path, url: str):
+    config = RunConfig.model_validate({"name": "r", "checkpoint": {"store": url.format(tmp_path)}})
+    checkpoints = Checkpoints.of(config, tmp_path / "run")
+    assert (checkpoints.store, checkpoints.folder) == (None, tmp_path / "s" / "r" / "checkpoints")
+    recording = RunConfig.model_validate({**config.model_dump(), "recording": {"mode": "write"}})
+    for other in (recording, RunConfig(name="r")):
+        found = Checkpoints.of(other, tmp_path / "run")
+        assert (found.store, found.folder) == (None, tmp_path / "run" / "checkpoints")
+
+
+def test_what_is_no_store_is_refused():
     with pytest.raises(ConfigError, match="nothing-like-it"):
-        store_at("nothing-like-it://x", tmp_path)
+        ObjectStore("nothing-like-it://x", "checkpoint.store")
     with pytest.raises(ValueError, match="absolute path or a URL"):
         RunConfig.model_validate({"name": "r", "checkpoint": {"store": "relative/path"}})
-    assert store_of(RunConfig(name="r"), tmp_path) is None
-    config = RunConfig.model_validate({"name": "r", "checkpoint": {"store": str(tmp_path / "s")}})
-    found = store_of(config, tmp_path)
-    assert found is not None
-    write(tmp_path, 1, 1)
-    found.put(read_meta(Checkpoints.of(tmp_path).path((1, 1))))
-    assert (tmp_path / "s" / "r" / "checkpoints" / "ckpt-1-1" / "meta.json").exists()

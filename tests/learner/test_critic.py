@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import KINDS, count_tokens, run_config
+from tiny_policy import KINDS, LAYOUTS, count_tokens, lay_out, run_config
 from transformers import AutoModel
 from value_kit import plain_values, value_batch
 from weights_kit import full_tensors
@@ -55,10 +55,9 @@ def test_values_equal_plain_transformers(make, model_of, kind):
         assert ours == pytest.approx(theirs.detach().numpy(), abs=2e-5)
 
 
-@pytest.mark.parametrize("rows", ["buckets", "packed"])
-@pytest.mark.parametrize("share", [True, False])
-def test_values_do_not_depend_on_the_layout(make, rows, share):
-    whole, other = make("Llama"), make("Llama", rows=rows, share_prompts=share, tokens_per_microbatch=96)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_do_not_depend_on_the_layout(make, layout):
+    whole, other = make("Llama"), lay_out(make("Llama", tokens_per_microbatch=96), layout)
     for critic in (whole, other):
         put_head(critic)
     batch = value_batch(1)
@@ -71,10 +70,9 @@ def test_the_first_values_are_zero(make):
     assert make().compute_values([]) == []
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_one_update_equals_plain_adamw(make, model_of, share):
+def test_one_update_equals_plain_adamw(make, model_of):
     """Mean over tokens, clipped region, clipped norm."""
-    critic = make("Llama", critic={"clip": 0.2}, clip_norm=0.05, share_prompts=share, tokens_per_microbatch=128)
+    critic = make("Llama", critic={"clip": 0.2}, clip_norm=0.05, tokens_per_microbatch=128)
     put_head(critic)
     model, head = plain(model_of("Llama"), critic)
     batch = value_batch(3)

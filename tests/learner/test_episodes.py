@@ -8,7 +8,7 @@ import torch
 from step_kit import worker_of
 from test_actor import assert_same, gradients, plain
 from test_groups import opened
-from tiny_policy import run_config
+from tiny_policy import lay_out, run_config
 from tree_kit import make_episodes, random_rows, tree_of
 
 from streamrl import wire
@@ -71,8 +71,8 @@ def test_gradient_equals_each_branch_alone(one_rank, model_of, seed):
     batch, model = three_branches(seed), plain(model_of("Qwen2"))
     expected = naive_gradient(model, batch)
     computed = []
-    for learner in ({}, {"rows": "packed"}, {"share_prompts": False}, {"tokens_per_microbatch": 48}):
-        actor = Actor(run_config(model_of("Qwen2"), **{"tokens_per_microbatch": 256, **learner}), one_rank)
+    for layout, tokens in (("rows of like length", 256), ("packed", 256), ("apart", 256), ("rows of like length", 48)):
+        actor = lay_out(Actor(run_config(model_of("Qwen2"), tokens_per_microbatch=tokens), one_rank), layout)
         stats = actor.accumulate(batch)
         assert stats.samples == len(batch)
         assert stats.tokens == sum(len(sample.tokens) for sample in batch)
@@ -104,7 +104,7 @@ def test_a_branch_beyond_the_context_is_named(one_rank, model_of):
     strange = tuple(ids + 61 for ids in sample.tree.observed)
     with pytest.raises(ValueError, match="not in the vocabulary"):
         actor.check_samples([replace(sample, tree=replace(sample.tree, observed=strange))])
-    actor.limits = replace(actor.limits, alone=True)
+    actor.limits = replace(actor.limits, shared=0)
     with pytest.raises(ValueError, match="2 branches needs rows of several lengths in one pass"):
         actor.check_samples(make_episodes(0, groups=1, size=1, rows=[(PROMPT, 3, 0), (PROMPT, 2, 0)]))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from test_actor import plain, reference_logprobs
-from tiny_policy import make_batch, run_config
+from tiny_policy import LAYOUTS, lay_out, make_batch, run_config
 
 from streamrl.learner.policy import Actor
 
@@ -15,14 +15,14 @@ FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma", "Gemma2", "Gemma3Text", "GPTNeoX
 def test_packed_equals_unpacked_equals_the_plain_forward_pass(one_rank, model_of, kind):
     batch = make_batch(0, groups=6, size=4)
     expected = [logprobs.detach().numpy() for _, logprobs in reference_logprobs(plain(model_of(kind)), batch)]
-    computed = {}
-    for rows, share in (("packed", True), ("packed", False), ("buckets", True), ("buckets", False)):
-        actor = Actor(run_config(model_of(kind), rows=rows, share_prompts=share), one_rank)
+    gradients = []
+    for layout in LAYOUTS:
+        actor = lay_out(Actor(run_config(model_of(kind)), one_rank), layout)
         found = actor.compute_log_prob(batch).logprobs
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-        computed[rows, share] = actor.accumulate(batch).passes, actor
-    gradients = [gradient_of(actor) for _, actor in computed.values()]
+        actor.accumulate(batch)
+        gradients.append(gradient_of(actor))
     for other in gradients[1:]:
         same(other, gradients[0])
 

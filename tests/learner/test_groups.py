@@ -53,9 +53,7 @@ def opened(*scored, prompt=(1, 2), check=lambda _: None, step_of=None, **config)
 
 
 def test_a_group_is_opened_with_its_numbers():
-    branch = Branch([], [], 1, 0)
-    branch.note(3, 10)
-    branch.note(5, 20)
+    branch = Branch({3: 10, 5: 20})
     rows = response(4, 5, 6, logprobs=[-1, -2, -3], runs=[(0, 3), (1, 5)]), response(7, runs=[(0, 5)])
     group = opened(*zip(rows, (1.0, 0.0), strict=True), step_of=branch.step, learner={"advantage": {"use": "dr_grpo"}})
     assert (group.tokens, group.prompt_tokens, group.mixed_version) == (4, 4, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from step_kit import estimated, rewarded
-from tiny_policy import run_config, without_key_biases
+from tiny_policy import lay_out, run_config, without_key_biases
 
 from streamrl.learner.algorithms.losses import LOSSES
 from streamrl.learner.algorithms.recipe import Recipe
@@ -23,10 +23,11 @@ PAIRS = [
 ]
 """Every two of loss, aggregate and base meet."""
 LAYOUTS = {
-    "one by one, padded": {"tokens_per_microbatch": 16, "share_prompts": False},
-    "small micro-batches": {"tokens_per_microbatch": 96},
-    "packed": {"rows": "packed"},
-    "small chunks of logits": {"logprob_chunk": 7},
+    "one by one": ({"tokens_per_microbatch": 16}, "apart"),
+    "alone": ({}, "alone"),
+    "small micro-batches": ({"tokens_per_microbatch": 96}, "rows of like length"),
+    "packed": ({}, "packed"),
+    "small chunks of logits": ({"logprob_chunk": 7}, "rows of like length"),
 }
 
 
@@ -34,7 +35,10 @@ LAYOUTS = {
 def made(one_rank, model_of):
     """One actor per layout, and a step whose proximal policy is not the present one."""
     plain = Actor(run_config(model_of("Qwen2")), one_rank)
-    actors = [Actor(run_config(model_of("Qwen2"), **options), one_rank) for options in LAYOUTS.values()]
+    actors = [
+        lay_out(Actor(run_config(model_of("Qwen2"), **options), one_rank), layout)
+        for options, layout in LAYOUTS.values()
+    ]
     batch = estimated(rewarded(0, near=plain), plain)
     random = np.random.default_rng(0)
     batch = [

@@ -23,7 +23,7 @@ def rows(width=24):
     positions = torch.arange(3 * width).reshape(3, width)[:, :-1].flatten()
     return {
         "input_ids": ids,
-        "until": None,
+        "visible_until": None,
         "position_ids": None,
         "positions": positions,
         "targets": ids[:, 1:].flatten(),

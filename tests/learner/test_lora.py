@@ -13,7 +13,7 @@ from weights_kit import export, full_tensors
 
 from streamrl.errors import ConfigError, Refused
 from streamrl.learner.lora import Lora
-from streamrl.learner.model_loading import load_model
+from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
 from streamrl.learner.weight_copy import Copies
 from streamrl.weight_sync.adapter import write_adapter
@@ -168,10 +168,11 @@ def test_experts_are_left_alone_when_targets_are_named(make):
     assert np.array_equal(logprobs(actor, batch), logprobs(base, batch))
 
 
-def test_targets_are_named_by_their_last_part_where_all_of_that_name_are_adapted(model_of):
+def test_targets_are_named_by_their_last_part_where_all_of_that_name_are_adapted(model_of, one_rank):
     def targets(chosen):
         config = run_config(model_of("Qwen2"), lora={**LORA, "targets": chosen})
-        return Lora(load_model(config.model), config).about.targets
+        model, rows = load_rows(config.model, one_rank)
+        return Lora(model, config, rows).about.targets
 
     assert targets(("v_proj", "q_proj")) == ["q_proj", "v_proj"]
     assert targets(("0.self_attn.q_proj",)) == ["model.layers.0.self_attn.q_proj"]
@@ -238,3 +239,13 @@ def test_the_average_of_an_adapter_is_exported_merged(make, model_of, tmp_path):
     theirs = PeftModel.from_pretrained(plain(model_of("Qwen2")), tmp_path / "out" / "adapter").merge_and_unload()
     for name, tensor in plain(tmp_path / "out").named_parameters():
         torch.testing.assert_close(tensor, theirs.get_parameter(name), rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_frozen_base_has_the_type_of_the_forward_pass(make):
+    batch = make_batch(1)
+    actor = make("Qwen2", lora=LORA, dtype="bfloat16")
+    before = logprobs(actor, batch)
+    actor.update_policy(batch)
+    assert {weight.dtype for weight in actor._frozen.values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in actor.parameters.values()} == {torch.float32}
+    assert not np.array_equal(logprobs(actor, batch), before)

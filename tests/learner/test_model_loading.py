@@ -5,14 +5,12 @@ import logging
 import numpy as np
 import pytest
 import torch
-from tiny_policy import KINDS, VOCABULARY, make_model, run_config, train_sample
+from tiny_policy import KINDS, VOCABULARY, lay_out, make_model, run_config, train_sample
 from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
-from streamrl.learner import model_loading as module
 from streamrl.learner.critic import Critic
-from streamrl.learner.model import LogProbModel, decoder_layers
-from streamrl.learner.model_loading import load_model, row_limits
+from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
 
 SMALL = {
@@ -52,11 +50,6 @@ def configure(path, context=512, **learner):
     return config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
 
 
-def limits_of(path, context=512):
-    config = configure(path, context)
-    return row_limits(config, LogProbModel(load_model(config.model), temperature=1.0, chunk=64))
-
-
 def responses(*groups):
     """Groups of a prompt of so many tokens, with responses of so many."""
     random = np.random.default_rng(0)
@@ -80,18 +73,25 @@ def check_against_each_alone(path, actor, batch):
         np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("window", "shared"), [(256, 256), (16, 0)])
-def test_local_attention_under_another_name_narrows_the_rows(made, one_rank, caplog, window, shared):
+@pytest.mark.parametrize("window", [256, 16])
+def test_local_attention_narrows_the_rows(made, one_rank, window):
     """GPT-Neo masks by places in the row, beside whatever mask it is given."""
     path = made("GPTNeo", **NEO, window_size=window)
+    actor = Actor(configure(path), one_rank)
+    assert actor.limits.shared == window
+    batch = responses((60, *[100] * 8), (20, 30, 7, 50))
+    check_against_each_alone(path, actor, batch)
+    check_against_each_alone(path, lay_out(actor, "packed"), batch)
+
+
+def test_a_window_that_no_known_key_names_is_found(made, one_rank, caplog, monkeypatch):
+    path = made("GPTNeo", **NEO, window_size=100)
+    monkeypatch.setattr("streamrl.learner.rows._WINDOWS", ())
     with caplog.at_level(logging.WARNING):
         actor = Actor(configure(path), one_rank)
-    assert actor.limits.shared == shared
-    assert "rows with several responses" in caplog.text
-    check_against_each_alone(path, actor, responses((60, *[100] * 8), (20, 30, 7, 50)))
-    packed = Actor(configure(path, rows="packed"), one_rank)
-    assert packed.limits.packed == shared
-    check_against_each_alone(path, packed, responses((60, 100, 20, 30), (20, 30, 7, 50)))
+    assert actor.limits.shared == 0
+    assert "in a pass of its own" in caplog.text
+    check_against_each_alone(path, actor, responses((60, 100, 20), (20, 30, 7)))
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_local_attention_under_another_name_narrows_the_rows(made, one_rank, cap
         ("Doge", {**SMALL, "num_key_value_heads": 2, "keep_window_size": 32}),
     ],
 )
-def test_a_model_that_sees_later_tokens_is_refused(made, kind, values):
+def test_a_model_that_sees_later_tokens_is_refused(made, one_rank, kind, values):
     with pytest.raises(ConfigError, match="later tokens"):
-        limits_of(made(kind, **values))
+        Actor(configure(made(kind, **values)), one_rank)
 
 
 def test_a_rotary_embedding_that_depends_on_the_longest_row_is_refused_beyond_its_length(made, one_rank):
     path = made("Phi3", **SMALL, num_key_value_heads=2, original_max_position_embeddings=64, rope_parameters=LONG)
     with pytest.raises(ConfigError, match="longrope") as caught:
-        limits_of(path, context=65)
+        Actor(configure(path, context=65), one_rank)
     assert "at most 64" in caught.value.hint
     actor = Actor(configure(path, context=64), one_rank)
     assert actor.limits.shared == 128
@@ -130,17 +130,16 @@ def test_a_rotary_embedding_that_depends_on_the_longest_row_is_refused_beyond_it
 
 
 @pytest.mark.parametrize(("kind", "values"), [("Bert", SMALL), ("Doge", {**SMALL, "num_key_value_heads": 2})])
-def test_what_is_causal_as_it_is_configured_is_taken(made, kind, values):
-    found = limits_of(made(kind, **values, **({"is_decoder": True} if kind == "Bert" else {})))
-    assert (found.shared, found.alone) == (128, False)
+def test_what_is_causal_as_it_is_configured_is_taken(made, one_rank, kind, values):
+    path = made(kind, **values, **({"is_decoder": True} if kind == "Bert" else {}))
+    assert Actor(configure(path), one_rank).limits.shared == 128
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_families_that_keep_to_masks_have_the_fast_layout(model_of, caplog, kind):
-    with caplog.at_level(logging.WARNING, "streamrl.learner.model_loading"):
-        found = limits_of(model_of(kind), context=128)
-    assert not caplog.records
-    assert not found.alone
+def test_families_that_keep_to_masks_have_the_fast_layout(model_of, one_rank, caplog, kind):
+    with caplog.at_level(logging.WARNING, "streamrl.learner.rows"):
+        found = Actor(configure(model_of(kind), context=128), one_rank).limits
+    assert not [record for record in caplog.records if record.name.startswith("streamrl")]
     assert found.shared == (64 if "sliding_window" in KINDS[kind] else 128)
 
 
@@ -148,14 +147,14 @@ def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank,
     """A model whose embeddings depend on how many rows there are."""
 
     def load(*args):
-        model = load_model(*args)
+        model, rows = load_rows(*args)
         model.get_input_embeddings().register_forward_hook(lambda _, ids, states: states * (0.9 + 0.1 * len(ids[0])))
-        return model
+        return model, rows
 
-    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_rows", load)
     with caplog.at_level(logging.WARNING):
         actor = Actor(configure(model_of("Llama"), context=128), one_rank)
-    assert actor.limits.alone
+    assert actor.limits.shared == 0
     assert "in a pass of its own" in caplog.text
     batch = responses((10, 20, 30, 7), (5, 3, 33))
     check_against_each_alone(model_of("Llama"), actor, batch)
@@ -167,16 +166,16 @@ def fails_with(condition, monkeypatch):
     """Let a model raise an error of its own for such ids."""
 
     def load(*args):
-        model = load_model(*args)
+        model, rows = load_rows(*args)
 
         def fail(_, ids):
             if condition(ids[0]):
                 raise ValueError("rope of another kind")
 
         model.get_input_embeddings().register_forward_pre_hook(fail)
-        return model
+        return model, rows
 
-    monkeypatch.setattr("streamrl.learner.policy.load_model", load)
+    monkeypatch.setattr("streamrl.learner.policy.load_rows", load)
 
 
 def test_a_model_that_fails_alone_is_refused_with_its_error(model_of, one_rank, monkeypatch):
@@ -189,53 +188,11 @@ def test_a_model_that_fails_alone_is_refused_with_its_error(model_of, one_rank, 
 def test_a_model_that_fails_with_several_rows_is_warned_of_with_its_error(model_of, one_rank, monkeypatch, caplog):
     fails_with(lambda ids: len(ids) > 1, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert Actor(configure(model_of("Llama"), context=128), one_rank).limits.alone
-    assert "other rows change the model: ValueError: rope of another kind" in caplog.text
+        assert not Actor(configure(model_of("Llama"), context=128), one_rank).limits.shared
+    assert "other responses change the model: ValueError: rope of another kind" in caplog.text
 
 
 def test_a_critic_is_tried_as_well(made, one_rank):
     config = configure(made("Bert", **SMALL), advantage={"use": "gae"}, critic={"kind": "model"})
     with pytest.raises(ConfigError, match="later tokens"):
         Critic(config, one_rank)
-
-
-def test_large_models_are_tried_with_one_layer_of_each_kind(made, monkeypatch):
-    """As GPT-Neo is with all of them, in a fraction of the time."""
-    path = made("GPTNeo", **{**NEO, "num_layers": 6, "attention_types": [[["global", "local"], 3]]}, window_size=70)
-    config = configure(path)
-    model = LogProbModel(load_model(config.model), temperature=1.0, chunk=64)
-    every = row_limits(config, model)
-    assert every.shared == 70
-    ran = []
-    layers = decoder_layers(model.model)
-    for place, layer in enumerate(layers):
-        layer.attn.register_forward_hook(lambda *_, place=place: ran.append(place))
-    monkeypatch.setattr(module, "_CHEAP", 0)
-    assert row_limits(config, model) == every
-    assert set(ran) == {0, 1}
-    ran.clear()
-    model.hidden(torch.ones(1, 4, dtype=torch.long), None, None)
-    assert ran == list(range(6))
-
-
-def test_a_window_is_found_under_any_name():
-    values = {
-        "hidden_size": 1000,
-        "num_attention_heads": 12,
-        "bos_token_id": 7,
-        "attention_window": [32, 64],
-        "nested": {"keep_window_size": 300, "rope_theta": 10000},
-        "reach": 50,
-        "use_cache": True,
-        "ratio": 0.5,
-    }
-    assert module._windows(values) == {32, 64, 300, 50}
-
-
-def test_a_window_too_large_for_a_trial_is_named(made, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_MOST", 100)
-    path = made("Mistral", **SMALL, num_key_value_heads=2, sliding_window=200)
-    with caplog.at_level(logging.WARNING):
-        assert limits_of(path).shared == 128
-    assert "shorter than a window" in caplog.text
-    assert caplog.records[0].windows == [200]

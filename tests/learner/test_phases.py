@@ -33,17 +33,17 @@ PHASES = {
     "after backward": "streamrl.learner.policy:Actor.accumulate:after:3",
     "before the update": "streamrl.learner.rank_group:RankWorker.apply:before:4",
     "after the update": "streamrl.learner.policy:Actor.apply_update:after:4",
-    "after the log": "streamrl.learner.lineage:Lineage.add:after:5",
-    "after consume": "streamrl.queues.ledger:Ledger.consume:after:9",
+    "after the groups count as trained": "streamrl.learner.train_buffer:TrainBuffer.applied:after:5",
+    "after finish_step": "streamrl.queues.ledger:Ledger.finish_step:after:9",
     "after publish": "streamrl.weight_sync.publisher:Publisher.publish:after:4",
     "state copied, nothing written": "streamrl.learner.checkpoint_files:RankState.save:after:2",
     "in the background write, before the file": f"{FILES}:write_shard:before:2",
     "in the background write, file not read back": f"{FILES}:describe:before:2",
     "shard written": f"{FILES}:write_shard:after:2",
     "all ranks have written": "streamrl.learner.checkpoint:Checkpoints.finish:before:2",
-    "before the rename": "streamrl.atomic:fsync_directory:before:3",
-    "after the rename": "streamrl.atomic:fsync_directory:before:4",
-    "after the rename is durable": "streamrl.atomic:fsync_directory:after:4",
+    "before its meta data": "streamrl.store:Folder.write:before:3",
+    "with its meta data": "streamrl.store:fsync_directory:before:3",
+    "its meta data is durable": "streamrl.learner.checkpoint:Checkpoints.finish:after:2",
     "before retire": "streamrl.queues.ledger:Ledger.retire:before:2",
     "after retire": "streamrl.queues.ledger:Ledger.retire:after:2",
     "before the old ones go": "streamrl.learner.checkpoint:Checkpoints.remove_older:before:3",
@@ -57,9 +57,9 @@ CRITIC_PHASES = {
 }
 QUICK = (
     "after backward",
-    "after consume",
+    "after finish_step",
     "in the background write, before the file",
-    "after the rename",
+    "with its meta data",
     "before retire",
 )
 
@@ -140,7 +140,7 @@ async def test_killed_in_a_phase_it_goes_on_bit_for_bit(run, uninterrupted, phas
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "phase", ["before the update", "after consume", "shard written", "after the rename", *CRITIC_PHASES]
+    "phase", ["before the update", "after finish_step", "shard written", "with its meta data", *CRITIC_PHASES]
 )
 async def test_so_do_a_critic_and_a_controller(run, with_everything, phase):
     run.configure(**EVERYTHING)

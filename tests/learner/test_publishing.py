@@ -22,6 +22,11 @@ class Outlet:
 
     def __init__(self) -> None:
         self.announced = 0
+        self.broken = False
+
+    def store(self, manifest) -> None:
+        if self.broken:
+            raise CannotCreate("the store does not answer")
 
     def sources(self) -> list[str]:
         return []
@@ -43,14 +48,14 @@ class Buffer:
 
 
 class Shelf:
-    """Publisher and version log at once; `full` refuses every version, `slow` one."""
+    """A publisher; `full` refuses every version, `slow` one."""
 
     manifest = MANIFEST
     figures = VersionFigures(bytes=10, density=None, kind="full")
 
     def __init__(self) -> None:
         self.full = False
-        self.slow = 0
+        self.slow = self.anew = 0
         self.outlet, self.buffer = Outlet(), Buffer()
 
     def publish(self, *, version, **_) -> bytes:
@@ -61,11 +66,11 @@ class Shelf:
             raise DeadlineExceeded("not written in time")
         return b"%d" % version
 
+    def begin_anew(self) -> None:
+        self.anew += 1
+
     def holds_newest(self) -> bool:
         return True
-
-    def note(self, version, step) -> None:
-        pass
 
     def close(self, **_) -> None:
         pass
@@ -77,11 +82,15 @@ async def publish(publishing, *versions) -> None:
         await publishing.settle()
 
 
-def make(shelf, tasks, deadline=60.0):
-    return Publishing(shelf, shelf.outlet, shelf, shelf.buffer, epoch=1, deadline=deadline, tasks=tasks)
+@pytest.fixture
+def make(tmp_path):
+    def publishing(shelf, tasks, deadline=60.0):
+        return Publishing(shelf, shelf.outlet, tmp_path, shelf.buffer, epoch=1, deadline=deadline, tasks=tasks)
+
+    return publishing
 
 
-async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written():
+async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_written(make):
     """Engines would go on with it, and with a small staleness limit all they generate would be dropped, for ever."""
     shelf = Shelf()
     async with asyncio.TaskGroup() as tasks:
@@ -101,7 +110,7 @@ async def test_an_older_version_is_not_repeated_for_one_that_could_not_be_writte
     publishing.close()
 
 
-async def test_one_slow_version_is_left_out():
+async def test_one_slow_version_is_left_out(make):
     """Its writing has taken the whole deadline when it is given up; that alone is no reason to leave."""
     shelf = Shelf()
     shelf.slow = 2
@@ -112,7 +121,20 @@ async def test_one_slow_version_is_left_out():
     publishing.close()
 
 
-async def test_a_write_that_never_returns_ends_the_learner():
+async def test_a_version_that_is_not_in_the_store_is_left_out_and_nothing_builds_on_it(make):
+    shelf = Shelf()
+    async with asyncio.TaskGroup() as tasks:
+        publishing = make(shelf, tasks)
+        await publish(publishing, (1, 0))
+        shelf.outlet.broken = True
+        await publish(publishing, (2, 1))
+        shelf.outlet.broken = False
+        await publish(publishing, (3, 2))
+    assert (shelf.buffer.shown, shelf.outlet.announced, shelf.anew) == ([1, 3], 2, 1)
+    publishing.close()
+
+
+async def test_a_write_that_never_returns_ends_the_learner(make):
     shelf, release = Shelf(), threading.Event()
     shelf.publish = lambda **_: release.wait(60)
     try:
@@ -128,7 +150,7 @@ async def test_a_write_that_never_returns_ends_the_learner():
 
 
 @pytest.mark.parametrize(("deadline", "steps"), [(60.0, [1, 1, 2, 3]), (0.2, itertools.repeat(1))])
-async def test_it_gives_up_after_three_steps_or_the_deadline(deadline, steps):
+async def test_it_gives_up_after_three_steps_or_the_deadline(make, deadline, steps):
     shelf = Shelf()
     shelf.full = True
     tried = []

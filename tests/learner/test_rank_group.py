@@ -11,7 +11,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.learner import leader
-from streamrl.learner.rank_group import NOBODY, Command, MicrobatchOrder, RankGroup, TorchThread
+from streamrl.learner.rank_group import Command, RankGroup, TorchThread
 
 
 class Line:
@@ -29,14 +29,16 @@ class Line:
 
 
 class Worker:
+    checkpoints = None
     """Says on the same line what it is to do."""
 
     def __init__(self, line) -> None:
         self.ranks = line
+        self.checkpoints = None
 
-    def execute(self, command, arguments, samples) -> None:
+    def execute(self, command, arguments, shares) -> None:
         if command in {Command.TRAIN, Command.APPLY}:
-            self.ranks.said.append((command, *arguments, samples))
+            self.ranks.said.append((command, *arguments, shares))
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def group(line):
 async def test_an_order_that_is_cancelled_half_way_is_done_whole(group, line):
     """Else the other ranks sit in a collective until its deadline, and the word to leave never reaches them."""
     line.hold.clear()
-    order = asyncio.create_task(group.order(Command.TRAIN, 7, 0, samples=["mine"]))
+    order = asyncio.create_task(group.order(Command.TRAIN, 7, 0, shares=["mine"]))
     await asyncio.to_thread(line.entered.wait, 20)
     order.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -101,14 +103,3 @@ async def test_the_other_ranks_hear_of_rank_0_while_it_reads_checkpoints(group, 
     with pytest.raises(Refused):
         await leader._lead(role, group)
     assert line.said[0] == [Command.IDLE]
-
-
-def test_a_micro_batch_survives_the_broadcast():
-    order = MicrobatchOrder({7: 0, 9: 1, 8: NOBODY}, {3: 10, 5: 12})
-    again = MicrobatchOrder.decode(order.encode())
-    assert again == order
-    assert list(again.owners) == [7, 9, 8]
-    assert (again.step_of(5), again.idle) == (12, False)
-    assert MicrobatchOrder.decode(MicrobatchOrder({7: NOBODY}, {}).encode()).idle
-    with pytest.raises(ValueError, match="version 4"):
-        again.step_of(4)

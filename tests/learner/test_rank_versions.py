@@ -129,5 +129,5 @@ async def test_a_learner_serves_its_versions_over_http(run):
         await asyncio.wait_for(following, 30)
         os.kill(pid, signal.SIGTERM)
         assert await run.wait(pid) == 0, run.log()
-    assert follower.bytes_fetched > 0
+    assert follower.traffic.bytes > 0
     assert len({frozenset(names) for names in applied.values()}) == 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny_policy import make_batch, run_config
 
-from streamrl.learner.checkpoint_files import RankFiles
+from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
@@ -29,8 +29,7 @@ CASES = {
 def make(one_rank, model_of, tmp_path):
     def worker(case):
         config = run_config(model_of("Llama"), **CASES[case][0])
-        files = RankFiles(config, one_rank, tmp_path)
-        return RankWorker(config, one_rank, make_models(config, one_rank), files)
+        return RankWorker(config, one_rank, make_models(config, one_rank), Checkpoints(tmp_path))
 
     return worker
 

@@ -118,8 +118,7 @@ async def other_tokens(whole):
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(reference_servers, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(reference_servers, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(reference_servers, "_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -248,7 +247,7 @@ def test_answers_that_make_no_sense_are_refused_when_all_servers_give_them(make,
 )
 def test_servers_that_do_not_fit_are_refused_at_the_start(make, server, message):
     with pytest.raises(ConfigError, match=message):
-        make(server)
+        make(Server(), server, "http://127.0.0.1:9")
 
 
 class OtherRank:

@@ -235,18 +235,6 @@ def test_kl_in_the_loss_streams_with_its_reference(make):
     assert differ(before, weights(ours))
 
 
-def test_the_limit_of_a_gate_is_that_of_the_whole_step(make):
-    """M2PO drops what the step as a whole says, wherever its micro-batches were cut."""
-    settings = {"correction": {"gates": [{"use": "m2po", "args": {"tau": 0.005}}]}}
-    ours, other = make(**settings), make(**settings, tokens_per_microbatch=64)
-    assert not ours.recipe.streams
-    batch = estimated(rewarded(5, near=ours), ours)
-    first = step(worker_of(ours, collected=True), batch)
-    second = step(worker_of(other, collected=True), batch, cuts=[1, 2, 3, 4])
-    assert 0 < first.trained.masked == second.trained.masked < first.trained.tokens
-    assert_same(weights(ours), weights(other))
-
-
 def test_one_update_that_is_not_finite_is_left_out_and_counted(make):
     settings = {"mini_batches": 3}
     ours = make(**settings)

@@ -15,7 +15,7 @@ from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.ending import Finished, is_over, write_finished
 from streamrl.learner.groups import GroupOpener
-from streamrl.learner.lineage import EpochFile, TrainedDigest, trained_file
+from streamrl.learner.lineage import join
 from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import Stage, TrainBuffer
 from streamrl.queues.ledgers import open_ledgers
@@ -46,18 +46,14 @@ class Table:
         return TrainBuffer(self.ledger, self.config, start, opener, Archive(self.config, self.redis_run.run_dir))
 
     async def start(self) -> Start:
-        return await take_over(self.ledger, self.checkpoints, kind="model", model="tiny")
+        return await take_over(self.ledger, self.checkpoints, self.redis_run.run_dir, kind="model", model="tiny")
 
     async def play(self, times: int = 3) -> None:
         for _ in range(times):
             await self.player.once()
 
     def save(self, epoch: int, step: int, group_ids) -> Meta:
-        """A checkpoint without weights whose chain holds `group_ids`."""
-        log = EpochFile(self.checkpoints.folder, trained_file(epoch))
-        log.append(b"".join(b"%d\n" % group_id for group_id in group_ids))
-        digest = TrainedDigest()
-        digest.add(group_ids)
+        """A checkpoint without weights that was trained on `group_ids`."""
         self.checkpoints.begin((epoch, step))
         meta = Meta(
             epoch=epoch,
@@ -65,9 +61,8 @@ class Table:
             format=FORMAT,
             model="tiny",
             version=step,
-            chain=[log.sync()],
-            count=digest.count,
-            digest=digest.hexdigest,
+            trained=join((group_id, group_id) for group_id in group_ids),
+            count=len(group_ids),
             world=0,
         )
         self.checkpoints.finish(meta)
@@ -93,7 +88,7 @@ async def test_a_step_from_candidates_to_retirement(table):
     await buffer.refresh()
     first = buffer.choose(4, 10**9, last=False)
     assert ids(first) == [0, 1, 2, 3]  # the budget of 8 is full; the four oldest fill the step
-    await buffer.begin(first)
+    await buffer.start_step(first)
     await buffer.refresh()
     assert ids(buffer.choose(4, 0, last=False)) == [4, 5, 6, 7]
     assert ids(buffer.applied()) == [0, 1, 2, 3]
@@ -115,7 +110,7 @@ async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room
     async def train() -> list[int]:
         await table.play()
         await buffer.refresh()
-        await buffer.begin(buffer.choose(4, 0, last=False))
+        await buffer.start_step(buffer.choose(4, 0, last=False))
         return ids(buffer.applied())
 
     await buffer.free_places(await train())
@@ -190,7 +185,7 @@ async def test_strict_order_waits_for_the_oldest_live_group(table):
     await table.play()
     await buffer.refresh()
     assert ids(buffer.choose(4, 0, last=False)) == [0, 2, 3]
-    await buffer.begin(buffer.choose(4, 0, last=False))
+    await buffer.start_step(buffer.choose(4, 0, last=False))
     assert buffer.choose(1, 0, last=True) == []
     table.player.open_only = set()
     await table.play()
@@ -232,7 +227,7 @@ async def test_a_group_that_kills_learners_is_tried_alone_and_then_dead(table):
         buffer = await table.buffer()
         await buffer.refresh()
         tried = buffer.choose(4, 0, last=False)
-        await buffer.begin([group for group in tried if group.group_id == 0])
+        await buffer.start_step([group for group in tried if group.group_id == 0])
     assert ids(tried) == [0]  # from the second time on alone
     buffer = await table.buffer()
     await buffer.refresh()
@@ -246,7 +241,7 @@ async def test_computed_and_released_groups_are_not_suspects(table):
     await table.play()
     await buffer.refresh()
     groups = buffer.choose(2, 0, last=False)
-    await buffer.begin(groups)
+    await buffer.start_step(groups)
     buffer.computed(groups[:1])
     await buffer.clear_crash_counts()
     await buffer.release(groups[1:])
@@ -261,10 +256,10 @@ async def test_clearing_crash_counts_makes_no_room_with_groups_that_have_gone(ta
     buffer = await table.buffer()
     await table.play()
     await buffer.refresh()
-    await buffer.begin(buffer.choose(4, 0, last=False))
+    await buffer.start_step(buffer.choose(4, 0, last=False))
     await buffer.free_places(ids(buffer.applied()))
     groups = buffer.choose(4, 0, last=False)
-    await buffer.begin(groups)
+    await buffer.start_step(groups)
     await table.ledger.connection.read("HSET", table.ledger.keys.state, "held", 0)
     buffer.computed(groups)
     await buffer.clear_crash_counts()
@@ -336,7 +331,7 @@ async def test_a_fenced_learner_writes_nothing(table):
     await new.refresh()
     groups = old.choose(4, 0, last=False)
     for write in (
-        old.begin(groups),
+        old.start_step(groups),
         old.announce(9, b"{}"),
         old.saved("1-9", []),
         old.drop_stale(100),
@@ -360,11 +355,11 @@ async def test_an_older_checkpoint_than_redis_retired_for_is_refused(table):
         await table.buffer()
 
 
-async def test_weights_that_do_not_fit_the_log_are_refused(table):
+async def test_weights_that_do_not_fit_their_ids_are_refused(table):
     meta = table.save(1, 1, [0, 1])
     path = table.checkpoints.path(meta.position) / "meta.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(meta, count=3)))
-    with pytest.raises(Refused, match="does not fit"):
+    with pytest.raises(Refused, match="trained on 3 groups and names 2"):
         await table.buffer()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import orjson
 import plays
 import pytest
 import torch
@@ -9,12 +10,14 @@ from plays import ADAPTERS, RECIPES, UNITS
 from safetensors.torch import load_file
 from test_families import FAMILIES
 from test_families import same as same_gradients
-from tiny_policy import run_config, without_key_biases
+from tiny_policy import VOCABULARY, make_model, run_config, without_key_biases
 from transformers import AutoModelForCausalLM
+from tree_kit import make_episodes
 from world_kit import TwoRanks, start
 
+from streamrl.cards import choose_device
 from streamrl.errors import ConfigError, Unreachable
-from streamrl.learner.ranks import Ranks, choose_device
+from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
 from tests.redis_kit import free_port
@@ -52,6 +55,21 @@ def same_files(runs, file):
     assert_close(load_file(runs.folders["two"] / file), load_file(runs.folders["one"] / file))
 
 
+@pytest.mark.slow
+def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes, as it does with larger tensors
+    two_ranks = TwoRanks(tmp_path)
+    size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24, "num_attention_heads": 8}
+    model = make_model("Llama", tmp_path, **size, vocab_size=VOCABULARY, max_position_embeddings=128)
+    two_ranks.begin("loading", model, tmp_path)
+    two_ranks.end()
+    two_ranks.close()
+    whole = (model / "model.safetensors").stat().st_size
+    assert whole > 300e6
+    for rank in (0, 1):
+        assert whole / 2 <= orjson.loads((tmp_path / f"found-{rank}.json").read_bytes())["most"] < 0.75 * whole
+
+
 @pytest.mark.parametrize("units", UNITS)
 def test_the_same_weights_and_statistics_as_one_rank(played, units):
     runs = played("policy")
@@ -67,8 +85,8 @@ def test_the_same_weights_and_statistics_as_one_rank(played, units):
 
 
 def test_episodes_are_learnt_by_two_ranks_as_by_one(played):
-    for rows in ("buckets", "packed"):
-        same_files(played("episodes"), f"{rows}.safetensors")
+    for layout in ("rows of like length", "packed"):
+        same_files(played("episodes"), f"{layout}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -115,12 +133,9 @@ def test_a_version_of_two_ranks_is_the_whole_model(played, name):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("play", ["policy", "values"])
-def test_a_batch_that_one_rank_refuses_stops_both(played, play):
-    first, second = (found["refused"] for found in played(play).two)
-    assert "another rank refused" in first
-    assert second.startswith("ValueError: group 7")
-    assert "not in the vocabulary" in second
+def test_samples_travel_from_rank_0_to_the_others(played):
+    sent = [sample.tokens.tolist() for sample in make_episodes(5, groups=2, size=3)]
+    assert [found["dealt"] for found in played("policy").two] == [sent[:2], sent]
 
 
 def test_small_collectives(played):
@@ -143,7 +158,6 @@ def test_two_ranks_learn_in_a_step_what_one_learns(played, name):
 
 def test_each_recipe_did_something(played):
     one = played("steps").one
-    assert min(record[4] for record in one["m2po over the step"]) > 0
     first, second = one["kl in the reward, adaptive"]
     assert second[3] < first[3] == 0.1, "there is no distance yet, so the coefficient falls"
     warm, learning = one["gae with a critic"]
@@ -194,12 +208,11 @@ def test_an_adapter_is_that_of_one_rank(played, kind):
 
 
 def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played):
-    runs = played("apart")
+    runs = played("no_shared_fs")
     first, second = runs.two
     shards = ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
     assert first["sent"] == second["sent"] == shards
-    assert first["fetched"] == ["ckpt-1-1"]
-    assert second["here"] == ["ckpt-1-1", "lock", "meta.json", *shards]
+    assert first["here"] == second["here"] == ["ckpt-1-1", "lock", *shards]
     assert first["same"]
     assert second["same"]
     assert list((runs.folders["two"] / "first-1").rglob("*.safetensors")) == [], "its shard is in the store"
@@ -264,7 +277,7 @@ def test_a_rank_on_another_host_that_never_comes_ends_the_wait(rank):
 
 
 def test_ranks_need_a_rendezvous_and_the_configured_number(tmp_path):
-    config = run_config(tmp_path, ranks=2, device="cpu").learner
+    config = run_config(tmp_path, ranks=2, device="cpu")
     with pytest.raises(ConfigError, match="rendezvous"):
         Ranks.from_environment(config, {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match=r"1 ranks were started, learner\.ranks is 2"):
@@ -283,7 +296,8 @@ def test_one_rank_needs_no_collective(one_rank):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_an_absent_device_is_a_configuration_error():
-    assert choose_device("auto", 0) == torch.device("cpu")
+    assert choose_device("auto", "float32", section="learner") == torch.device("cpu")
+    assert choose_device("cpu", "bfloat16", section="learner") == torch.device("cpu")
     for name in ("cuda", "cuda:1", "nonsense"):
         with pytest.raises(ConfigError, match=r"learner\.device"):
-            choose_device(name, 0)
+            choose_device(name, "float32", section="learner")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
+from streamrl.learner.sharding import RowModel
+
+ModelT = TypeVar("ModelT", bound=RowModel)
 
 VOCABULARY = 61
 _COMMON: dict[str, Any] = {
@@ -134,6 +137,20 @@ def make_batch(seed: int, groups: int = 4, size: int = 4, *, zero: int = 0, long
             advantage = 0.0 if group_id < zero else float(random.normal())
             batch.append(train_sample(group_id, prompt, tokens, logprobs, advantage))
     return batch
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows of like length": {},
+    "packed": {"packed": True},
+    "apart": {"shared": 1},  # every row is wider: padded, without a mask
+    "alone": {"shared": 0},
+}
+
+
+def lay_out(model: ModelT, layout: str) -> ModelT:
+    """Have an actor or a critic lay its rows out like this, whatever suits its device."""
+    model.limits = replace(model.limits, **LAYOUTS[layout])
+    return model
 
 
 def count_tokens(batch: list[TrainSample]) -> int:

@@ -174,7 +174,7 @@ class Hands:
 
     async def publish(self):
         self.version += 1
-        await self.ledger.consume(self.nonce, len(await self.ledger.closed()), self.version, b"{}")
+        await self.ledger.finish_step(self.nonce, len(await self.ledger.closed()), self.version, b"{}")
 
     async def retire(self):
         return await self.ledger.retire(self.nonce, "1-1", 0, await self.ledger.closed())

@@ -34,7 +34,7 @@ class Learner:
         data = await asyncio.to_thread(
             self.publisher.publish, epoch=1, version=version, step=version, tensors=tensors.items()
         )
-        await self.hands.ledger.consume(self.hands.nonce, 0, version, data)
+        await self.hands.ledger.finish_step(self.hands.nonce, 0, version, data)
 
 
 @contextlib.asynccontextmanager

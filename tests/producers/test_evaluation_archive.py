@@ -13,7 +13,7 @@ async def evaluated(run, ledgers, until_there: int, version: int) -> None:
     """One life of the feeder, in which held-out groups are answered and scored."""
     learner, hands = Hands(ledgers.train), Hands(ledgers.evaluation)
     await learner.fence()
-    await ledgers.train.consume(learner.nonce, 0, version, b"{}")
+    await ledgers.train.finish_step(learner.nonce, 0, version, b"{}")
     async with run.running(run_feeder, "feeder.0", ledgers) as (role, _):
         while role.status.get("evaluated", 0) < until_there:
             await hands.answer(version=version)

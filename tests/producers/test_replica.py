@@ -346,7 +346,7 @@ async def test_a_bad_version_is_shown_and_the_old_one_goes_on(small):
         learner = await Learner.of(small, ledgers)
         async with small.running(run_rollout, "rollout.0", ledgers) as (role, _):
             await until(lambda: role.is_ready)
-            await ledgers.train.consume(learner.hands.nonce, 0, 2, b"not a manifest")
+            await ledgers.train.finish_step(learner.hands.nonce, 0, 2, b"not a manifest")
             await until(lambda: role.status.get("weights_refused") == 1)
             assert role.status["version"] == 1
             await learner.publish(3)

@@ -45,7 +45,7 @@ async def test_the_bounds_and_the_data_are_those_of_admit(ledgers: Ledgers):
     for cursor in range(2):
         assert (await admit_closed(train, cursor, budget=2, hard_cap=3)).outcome is AdmitOutcome.ADMITTED
     assert (await admit_closed(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.FULL
-    await train.consume("n", 2, 1, None)
+    await train.finish_step("n", 2, 1, None)
     assert (await admit_closed(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.ADMITTED
     assert (await admit_closed(train, 3, budget=9, hard_cap=3)).outcome is AdmitOutcome.FULL
     assert (await admit_closed(train, 3, max_dead=0)).outcome is AdmitOutcome.TOO_MANY_DEAD

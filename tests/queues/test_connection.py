@@ -136,7 +136,7 @@ async def test_a_lost_reply_is_asked_for_again(run: RedisRun, tmp_path: Path):
         proxy.lose(b"zero-nonce")
         assert (await train.fence("zero-nonce", 0)).epoch == 1
         proxy.lose(b"manifest")
-        await train.consume("zero-nonce", 3, 1, b"manifest")
+        await train.finish_step("zero-nonce", 3, 1, b"manifest")
         assert proxy.lost == 4
         state = await train.state()
         assert (state.live, state.epoch, state.unretired, state.version) == (1, 1, 3, 1)
@@ -183,10 +183,10 @@ async def test_a_full_redis_is_back_pressure(run: RedisRun):
         assert await train.forget_journal(prompt, 2)
         assert "redis.maxmemory" in caught.value.hint
         await train.fence("n", 0)
-        await train.lift("n", 3)
+        await train.advance_cursor("n", 3)
         await train.resume("n", "0-0", 1)
-        await train.begin("n", [0])
-        await train.consume("n", 1, 1, b"manifest", [0])
+        await train.start_step("n", [0])
+        await train.finish_step("n", 1, 1, b"manifest", [0])
         assert await train.retire("n", "1-1", 0, [0]) == 1
         assert await train.drop("n", 1, "stale")
         assert await train.fail_group("n", 2, "poison")
@@ -347,7 +347,7 @@ async def test_weights_wait_for_a_newer_version(ledgers: Ledgers):
     waiting = asyncio.create_task(ledgers.weights.after(0, 30))
     await ledgers.train.live()
     for number in (1, 2):
-        await ledgers.train.consume("n", 0, number, b"m%d" % number)
+        await ledgers.train.finish_step("n", 0, number, b"m%d" % number)
     assert (await waiting)[0] in (1, 2)
     assert await ledgers.weights.after(1, 30) == (2, b"m2")
     assert await ledgers.weights.after(2, 0.01) is None

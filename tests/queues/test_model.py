@@ -421,7 +421,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), publish=st.booleans())
     def step(self, data, publish):
         group_ids = data.draw(st.lists(st.sampled_from(self.closed()), unique=True)) if self.closed() else []
-        self.twice(lambda: self.ledger.begin(self.nonce, group_ids))
+        self.twice(lambda: self.ledger.start_step(self.nonce, group_ids))
         for group_id in group_ids:
             self.groups[group_id].crashes.add(self.nonce)
             assert self.wait(self.ledger.read_group(group_id)).crashes == len(self.groups[group_id].crashes)
@@ -430,7 +430,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held = data.draw(st.integers(0, len(self.closed())))
         number = self.version_number + 1
         manifest = b"m%d" % number if publish else None
-        self.twice(lambda: self.ledger.consume(self.nonce, self.held, number, manifest, group_ids))
+        self.twice(lambda: self.ledger.finish_step(self.nonce, self.held, number, manifest, group_ids))
         self.version_number += publish
         for group_id in group_ids:
             self.groups[group_id].crashes.clear()
@@ -468,8 +468,8 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.wait(everything(self.ledger))
         for call in (
             lambda: self.ledger.resume(nonce, "9-9", 9),
-            lambda: self.ledger.begin(nonce, [group_id]),
-            lambda: self.ledger.consume(nonce, 0, 99, b"zombie", [group_id]),
+            lambda: self.ledger.start_step(nonce, [group_id]),
+            lambda: self.ledger.finish_step(nonce, 0, 99, b"zombie", [group_id]),
             lambda: self.ledger.drop(nonce, group_id, "zombie"),
             lambda: self.ledger.fail_group(nonce, group_id, "zombie"),
             lambda: self.ledger.retire(nonce, "9-9", 0, [group_id]),

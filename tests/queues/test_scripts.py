@@ -38,7 +38,7 @@ async def test_admit_keeps_both_bounds(ledgers: Ledgers):
         await close_group(train, cursor, budget=2, hard_cap=3)
     assert (await admit(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.FULL
     await train.fence("n", 0)
-    await train.consume("n", 2, 1, b"m", [0, 1])
+    await train.finish_step("n", 2, 1, b"m", [0, 1])
     assert (await admit(train, 2, budget=2, hard_cap=3)).outcome is AdmitOutcome.ADMITTED
     assert (await admit(train, 3, budget=2, hard_cap=3)).outcome is AdmitOutcome.FULL
     await same_again(train, lambda: admit(train, 3, budget=2, hard_cap=3))
@@ -213,8 +213,8 @@ async def test_fence_counts_epochs_and_keeps_the_old_learner_out(ledgers: Ledger
     before = await everything(train)
     for refused in (
         train.resume("old", "1-1", 1),
-        train.begin("old", [0]),
-        train.consume("old", 1, 9, b"m", [0]),
+        train.start_step("old", [0]),
+        train.finish_step("old", 1, 9, b"m", [0]),
         train.drop("old", 0, "stale"),
         train.fail_group("old", 0, "poison"),
         train.retire("old", "1-1", 0, [0]),
@@ -227,28 +227,28 @@ async def test_fence_counts_epochs_and_keeps_the_old_learner_out(ledgers: Ledger
 async def test_the_cursor_of_a_redis_that_lost_its_data_is_lifted(ledgers: Ledgers):
     train = ledgers.train
     await train.fence("n", 3)
-    await train.lift("n", 40)
-    await same_again(train, lambda: train.lift("n", 40))
+    await train.advance_cursor("n", 40)
+    await same_again(train, lambda: train.advance_cursor("n", 40))
     assert (await admit(train, 0)).cursor == 40
     await train.fence("m", 3)
-    await train.lift("m", 10)
+    await train.advance_cursor("m", 10)
     assert (await train.state()).cursor == 40
     before = await everything(train)
     with pytest.raises(Fenced):  # and the fence stays where it is
-        await train.lift("n", 50)
+        await train.advance_cursor("n", 50)
     assert await everything(train) == before
 
 
-async def test_consume_is_absolute_and_publishes_a_version_once(ledgers: Ledgers):
+async def test_finish_step_is_absolute_and_publishes_a_version_once(ledgers: Ledgers):
     train = ledgers.train
     await train.fence("n", 0)
     assert await ledgers.weights.newest() is None
-    await train.consume("n", 8, 5, b"five")
-    await same_again(train, lambda: train.consume("n", 8, 5, b"five"))
+    await train.finish_step("n", 8, 5, b"five")
+    await same_again(train, lambda: train.finish_step("n", 8, 5, b"five"))
     assert await ledgers.weights.newest() == (5, b"five")
-    await train.consume("n", 3, 4, b"older")
+    await train.finish_step("n", 3, 4, b"older")
     assert await ledgers.weights.newest() == (5, b"five")
-    await train.consume("n", 2, 9, None)
+    await train.finish_step("n", 2, 9, None)
     assert await ledgers.weights.newest() == (5, b"five")
     state = await train.state()
     assert (state.unretired, state.version) == (2, 5)

@@ -49,7 +49,7 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
     await read(*foreign_entry)
     assert await ledgers.weights.newest() is None
     await train.fence("n", 0)
-    await train.consume("n", 0, 3, b"three")
+    await train.finish_step("n", 0, 3, b"three")
     for _ in range(3):
         await read(*foreign_entry)
     assert await ledgers.weights.newest() == (3, b"three")
@@ -63,7 +63,7 @@ async def test_only_the_learner_publishes_versions(ledgers: Ledgers, run: RedisR
         return await read("HGET", train.keys.state, "foreign") == b"6"
 
     await until_async(counted)
-    await train.consume("n", 0, 4, b"four")
+    await train.finish_step("n", 0, 4, b"four")
     assert await waiting == (4, b"four")
     assert await read("XLEN", train.keys.weights) == 2
     async with open_to_look(run.config, run.config.url) as connection:
@@ -78,11 +78,11 @@ async def test_an_entry_with_the_last_id_there_is_stops_no_learner(ledgers: Ledg
     train, last = ledgers.train, f"{2**64 - 1}-{2**64 - 1}"
     await train.fence("n", 0)
     await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
-    await train.consume("n", 0, 3, b"three")
+    await train.finish_step("n", 0, 3, b"three")
     assert await ledgers.weights.newest() == (3, b"three")
     await ledgers.connection.read("XADD", train.keys.weights, last, "v", 1, "m", "x")
     assert await ledgers.weights.newest() == (3, b"three")
-    await train.consume("n", 0, 4, b"four")
+    await train.finish_step("n", 0, 4, b"four")
     assert await ledgers.weights.newest() == (4, b"four")
 
 
@@ -117,7 +117,7 @@ async def test_a_flood_of_foreign_entries_holds_nobody_up(ledgers: Ledgers, monk
     """Somebody adds faster than we remove: what is ours is found, and every read ends."""
     train, weights = ledgers.train, ledgers.train.keys.weights
     await train.fence("n", 0)
-    await train.consume("n", 0, 7, b"manifest")
+    await train.finish_step("n", 0, 7, b"manifest")
     await close_group(train, 0)
     with monkeypatch.context() as patch:
         looks = flooded(ledgers, patch, train.keys.scored, 3)

@@ -156,8 +156,8 @@ def test_the_way_of_the_weights(unused_port: int):
         look_at_way(config(weights={"transport": "collective", "host": "192.0.2.1"}))
     with pytest.raises(ConfigError, match=r"weights\.host nowhere\.invalid is unknown"):
         look_at_way(config(weights={"transport": "http", "host": "nowhere.invalid"}))
-    with pytest.raises(ConfigError, match="no meaning"):
-        look_at_way(config(weights={"relay": True}))
+    url = "memory://weights"
+    assert look_at_way(config(weights={"transport": "http", "url": url, "host": "192.0.2.1"})).startswith(url)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_way_of_the_weights(unused_port: int):
     [
         ("shm", False, 4, 3),
         ("directory", False, 4, 0),
-        ("http", False, 2, 9),
+        ("http", False, 2, 7),
         ("shm", True, 1, 5),
         ("directory", True, 2, 4),
     ],

@@ -128,7 +128,7 @@ class Field:
             "tensors": [],
         }
         data = encode(Manifest(version=step, step=step, **about))
-        await self.hands.ledger.consume(self.hands.nonce, 0, step, data)
+        await self.hands.ledger.finish_step(self.hands.nonce, 0, step, data)
 
     async def looked(self):
         """The pool has seen what was announced before this call."""

@@ -1,4 +1,4 @@
-"""A learner's host with its server, a board of roles in memory, and a proxy between the two that breaks on purpose."""
+"""A learner's host with its server, and a proxy between the two that breaks on purpose."""
 
 import asyncio
 import contextlib
@@ -16,19 +16,6 @@ def http_config(**changes):
     return WeightsConfig(**{"transport": "http", "shard_bytes": 4096, "deadline": 20, **changes})
 
 
-class Board:
-    """The board of roles in memory: a dictionary of fields for each role."""
-
-    def __init__(self):
-        self.roles = {}
-
-    def of(self, name):
-        return self.roles.setdefault(name, {})
-
-    async def read(self):
-        return {name: {key: str(value) for key, value in fields.items()} for name, fields in self.roles.items()}
-
-
 class Learner:
     """Publisher, server of weights and stream of one run."""
 
@@ -44,6 +31,7 @@ class Learner:
 
     async def publish(self, version, **options):
         data = await asyncio.to_thread(self.write, version, **options)
+        await asyncio.to_thread(self.server.store, decode(data))
         await self.server.announce(decode(data))
         await self.stream.put(data)
         return decode(data)
@@ -77,12 +65,12 @@ async def following(learner, name="rollout.0", config=None, **options):
 
 
 @contextlib.asynccontextmanager
-async def staged_source(config, run_dir, name, board=None):
+async def staged_source(config, run_dir, name):
     """A source and the staging folder that it fills."""
     folder = StagingFolder(run_dir, name)
     folder.open()
     try:
-        async with open_source(config, run_dir, folder, name=name, board=board) as source:
+        async with open_source(config, run_dir, folder, run="r", name=name) as source:
             yield source, folder
     finally:
         folder.close()

@@ -37,7 +37,7 @@ async def main(run_dir, name, deadline):
     config = WeightsConfig(transport="collective", deadline=deadline)
     staging = StagingFolder(run_dir, name)
     staging.open()
-    async with open_source(config, run_dir, staging, name=name) as source:
+    async with open_source(config, run_dir, staging, run="r", name=name) as source:
         while line := await asyncio.to_thread(sys.stdin.readline):
             manifest = decode(line.encode())
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from fetch_kit import Board, following, open_learner
+from fetch_kit import following, open_learner
 from sync_kit import same, tensors, until
 
 from streamrl.config import WeightsConfig
@@ -197,9 +197,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
     """In one process: the first version is pulled, what comes after is broadcast, a late one pulls."""
     async with open_learner(config(), tmp_path) as learner, contextlib.AsyncExitStack() as stack:
         broadcaster = learner.server._broadcaster
-        replicas = [
-            await stack.enter_async_context(following(learner, f"rollout.{index}", board=Board())) for index in range(2)
-        ]
+        replicas = [await stack.enter_async_context(following(learner, f"rollout.{index}")) for index in range(2)]
         size = 0
         for version in (1, 2, 3):
             size += (await learner.publish(version)).total_bytes
@@ -210,7 +208,7 @@ async def test_followers_by_broadcast_and_by_pull(tmp_path):
         for replica in [*replicas, late]:
             assert same(replica.applied[-1][1], tensors(3))
             assert replica.follower.refused == 0
-        assert [replica.follower.bytes_fetched for replica in replicas] == [size, size]
+        assert [replica.follower.traffic.bytes for replica in replicas] == [size, size]
         await until(lambda: broadcaster._done == (1, 3))
         assert [replica.follower._staging._source.broadcasts for replica in [*replicas, late]] == [2, 2, 0]
 

@@ -227,24 +227,23 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
     publisher.close(unlink=True)
 
 
-@pytest.mark.parametrize("relay", [False, True])
-async def test_deltas_over_http(tmp_path, relay):
+async def test_deltas_over_http(tmp_path):
     """A late joiner at version 40, and one that saw them all: the bytes of deltas, not those of the weights."""
-    config = http_config(dtype="bfloat16", delta=DELTAS, shard_bytes=8192, relay=relay)
+    config = http_config(dtype="bfloat16", delta=DELTAS, shard_bytes=8192)
     async with open_learner(config, tmp_path) as learner, contextlib.AsyncExitStack() as stack:
-        early = await stack.enter_async_context(following(learner, "rollout.0", status={}))
+        early = await stack.enter_async_context(following(learner, "rollout.0"))
         full = (await learner.publish(1, tensors=model(1))).total_bytes
         await early.until(1)
         sent = full
         for version in range(2, 41):
             sent += (await learner.publish(version, tensors=model(version))).total_bytes
         await until(lambda: early.follower.version == 40)
-        late = await stack.enter_async_context(following(learner, "rollout.1", status={}))
+        late = await stack.enter_async_context(following(learner, "rollout.1"))
         await late.until(1)
         for replica in (early, late):
             assert exactly(replica.applied[-1][1], 40)
             assert replica.follower.refused == 0
-            assert replica.follower.bytes_fetched == sent
+            assert replica.follower.traffic.bytes == sent
         await learner.publish(41, tensors=model(41))
         await asyncio.gather(early.until(len(early.applied) + 1), late.until(2))
         assert exactly(late.applied[-1][1], 41)

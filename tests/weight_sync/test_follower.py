@@ -17,8 +17,8 @@ from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import decode, encode
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.pull import HttpSource
-from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.pull import PullSource
+from streamrl.weight_sync.serve import listen, weights_app
 
 
 @both_folders
@@ -330,18 +330,18 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
         port = taken.getsockname()[1]
     data = publish(publisher, 1, sources=[f"http://127.0.0.1:{port}"])
     replica = Replica(stream, config, tmp_path)
-    monkeypatch.setattr(HttpSource, "fetch", hasty(HttpSource.fetch))
+    monkeypatch.setattr(PullSource, "fetch", hasty(PullSource.fetch))
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(replica.follower.run(stop))
         await stream.put(data)
         await until(lambda: replica.follower.refused == 1)
         assert replica.follower.version == 0
-        async with listen(ShardServer(publisher.root, token).app(), "127.0.0.1", port):
+        async with listen(weights_app(publisher.root, token), "127.0.0.1", port):
             await replica.until(1)
         assert replica.follower.refused == 1  # once a version, however often it is tried
-        assert replica.follower.bytes_fetched == decode(data).total_bytes
-        assert replica.follower.fetch_seconds > 0
+        assert replica.follower.traffic.bytes == decode(data).total_bytes
+        assert replica.follower.traffic.seconds > 0
         stop.set()
     assert same(replica.applied[0][1], tensors(1))
     publisher.close(unlink=True)
@@ -356,7 +356,7 @@ async def test_the_host_of_a_learner_that_has_gone_holds_up_no_version_of_the_ne
         gone = taken.getsockname()[1]
     replica = Replica(stream, config, tmp_path)
     stop = asyncio.Event()
-    async with listen(ShardServer(publisher.root, token).app(), "127.0.0.1", 0) as url, asyncio.TaskGroup() as group:
+    async with listen(weights_app(publisher.root, token), "127.0.0.1", 0) as url, asyncio.TaskGroup() as group:
         group.create_task(replica.follower.run(stop))
         for epoch, source in ((1, f"http://127.0.0.1:{gone}"), (2, url)):
             await stream.put(publish(publisher, epoch, epoch=epoch, sources=[source]))

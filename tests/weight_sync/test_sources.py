@@ -4,19 +4,24 @@ import asyncio
 import contextlib
 import ctypes
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import fsspec
+import msgspec
 import pytest
 import torch
 from aiohttp import web
-from fetch_kit import Board, Proxy, following, http_config, open_learner, staged_source
+from fetch_kit import Proxy, following, http_config, open_learner, staged_source
 from sync_kit import same, tensors, until
 
+from streamrl.config import DeltaConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable, WeightsError
+from streamrl.store import ObjectStore
 from streamrl.weight_sync.files import read_token, release_memory, staging_root
 from streamrl.weight_sync.manifest import decode
-from streamrl.weight_sync.pull import RELAY_FIELD, PeerHosts
-from streamrl.weight_sync.serve import ShardServer, listen
+from streamrl.weight_sync.serve import listen, weights_app
 from streamrl.weight_sync.tensors import map_version
 
 
@@ -99,9 +104,9 @@ async def test_a_server_that_dies_in_mid_file_and_comes_back(tmp_path):
     """The same address, a new server: the rest is asked for, and the fetch ends as if nothing had been."""
     config = http_config()
     async with open_learner(config, tmp_path) as learner:
-        server = ShardServer(learner.publisher.root, read_token(tmp_path))
+        app = partial(weights_app, learner.publisher.root, read_token(tmp_path))
         async with contextlib.AsyncExitStack() as first:
-            url = await first.enter_async_context(listen(server.app(), "127.0.0.1", 0))
+            url = await first.enter_async_context(listen(app(), "127.0.0.1", 0))
             async with Proxy(url) as proxy:
                 learner.via = proxy.url
                 proxy.cut, proxy.times = 3 << 20, 1000  # every transfer breaks, for ever
@@ -111,13 +116,13 @@ async def test_a_server_that_dies_in_mid_file_and_comes_back(tmp_path):
                     await until(lambda: proxy.broken >= 2)
                     await first.aclose()
                     proxy.times = 0
-                    again = ShardServer(learner.publisher.root, read_token(tmp_path)).app()
-                    async with listen(again, "127.0.0.1", proxy.target):
+                    async with listen(app(), "127.0.0.1", proxy.target):
                         assert same(read(await fetching, manifest), big())
                     assert source.traffic.bytes == manifest.total_bytes
 
 
-async def test_a_fetch_that_ran_out_of_time_or_was_cancelled_is_gone_on_with(learner):
+async def test_a_fetch_that_ran_out_of_time_or_was_cancelled_is_gone_on_with(learner, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.pull._SILENCE", 1.0)
     async with Proxy(learner.server.sources()[0]) as proxy:
         learner.via = proxy.url
         proxy.cut, proxy.times, proxy.silent_after = 1 << 20, 10_000, 3
@@ -143,7 +148,7 @@ async def test_a_corrupt_shard_is_refused(learner):
     path = learner.publisher.root / manifest.folder / manifest.shards[0].file
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     async with source_of(learner) as (source, staging):
-        with pytest.raises(WeightsError, match="checksums"):
+        with pytest.raises(WeightsError, match="checksum"):
             await source.fetch(manifest)
         assert staging.holds(manifest) is None
         learner.publisher._remove(manifest.folder)
@@ -188,7 +193,7 @@ async def test_nobody_answers(learner):
     learner.via = "http://127.0.0.1:1"
     manifest = decode(learner.write(1))
     async with source_of(learner, config=http_config(deadline=0.5)) as (source, _):
-        with pytest.raises(Unreachable, match=r"at last http://127\.0\.0\.1:1: .*refused") as caught:
+        with pytest.raises(Unreachable, match=r"from http://127\.0\.0\.1:1, at last: .*refused") as caught:
             await source.fetch(manifest)
     assert "weights.port open" in caught.value.hint
 
@@ -217,30 +222,16 @@ async def test_a_disk_that_is_full_is_said_and_nothing_stays(learner, monkeypatc
         assert libc.umount2(str(small).encode(), 2) == 0
 
 
-class Hostile:
-    """A server that answers a range request as it likes."""
-
-    def __init__(self, answer):
-        self.answer = answer
-
-    @contextlib.asynccontextmanager
-    async def open(self):
-        app = web.Application()
-        app.add_routes([web.get("/{folder}/{file}", self.answer)])
-        async with listen(app, "127.0.0.1", 0) as url:
-            yield url
-
-
 async def too_much(request):
-    first, last = request.http_range.start, request.http_range.stop
+    first = request.http_range.start
+    last = first + 99
     return web.Response(
-        status=206, body=bytes(last - first + 9), headers={"Content-Range": f"bytes {first}-{last - 1}/{last}"}
+        status=206, body=bytes(last - first + 9), headers={"Content-Range": f"bytes {first}-{last}/{last + 1}"}
     )
 
 
 async def another_range(request):
-    last = request.http_range.stop
-    return web.Response(status=206, body=bytes(5), headers={"Content-Range": f"bytes 5-9/{last}"})
+    return web.Response(status=206, body=bytes(5), headers={"Content-Range": "bytes 5-9/10"})
 
 
 async def redirects(request):
@@ -251,95 +242,109 @@ async def breaks(request):
     raise web.HTTPInternalServerError
 
 
-@pytest.mark.parametrize("answer", [too_much, another_range, redirects, breaks])
-async def test_answers_that_are_not_what_was_asked_for_are_never_written(learner, answer):
-    """The neighbour lies, the learner's host does not."""
-    board = Board()
+async def all_of_it(request):
+    return web.Response(body=bytes(100))
+
+
+@pytest.mark.parametrize("answer", [too_much, another_range, redirects, breaks, all_of_it])
+async def test_answers_that_are_not_what_was_asked_for_are_never_used(learner, answer):
+    """The first answers for each file are wrong ones."""
     manifest = decode(learner.write(1))
+    served, asked = weights_app(learner.publisher.root, read_token(learner.run_dir)), []
 
-    async def route(request):
-        if request.method == "HEAD":
-            return web.Response()
-        return await answer(request)
+    @web.middleware
+    async def wrong_at_first(request, handler):
+        asked.append(request.path)
+        return await (answer if asked.count(request.path) < 3 else handler)(request)
 
-    async with Hostile(route).open() as url:
-        board.of("rollout.9")[RELAY_FIELD] = url
-        async with source_of(learner, board=board) as (source, _):
-            assert same(read(await source.fetch(manifest), manifest), tensors(1))
-
-
-async def test_a_neighbour_with_a_corrupt_copy_is_not_asked_again(learner, tmp_path):
-    board = Board()
-    manifest = decode(learner.write(1))
-    async with source_of(learner, name="rollout.9") as (other, staging):
-        folder = await other.fetch(manifest)
-        path = folder / manifest.shards[0].file
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
-        async with listen(ShardServer(staging.root, read_token(tmp_path)).app(), "127.0.0.1", 0) as url:
-            board.of("rollout.9")[RELAY_FIELD] = url
-            async with source_of(learner, board=board) as (source, _):
+    served.middlewares.append(wrong_at_first)
+    async with listen(served, "127.0.0.1", 0) as learner.via:
+        manifest = msgspec.structs.replace(manifest, sources=[learner.via])
+        async with source_of(learner) as (source, _):
+            if answer is too_much:  # its length is not the one of the manifest
+                with pytest.raises(WeightsError, match="does not have the"):
+                    await source.fetch(manifest)
+            else:
                 assert same(read(await source.fetch(manifest), manifest), tensors(1))
-                assert source.traffic.bytes == manifest.total_bytes + manifest.shards[0].bytes
 
 
-async def test_a_chain_of_relays(learner):
-    """Each replica takes a version from the one before it; the learner's host is asked by the first alone."""
-    board, server_bytes = Board(), []
-    config = http_config(relay=True)
-    async with contextlib.AsyncExitStack() as stack:
-        for index in range(3):
-            name = f"rollout.{index}"
-            replica = await stack.enter_async_context(
-                following(learner, name, config, board=board, status=board.of(name))
-            )
-            if index == 0:
-                await learner.publish(1)
-            await replica.until(1)
-            assert same(replica.applied[0][1], tensors(1))
-            server_bytes.append(replica.follower.bytes_fetched)
-            # from here on the learner's host has nothing: whoever comes later can only have it of a neighbour
-            learner.publisher._remove("v-1-1")
-    assert len(set(server_bytes)) == 1
-    assert all(RELAY_FIELD not in fields for fields in board.roles.values())
+async def test_three_versions_stay_so_that_a_reader_has_time(learner):
+    manifests = [decode(learner.write(number)) for number in range(1, 6)]
+    assert sorted(entry.name for entry in learner.publisher.root.iterdir()) == ["v-1-3", "v-1-4", "v-1-5"]
+    async with source_of(learner) as (source, _):
+        assert same(read(await source.fetch(manifests[2]), manifests[2]), tensors(3))
+        with pytest.raises(FileNotFoundError):
+            await source.fetch(manifests[1])
 
 
-async def test_many_followers_at_once(tmp_path, monkeypatch):
-    """A server that takes one transfer, and six replicas that want the same: neighbours help out."""
-    monkeypatch.setitem(ShardServer.__init__.__kwdefaults__, "limit", 1)
-    board, config = Board(), http_config(relay=True)
-    async with open_learner(http_config(), tmp_path) as learner, contextlib.AsyncExitStack() as stack:
+@pytest.fixture(params=["memory://weights", "file://{}/store", "{}/store"])
+def url(request, tmp_path):
+    yield request.param.format(tmp_path)
+    if request.param.startswith("memory"):
+        fsspec.filesystem("memory").store.clear()
+
+
+async def test_many_hosts_pull_from_a_store(tmp_path, url):
+    """The learner's host sends each version once, and serves nobody; deltas find their base there too."""
+    config = http_config(url=url, dtype="bfloat16", delta=DeltaConfig(enabled=True, every=3))
+    small = {"w": torch.zeros(4096, dtype=torch.bfloat16)}
+
+    def changed(number):
+        return {"w": small["w"].index_fill(0, torch.tensor([number]), float(number))}
+
+    async with open_learner(config, tmp_path) as learner, contextlib.AsyncExitStack() as stack:
         replicas = []
-        for index in range(6):
-            name = f"rollout.{index}"
-            replicas.append(
-                await stack.enter_async_context(following(learner, name, config, board=board, status=board.of(name)))
-            )
-        for version in (1, 2):
-            await learner.publish(version, tensors=big(1) | tensors(version))
-            await asyncio.gather(*(replica.until(version) for replica in replicas))
-        for replica in replicas:
-            assert [pair for pair, _ in replica.applied] == [(1, 1), (1, 2)]
-            assert replica.follower.refused == 0
-            assert same(replica.applied[-1][1], big(1) | tensors(2))
+        for version in range(1, 8):
+            manifest = await learner.publish(version, tensors=changed(version))
+            assert manifest.sources == []
+            replicas.append(await stack.enter_async_context(following(learner, f"rollout.{version}")))
+            for replica in replicas:
+                await until(lambda replica=replica, version=version: replica.follower.version == version)
+                assert same(replica.applied[-1][1], changed(version))
+        assert all(replica.follower.refused == 0 for replica in replicas)
+        files, root = fsspec.core.url_to_fs(f"{url}/r")
+        here = sorted(entry.name for entry in learner.publisher.root.iterdir())
+        assert sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False)) == here
 
 
-def test_the_least_busy_neighbour_first_and_the_learners_host_last():
-    hosts = PeerHosts(["http://learner"], {"http://a": 3, "http://b": 1})
-    first = hosts.pick(0.0)
-    assert first.url == "http://b"
-    hosts.failed(first, 0.0)
-    assert hosts.pick(0.0).url == "http://a"
-    hosts.pick(0.0).banned = True
-    assert hosts.pick(0.0).url == "http://learner"
-    hosts.failed(hosts.pick(0.0), 0.0)
-    assert hosts.pick(0.0) is None
-    assert 0.025 <= hosts.pause(0.0) <= 0.1
-    assert hosts.pick(0.2).url == "http://b"
-    hosts.add({"http://c": 0, "http://a": 0})
-    assert hosts.pick(0.2).url == "http://c"
-    hosts.ban_relays(["http://b", "http://c", "http://learner", "http://unknown"])
-    assert hosts.pick(0.2).url == "http://learner"
-    assert not hosts.exhausted
+async def test_a_transfer_from_a_store_that_breaks_is_gone_on_with(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    opened = ObjectStore.open
+    cuts = []
+
+    @contextlib.contextmanager
+    def cut(self, name, at):
+        with opened(self, name, at) as (file, size):
+            if len(cuts) == 5:
+                yield file, size
+                return
+            cuts.append(at)
+            rest = iter([file.read(1000)])
+            yield SimpleNamespace(readinto=lambda buffer: _into(buffer, next(rest, b""))), size
+
+    monkeypatch.setattr(ObjectStore, "open", cut)
+    async with open_learner(http_config(url=url), tmp_path) as learner:
+        manifest = await learner.publish(1, tensors={"t": torch.arange(1 << 16)})
+        async with source_of(learner) as (source, _):
+            assert same(read(await source.fetch(manifest), manifest), {"t": torch.arange(1 << 16)})
+            assert source.traffic.bytes == manifest.total_bytes
+        assert cuts == [0, 1000, 2000, 3000, 4000]
+
+
+def _into(buffer, data):
+    buffer[: len(data)] = data
+    return len(data)
+
+
+async def test_a_store_that_cannot_be_written_costs_the_version(tmp_path, monkeypatch):
+    async with open_learner(http_config(url=f"{tmp_path}/store"), tmp_path) as learner:
+        (tmp_path / "store").write_text("no directory")
+        with pytest.raises(CannotCreate, match=r"weights\.url .*store"):
+            await learner.publish(1)
+        async with source_of(learner) as (source, _):
+            (tmp_path / "store").unlink()
+            with pytest.raises(FileNotFoundError):
+                await source.fetch(decode(learner.write(2)))
 
 
 def test_staging_folders_go_with_the_memory_of_the_run(tmp_path):

@@ -21,31 +21,23 @@ icepop: Ring-1T (arXiv 2510.18855, section 3.3); mask with level sequence: Liu a
 (2025); veto: slime and SkyRL; opsm: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking); m2po:
 Zheng et al. (arXiv 2510.01161, algorithm 1). m2po drops the tokens with the largest squared log ratios until the mean
 of the others is at most tau. That is the same as keeping the longest prefix, in ascending order, whose mean is at most
-tau; the mean of a prefix only grows, so the smallest dropped value defines the result. Over one micro-batch a sort
-finds it; over a step that lies on several ranks it is found digit by digit, from sums.
+tau; the mean of a prefix only grows, so the smallest dropped value defines the result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from streamrl.config.learner import CorrectionConfig, GateConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.registry import Registry
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
-
-AllSum = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
-"""Sum of an array over all ranks, element by element; collective. With one rank: the identity."""
-_DIGITS = ((21, 11), (10, 11), (0, 10))
-"""(shift, width) in bits of the digits of a non-negative float32, the highest first; its sign bit is 0."""
 
 
 def smallest_masked(squares: torch.Tensor, movable: torch.Tensor, tau: float) -> torch.Tensor:
@@ -61,36 +53,6 @@ def smallest_masked(squares: torch.Tensor, movable: torch.Tensor, tau: float) ->
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = (means <= tau).sum()
     return torch.cat([ordered, ordered.new_full((1,), math.inf)]).index_select(0, kept[None])[0]
-
-
-def step_limit(squares: npt.NDArray[np.float32], tau: float, all_sum: AllSum) -> float:
-    """Return the smallest value to be dropped over the values of all ranks; infinity when all may stay. Collective.
-
-    The bits of non-negative floats are ordered like their values. Three rounds of sums per digit (all_sum of 2 x 2048
-    numbers) find the value exactly, however the values are spread over ranks.
-
-    Args:
-        squares: this rank's squared log ratios, those that count, at least 0 and finite; possibly none.
-        tau: bound on the mean.
-        all_sum: sums over ranks.
-    """
-    bits = np.ascontiguousarray(squares, dtype=np.float32).view(np.uint32).astype(np.int64)
-    values = squares.astype(np.float64)
-    prefix, below = 0, np.zeros(2)
-    for place, (shift, width) in enumerate(_DIGITS):
-        mine = bits >> (shift + width) == prefix
-        digit = (bits[mine] >> shift) & ((1 << width) - 1)
-        sums = [np.bincount(digit, weights=weights, minlength=1 << width) for weights in (None, values[mine])]
-        counts, totals = np.cumsum(all_sum(np.stack(sums).astype(np.float64)), axis=1) + below[:, None]
-        over = np.flatnonzero(totals > tau * counts)
-        if not over.size and not place:
-            return math.inf
-        # Rounding may let the last digits fit what the digit before them did not: then the greatest value goes.
-        chosen = int(over[0]) if over.size else int(np.flatnonzero(np.diff(counts, prepend=below[0]))[-1])
-        if chosen:
-            below = np.array([counts[chosen - 1], totals[chosen - 1]])
-        prefix = prefix << width | chosen
-    return float(np.uint32(prefix).view(np.float32))
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -112,25 +74,6 @@ class GateResult:
     cut: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepTokens:
-    """What a gate sees of a step before its first update, on this rank; possibly no tokens.
-
-    Attributes:
-        log_ratio: as the gate gets it, shape (n,).
-        advantages: of the same tokens.
-        ages: staleness of the same tokens in steps.
-    """
-
-    log_ratio: torch.Tensor
-    advantages: torch.Tensor
-    ages: torch.Tensor
-
-
-StepLimit = Callable[[StepTokens, GateConfig, AllSum], float]
-"""`(tokens of this rank, gate, all_sum) -> number`, the same on all ranks: each calls all_sum equally often."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
     """What the check of combinations must know of a gate.
@@ -141,16 +84,12 @@ class Traits:
         weighs: its weight contains the ratio, so no other gate and no loss may contain it as well.
         restricts: kept tokens have ratios near 1, so that the ratio may be left out, as a chosen approximation; gates
             that only drop outliers do not restrict.
-        step: it looks at all tokens of a step at once, unless its argument `over` is `microbatch`: the number that it
-            finds in them, which the gate gets as its fourth argument (None in the trial at the start and without a
-            step). None: it looks at a micro-batch, and has no fourth argument.
     """
 
     ranges: Mapping[Level, Range]
     bounds: frozenset[str] = frozenset({"low", "high"})
     weighs: bool = False
     restricts: bool = False
-    step: StepLimit | None = None
 
 
 GateFunction = Callable[..., GateResult]
@@ -267,25 +206,17 @@ def off_policy_sequence_mask(log_ratio: torch.Tensor, tokens: Tokens, gate: Gate
     return GateResult(keep=~(gone & (tokens.advantages < 0)))
 
 
-def _m2po_limit(step: StepTokens, gate: GateConfig, all_sum: AllSum) -> float:
-    only = gate.args.get("only", "outward")
-    movable, squares = second_moments(step.log_ratio, step.advantages, step.ages, gate.tighten, only)
-    return step_limit(squares[movable].numpy(), gate.args.get("tau", 0.04), all_sum)
-
-
 @GATES.register("m2po")
-@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), restricts=True, step=_m2po_limit)
+@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), restricts=True)
 def m2po(
     log_ratio: torch.Tensor,
     tokens: Tokens,
     gate: GateConfig,
-    limit: float | None = None,
     *,
     tau: float = 0.04,
     only: Literal["outward", "all"] = "outward",
-    over: Literal["step", "microbatch"] = "step",
 ) -> GateResult:
-    """Drop the tokens with the largest `(log rho)^2` until the mean of the others is at most tau.
+    """Drop the tokens of a micro-batch with the largest `(log rho)^2` until the mean of the others is at most tau.
 
     The mean is over the tokens that can be dropped: with only outward those where the update would push the ratio
     further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as well.
@@ -296,33 +227,19 @@ def m2po(
         log_ratio: shape (n,).
         tokens: the same n tokens.
         gate: low and high are not used.
-        limit: smallest dropped `(log rho)^2`, as `Corrections.step_limits` found it over the step; None: these tokens
-            alone decide.
         tau: at least 0.
         only: outward, or all tokens.
-        over: step: all tokens of the step on all ranks decide; microbatch: those of a micro-batch, which needs no
-            second look at them but depends on how the step was cut up.
     """
-    if over not in {"step", "microbatch"} or only not in {"outward", "all"} or not tau >= 0:
+    if only not in {"outward", "all"} or not tau >= 0:
         raise ConfigError(
-            f"learner.correction.gates: m2po with over: {over}, only: {only}, tau: {tau}",
-            "over is step or microbatch, only is outward or all, tau is at least 0",
+            f"learner.correction.gates: m2po with only: {only}, tau: {tau}",
+            "only is outward or all, tau is at least 0",
         )
-    movable, squares = second_moments(log_ratio, tokens.advantages, tokens.ages, gate.tighten, only)
-    if over == "step" and limit is not None:
-        cut = squares.new_full((), limit)
-    else:
-        cut = smallest_masked(squares, movable, tau)
-    return GateResult(keep=~movable | (squares < cut))
-
-
-def second_moments(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, ages: torch.Tensor, tighten: float, only: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens m2po may drop, bool, and their (tightened) squared log ratio; both of shape (n,)."""
-    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
-    scaled = log_ratio * (1 + tighten * ages.to(log_ratio.dtype))
-    return (outward if only == "outward" else torch.ones_like(outward)), scaled * scaled
+    outward = ((tokens.advantages > 0) & (log_ratio > 0)) | ((tokens.advantages < 0) & (log_ratio < 0))
+    movable = outward if only == "outward" else torch.ones_like(outward)
+    scaled = log_ratio * (1 + gate.tighten * tokens.ages.to(log_ratio.dtype))
+    squares = scaled * scaled
+    return GateResult(keep=~movable | (squares < smallest_masked(squares, movable, tau)))
 
 
 _ABSURD = 2.0**20
@@ -388,15 +305,9 @@ class Gate:
         gate.try_out()
         return gate
 
-    @property
-    def whole_step(self) -> bool:
-        """It must see all tokens of a step at once."""
-        return self.traits.step is not None and self.config.args.get("over", "step") == "step"
-
-    def __call__(self, log_ratio: torch.Tensor, tokens: Tokens, limit: float | None) -> tuple[torch.Tensor, ...]:
+    def __call__(self, log_ratio: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, ...]:
         """Return weight, keep and cut, all of shape (n,)."""
-        extra = () if self.traits.step is None else (limit,)
-        result = self.function(log_ratio, tokens, self.config, *extra)
+        result = self.function(log_ratio, tokens, self.config)
         if result.weight is not None and not self.traits.weighs:
             raise ConfigError(
                 f"learner.correction.gates: {self.config.use} gives weights without the trait `weighs`",
@@ -410,7 +321,7 @@ class Gate:
         """Run the gate on three tokens, so that a wrong argument shows when the run starts."""
         zeros = torch.zeros(3)
         try:
-            shapes = [part.shape for part in self(zeros, Tokens.trial(1.0, 1.0, 1.0), None)]
+            shapes = [part.shape for part in self(zeros, Tokens.trial(1.0, 1.0, 1.0))]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"learner.correction.gates: {self.config.use} fails: {error}", "check its args"
@@ -445,41 +356,10 @@ class Corrections:
         return cls(base=config.base, gates=tuple(Gate.of(gate) for gate in gates))
 
     @property
-    def whole_step(self) -> bool:
-        """Some gate must see all tokens of a step before the first one is differentiated."""
-        return any(gate.whole_step for gate in self.gates)
-
-    @property
     def level(self) -> Level:
         """Level of the gate that weighs; token when none does."""
         weighing = [gate.config.level for gate in self.gates if gate.traits.weighs]
         return (weighing[0] if weighing else None) or "token"
-
-    def step_limits(
-        self,
-        log_ratio: npt.NDArray[np.float32],
-        advantages: npt.NDArray[np.float32],
-        ages: npt.NDArray[np.int64],
-        all_sum: AllSum,
-    ) -> tuple[float | None, ...]:
-        """Return what each gate that sees the whole step needs to know of it; None for the others.
-
-        Collective when `whole_step`; otherwise nothing happens.
-
-        Args:
-            log_ratio: `old - behaviour` of this rank's tokens of the step (with base bypass `proximal - behaviour`),
-                shape (n,).
-            advantages: of the same tokens.
-            ages: of the same tokens.
-            all_sum: sums over ranks.
-        """
-        step = StepTokens(
-            log_ratio=torch.from_numpy(log_ratio),
-            advantages=torch.from_numpy(advantages),
-            ages=torch.from_numpy(ages),
-        )
-        limits = ((gate, gate.traits.step if gate.whole_step else None) for gate in self.gates)
-        return tuple(None if limit is None else float(limit(step, gate.config, all_sum)) for gate, limit in limits)
 
 
 def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:
@@ -504,13 +384,12 @@ def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, age
     return proximal
 
 
-def correct(tokens: Tokens, corrections: Corrections, limits: Sequence[float | None] | None = None) -> Correction:
+def correct(tokens: Tokens, corrections: Corrections) -> Correction:
     """Apply all gates to a micro-batch: weights multiply, and a token is kept when every gate keeps it.
 
     Args:
         tokens: whole responses.
         corrections: of the run.
-        limits: from `Corrections.step_limits`; None: the tokens of the micro-batch decide.
 
     Raises:
         ConfigError: a gate of a user gives a weight without having said so.
@@ -521,8 +400,8 @@ def correct(tokens: Tokens, corrections: Corrections, limits: Sequence[float | N
     factor = torch.ones_like(gated)
     keep = torch.ones_like(gated, dtype=torch.bool)
     cut = ~keep
-    for gate, limit in zip(corrections.gates, limits or [None] * len(corrections.gates), strict=True):
-        weight, kept, bounded = gate(gated, tokens, limit)
+    for gate in corrections.gates:
+        weight, kept, bounded = gate(gated, tokens)
         factor, keep, cut = factor * weight, keep & kept, cut | bounded
     moved = gated if bypass else (tokens.proximal - tokens.behaviour).clamp(-_ABSURD, _ABSURD)
     return Correction(factor=factor * keep, keep=keep, cut=cut, log_ratio=moved)

@@ -111,7 +111,6 @@ def objective(
     kl_coefficient: float,
     *,
     weights: torch.Tensor | None = None,
-    limits: Sequence[float | None] | None = None,
     measure_all: bool = False,
 ) -> Objective:
     """Return `weight x (gates x loss + kl_coefficient x KL - entropy coefficient x entropy)` of each token.
@@ -124,10 +123,9 @@ def objective(
         recipe: of the run.
         kl_coefficient: present value of the controller; used with `learner.kl.where` loss.
         weights: of the aggregation (`token_weights`), shape (n,); None: 1.
-        limits: of gates that see the whole step (`Corrections.step_limits`); None: these tokens decide.
         measure_all: statistics are over all responses, not only over those with an advantage.
     """
-    correction = correct(tokens, recipe.corrections, limits)
+    correction = correct(tokens, recipe.corrections)
     loss = recipe.loss(tokens)
     per_token = correction.factor * loss.per_token
     kl = None if tokens.reference is None else kl_term(tokens, recipe.kl)
@@ -255,8 +253,7 @@ class Recipe:
     @cached_property
     def streams(self) -> bool:
         """Whether a micro-batch is differentiated as soon as its groups are there: nothing needs the whole step."""
-        whole = self.updates > 1 or self.corrections.whole_step or self.critic
-        return self.early and self.estimator.normalise == "none" and not whole
+        return self.early and self.estimator.normalise == "none" and not (self.updates > 1 or self.critic)
 
     @property
     def measures_all(self) -> bool:
@@ -281,7 +278,7 @@ class Recipe:
         """What is computed without gradient before the updates: the proximal policy where it is not the present one."""
         found: set[Computed] = set()
         base, several = self.corrections.base, self.updates > 1
-        if (several and base in {"decoupled", "uncorrected"}) or self.corrections.whole_step:
+        if several and base in {"decoupled", "uncorrected"}:
             found.add("proximal")
         if self.kl.where == "reward":
             found.add("proximal")

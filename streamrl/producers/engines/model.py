@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from streamrl.cards import check_room, choose_device
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, share_cores, usable_cores
 from streamrl.errors import ConfigError
@@ -32,7 +33,7 @@ def load_model(config: RunConfig) -> PreTrainedModel:
         torch.set_num_threads(engine.threads)
     elif THREADS not in os.environ:  # a role has its share in it; other processes compute alone
         torch.set_num_threads(share_cores(usable_cores(), 1))
-    device = pick_device(engine.device)
+    device = choose_device(engine.device, engine.dtype, section="engine")
     disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -52,19 +53,8 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     # transformers fills the gaps with random numbers and a warning
     if broken := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
         raise ConfigError(f"model {config.model.path!r} lacks weights: {', '.join(broken[:3])}")
+    check_room(device, sum(weight.nbytes for weight in model.parameters()), config.model.path)
     return model.to(device).eval().requires_grad_(False)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device {name!r}: {error}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"engine.device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def stop_tokens(generation: Any, config: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
--- The newest version of the weights: the entry that `consume` wrote last. Entries behind it are none of ours: they go.
+-- The newest version of the weights: the entry that `finish_step` wrote last. Entries behind it are none of ours: they go.
 -- KEYS    weights state
 -- ARGV    most       entries removed at once
 -- returns {entry, version, manifest, foreign}, the first three empty when there is none; foreign: the fields of each

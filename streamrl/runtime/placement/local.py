@@ -9,7 +9,10 @@ from typing import Final
 
 from typing_extensions import override
 
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 from streamrl.queues.embedded import STARTER
+from streamrl.runtime.devices import VISIBLE, plan_devices, visible_cards
 from streamrl.runtime.placement.child import Child, Lifeline
 from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placement
 from streamrl.runtime.plan import UnitSpec
@@ -38,19 +41,27 @@ class LocalProcess(PlacedProcess):
 
 
 class LocalPlacement(Placement):
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        self._config = config
         self._rendezvous = run_dir.resolve() / RENDEZVOUS
         self._lifeline = Lifeline()
 
     @override
     async def start(self, unit: UnitSpec, position: int, start: str, log: RoleLog) -> LocalProcess:
         command = unit.command(position)
-        environ = {**os.environ, **command.env, STARTER: str(os.getpid())}
+        environ = {**os.environ, **command.env, STARTER: str(os.getpid()), **self._devices(unit.processes[position])}
         if len(unit.processes) > 1:
             # A file store needs an unused file: a rank of a dead group may still hold the old one.
             environ["STREAMRL_RENDEZVOUS"] = f"file://{self._rendezvous / start}"
         argv = [sys.executable, *command.arguments]
         return LocalProcess(await Child.spawn(argv, environ, self._lifeline, command.cwd), log)
+
+    def _devices(self, name: str) -> dict[str, str]:
+        try:
+            taken = plan_devices(self._config, visible_cards(), name).get(name)
+        except ConfigError as error:  # a member was added for which there is no card
+            raise OSError(f"{error.message}: {error.hint}") from error
+        return {} if taken is None else {VISIBLE: ",".join(taken)}
 
     @override
     def release(self, unit: UnitSpec) -> None:

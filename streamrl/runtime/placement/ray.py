@@ -160,7 +160,7 @@ class RayPlacement(Placement):
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._config = config
-        self._local = LocalPlacement(run_dir)
+        self._local = LocalPlacement(run_dir, config)
         names = ["run.json", *([TOKEN_FILE] if config.weights.pulled else [])]
         files = {name: (run_dir / name).read_bytes() for name in names}
         self._known = KnownDirectory(run_dir.resolve(), mark_of(run_dir), files)

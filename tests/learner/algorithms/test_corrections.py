@@ -2,9 +2,7 @@
 
 import functools
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +14,8 @@ from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import (
     Corrections,
-    GateResult,
     correct,
     old_logprobs,
-    traits,
 )
 from streamrl.learner.algorithms.losses import LOSSES, LossResult
 from streamrl.learner.algorithms.recipe import check_combination
@@ -163,65 +159,6 @@ def test_no_response_changes_the_gates_of_another(gate):
     assert correct(whole, gates).factor[:3].tolist() == correct(first, gates).factor.tolist()
 
 
-@pytest.mark.parametrize("cuts", [[20], [7, 13], [1, 2, 3, 4, 10]])
-def test_limits_of_a_step_make_m2po_blind_to_micro_batches(cuts):
-    generator = torch.Generator().manual_seed(1)
-    behaviour, shift, advantages = torch.randn(3, 20, generator=generator)
-    proximal = behaviour + 0.4 * shift
-    ages = torch.arange(20) % 3
-    gates = corrections("decoupled", {"use": "m2po", "tighten": 0.1})
-    assert gates.whole_step
-    log_ratio = (proximal - behaviour).numpy()
-    limits = gates.step_limits(log_ratio, advantages.numpy(), ages.numpy(), lambda sums: sums)
-    whole = tokens_of(theta=proximal, proximal=proximal, behaviour=behaviour, advantages=advantages, ages=ages.tolist())
-    expected = correct(whole, gates).keep
-    assert expected.sum() < 20
-    pieces, start = [], 0
-    for size in cuts:
-        part = slice(start, start + size)
-        start += size
-        tokens = tokens_of(
-            theta=proximal[part],
-            proximal=proximal[part],
-            behaviour=behaviour[part],
-            advantages=advantages[part],
-            ages=ages[part].tolist(),
-        )
-        pieces.append(correct(tokens, gates, limits).keep)
-    assert torch.equal(torch.cat(pieces), expected)
-
-
-def test_only_m2po_over_the_step_needs_the_whole_step():
-    assert not corrections().whole_step
-    assert not corrections("decoupled", {"use": "m2po", "args": {"over": "microbatch"}}, {"use": "tis"}).whole_step
-    both = corrections("decoupled", {"use": "tis"}, {"use": "m2po"})
-    assert both.whole_step
-    none = np.zeros(0, dtype=np.float32)
-    assert both.step_limits(none, none, np.zeros(0, dtype=np.int64), lambda sums: sums) == (None, math.inf)
-
-
-def greatest_of_the_step(step, gate, all_sum):
-    return float(all_sum(step.log_ratio.numpy()).max()) - gate.args.get("margin", 0.0)
-
-
-@traits(ranges={"token": (0.0, math.inf)}, restricts=True, step=greatest_of_the_step)
-def below_the_greatest(log_ratio, tokens, gate, limit, *, margin=0.0):
-    return GateResult(keep=log_ratio < (math.inf if limit is None else limit))
-
-
-def test_a_gate_of_a_user_gets_what_it_asked_of_the_step_itself():
-    use = f"{__name__}:below_the_greatest"
-    gates = corrections("decoupled", {"use": "m2po"}, {"use": use, "args": {"margin": 0.5}}, {"use": use})
-    assert gates.whole_step
-    log_ratio = np.asarray([0.1, 3.0, -1.0], dtype=np.float32)
-    ones, ages = np.ones(3, dtype=np.float32), np.zeros(3, dtype=np.int64)
-    limits = gates.step_limits(log_ratio, ones, ages, lambda sums: sums)
-    assert limits == (9.0, 2.5, 3.0)
-    behaviour = torch.zeros(3)
-    tokens = tokens_of(theta=behaviour, proximal=torch.from_numpy(log_ratio), behaviour=behaviour)
-    assert correct(tokens, gates, limits).keep.tolist() == [True, False, True]
-
-
 def check(learner, loss="ppo"):
     learner = LearnerConfig.model_validate({"loss": {"use": loss}, **learner})
     function = LOSSES.resolve(loss, {}) if loss in LOSSES.names else stranger
@@ -302,9 +239,3 @@ def test_the_configuration_knows_that_some_gates_must_be_there():
         LearnerConfig.model_validate(correction("decoupled"))
     with pytest.raises(ValueError, match="has no gates"):
         LearnerConfig.model_validate(correction("uncorrected", VETO))
-
-
-def test_a_number_of_limits_that_is_not_that_of_the_gates_is_a_bug_of_the_caller():
-    tokens = tokens_of(theta=wide(-1.0), proximal=wide(-1.0), behaviour=wide(-1.0))
-    with pytest.raises(ValueError, match="zip"):
-        correct(replace(tokens), corrections(), [None])

@@ -20,9 +20,9 @@ def tokens_at(ratios, *, counts=None, advantages=None, ages=None):
     return make_tokens(old, old, behaviour, advantages, counts=counts, ages=ages)
 
 
-def run(tokens, limit=None, **config):
+def run(tokens, **config):
     gate = Gate.of(GateConfig(**config))
-    weight, keep, cut = gate(tokens.old - tokens.behaviour, tokens, limit)
+    weight, keep, cut = gate(tokens.old - tokens.behaviour, tokens)
     return weight.tolist(), keep.tolist(), cut.tolist()
 
 
@@ -97,13 +97,6 @@ def test_m2po_looks_outward_only():
     assert run(tokens, use="m2po")[1] == [False, True, True, False]
 
 
-def test_m2po_takes_the_limit_of_the_step():
-    tokens = tokens_at([math.exp(0.3), math.exp(0.1)])
-    assert run(tokens, limit=0.05, use="m2po")[1] == [False, True]
-    assert run(tokens, limit=math.inf, use="m2po")[1] == [True, True]
-    assert run(tokens, limit=0.0, use="m2po", args={"over": "microbatch", "tau": 1.0})[1] == [True, True]
-
-
 def test_tighten_narrows_log_bounds_by_age():
     tokens = tokens_at([3.0, 3.0, 3.0], ages=[0, 1, 3])
     weight, _, cut = run(tokens, use="tis", high=4.0, tighten=1.0)
@@ -152,7 +145,6 @@ def test_a_bound_in_the_far_distance_is_still_a_finite_weight(use):
         ({"use": "m2po", "args": {"tau": "much"}}, "fails"),
         ({"use": "m2po", "args": {"tau": -0.1}}, "tau"),
         ({"use": "m2po", "args": {"only": "inward"}}, "inward"),
-        ({"use": "m2po", "args": {"over": "epoch"}}, "epoch"),
         ({"use": f"{__name__}:secretly_weighing"}, "without the trait"),
         ({"use": f"{__name__}:one_for_all"}, "one value per token"),
         ({"use": "no.such:gate"}, "cannot be imported"),

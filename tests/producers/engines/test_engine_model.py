@@ -20,7 +20,6 @@ from streamrl.producers.engines.model import (
     check_decodable,
     context_length,
     load_model,
-    pick_device,
     stop_tokens,
 )
 
@@ -225,14 +224,6 @@ async def test_close_after_a_cancelled_start_leaves_no_thread(model_dir):
     await engine.close()
     assert engine._decoder is not None
     assert not engine._decoder._thread.is_alive()
-
-
-def test_devices():
-    assert pick_device("cpu").type == "cpu"
-    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("cuda:99", "toaster"):
-        with pytest.raises(ConfigError, match=name):
-            pick_device(name)
 
 
 def test_stop_tokens_and_context(model_dir):

@@ -3,11 +3,13 @@
 """Makes torchvision, which PyPI has for CUDA only, importable next to a torch for CPUs.
 
 Its extension cannot be loaded there, so the operators that it registers fakes for have to exist before `import
-torchvision` runs. This file is on the PYTHONPATH of SGLang servers on a CPU; Python runs it at start.
+torchvision` runs. SGLang's processes are forked, since each would import everything again, which takes ten seconds of a
+core. This file is on the PYTHONPATH of SGLang servers on a CPU; Python runs it at start.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from typing import Any
 
@@ -29,3 +31,6 @@ class _TorchvisionOperators:
 
 
 sys.meta_path.insert(0, _TorchvisionOperators)
+
+_set_start_method = multiprocessing.set_start_method
+multiprocessing.set_start_method = lambda method, force=False: _set_start_method(method and "fork", force)

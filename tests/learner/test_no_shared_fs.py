@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from streamrl.learner.checkpoint import Checkpoints, read_meta
+from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.checkpoint_files import open_shards
 from streamrl.queues.ledgers import open_ledgers
 from streamrl.runfile import LoadedConfig, save
@@ -65,33 +65,33 @@ async def state(run):
 async def test_without_a_store_the_learner_is_refused_at_the_start(run, apart):
     for rank, pid in enumerate(apart.start(["a", "b"])):
         assert await run.wait(pid) == 78
-        assert "there is no checkpoint.store" in apart.log("ab"[rank], rank)
+        assert "the ranks of the learner do not share" in apart.log("ab"[rank], rank)
     assert not list((apart.folder / "a" / "checkpoints").glob("*"))
 
 
 async def test_hosts_that_are_lost_lose_nothing(run, apart, tmp_path):
-    store = f"file://{tmp_path}/store"
-    copies = tmp_path / "store" / "played" / "checkpoints"
+    store = f"dir::file://{tmp_path}/store"  # no directory to us
     async with run.play():
-        died = "streamrl.learner.checkpoint_store:CheckpointStore.put_shard:after:2"
+        died = "streamrl.learner.checkpoint:Checkpoints.send:after:2"
         first, second = apart.start(["a", "b"], (None, died), store=store)
         assert await run.wait(second) == -signal.SIGKILL
         assert await run.wait(first) in {69, 75}, run.log()
         # The shard of the second checkpoint is there, its meta data is not: the first one is what counts.
-        assert (copies / "ckpt-1-4" / "rank-1-of-2.safetensors").exists()
-        assert sorted(path.parent.name for path in copies.rglob("meta.json")) == ["ckpt-1-2"]
+        names = {f"{path.parent.name}/{path.name}" for path in (tmp_path / "store").rglob("*")}
+        assert "ckpt-1-4/rank-1-of-2.safetensors" in names
+        assert sorted(name for name in names if "meta.json" in name) == ["ckpt-1-2/meta.json"]
         found = await state(run)
         assert (found.checkpoint, found.retired) == ("1-2", 8)
         for host, rank in zip("cd", apart.start(["c", "d"], store=store), strict=True):
             assert await run.wait(rank) == 0, apart.log(host, "cd".index(host))
-    meta = run.newest()
+    checkpoints = Checkpoints.of(run.config, run.run_dir)
+    meta = checkpoints.greatest(None, 0)
     assert (meta.position, meta.world, meta.bases) == ((2, 6), 2, [(1, 2)])
     assert (await run.audit()).trained == 24
-    assert not (copies / "ckpt-1-4").exists(), "what a dead learner left is removed"
-    assert read_meta(copies / "ckpt-2-6") == meta
-    assert (tmp_path / "store" / "played" / "model" / "config.json").exists()
+    assert "ckpt-1-4" not in checkpoints.root.names(), "what a dead learner left is removed"
+    assert list((tmp_path / "store").rglob("model/config.json"))
     kept = sorted(path.relative_to(tmp_path / "d") for path in (tmp_path / "d").rglob("*.safetensors"))
-    assert {path.parts[:2] for path in kept} == {("apart", "ckpt-1-2")}, "what it began with, nothing that grows"
+    assert {path.parts[:2] for path in kept} == {("checkpoints", "ckpt-1-2")}, "what it began with, nothing that grows"
 
 
 async def test_versions_are_whole_on_the_host_that_serves_them(run, apart, tmp_path):
@@ -104,7 +104,8 @@ async def test_versions_are_whole_on_the_host_that_serves_them(run, apart, tmp_p
     newest = max(versions(root).items())[1]
     tensors = map_version(root / newest.folder, newest).tensors
     prefix = "actor/weight/"
-    with open_shards(Checkpoints.of(run.run_dir).path(run.newest().position), 2) as shards:
+    checkpoints = Checkpoints.of(run.config, run.run_dir)
+    with open_shards(checkpoints.fetch(checkpoints.greatest(None, 0)), 2) as shards:
         trained = {name.removeprefix(prefix): shards.read(name) for name in shards.names if name.startswith(prefix)}
     assert set(tensors) == set(trained)
     assert all(torch.equal(tensors[name], tensor.to(tensors[name].dtype)) for name, tensor in trained.items())

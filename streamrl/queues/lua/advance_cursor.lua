@@ -1,4 +1,4 @@
--- Lift the cursor of a Redis that lost its data: all groups below it were trained (held-out ones: evaluated).
+-- Advance the cursor of a Redis that lost its data: all groups below it were trained (held-out ones: evaluated).
 -- KEYS    state scored
 -- ARGV    nonce cursor
 -- returns 0 fenced; 1 the cursor is there or above
