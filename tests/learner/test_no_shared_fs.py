@@ -102,7 +102,6 @@ async def test_versions_are_whole_on_the_host_that_serves_them(run, apart, tmp_p
     assert "version not published" not in run.log()
     root = store_of("http", run.run_dir).root
     newest = max(versions(root).items())[1]
-    assert {shard.file[:4] for shard in newest.shards} == {"r000"}
     tensors = map_version(root / newest.folder, newest).tensors
     prefix = "actor/weight/"
     checkpoints = Checkpoints.of(run.config, run.run_dir)
