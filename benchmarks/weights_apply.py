@@ -3,8 +3,7 @@
 The plain copy takes the same bytes over the same road: into new files in /dev/shm of the same sizes, from there into
 tensors of the same shapes, the files of the copy before last removed as the publisher removes its own. It has no names,
 no checksums, no manifest, and looks at no value. It is made in both ways that there are, through a mapping and by reads
-into the tensors; the ratio is that to the faster one. Its files are always new; those of the publisher are, from the
-third version on, the files of versions that were removed.
+into the tensors; the ratio is that to the faster one.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from streamrl.engine import Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.follower import Apply, Follower
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.rank_writer import Named, buckets
-from streamrl.weight_sync.tensors import Version, raw_bytes
+from streamrl.weight_sync.tensors import Named, Version, buckets, raw_bytes
 
 SHM = Path("/dev/shm")
-NEW = 2
-"""Versions of a run that are written into new files; the later ones are written over those of removed versions."""
+FIRST = 2
+"""Versions of a run that are not counted."""
 
 
 class Stream:
@@ -198,11 +196,11 @@ async def measure(folder: Path, size: int, dtype: str, rounds: int, threads: int
 async def alternate(road: Road, plain: PlainCopy, rounds: int, total: int) -> dict[str, Any]:
     first, ours, mapped, read = [], [], [], []
     memory = memcpy_speed(total)
-    for number in range(rounds + NEW):
+    for number in range(rounds + FIRST):
         for tensor in road.weights.values():
             tensor.neg_()  # so that a version that did not arrive is noticed
         times = [await road.send(), plain.send("mapped"), plain.send("read")]
-        if number < NEW:
+        if number < FIRST:
             first.append(times[0]["all"])
         else:
             ours.append(times[0])

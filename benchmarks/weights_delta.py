@@ -10,7 +10,8 @@ import torch
 from spread import spread
 
 from streamrl.weight_sync import delta
-from streamrl.weight_sync.tensors import write_tensors
+from streamrl.weight_sync.files import checksum
+from streamrl.weight_sync.tensors import encode_tensors, write_tensors
 
 DENSITY = 0.012
 ELEMENTS = 1 << 24
@@ -34,7 +35,8 @@ def measure(folder: Path, size: int, rounds: int) -> dict[str, Any]:
         differing = sum(delta.changed(old[name], new[name]) for name in old)
         compared = time.perf_counter()
         encoded = {name: delta.encode(old[name], new[name]) for name in old}
-        shard = delta.write_delta_shard(path, {name: one for name, one in encoded.items() if one is not None})
+        changes = {name: one for name, one in encoded.items() if one is not None}
+        shard = delta.write_delta_shard(path, changes, checksum(*encode_tensors(list(new.items()))))
         written = time.perf_counter()
         for name, one in delta.read_delta_shard(path, shard).items():
             delta.decode_into(target[name], one)

@@ -67,10 +67,8 @@ def show(version: VersionArgument, run: RunOption = None, json: JsonOption = Fal
         if (adapter := manifest.adapter) is not None:
             data["adapter"] = f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
         data["base"] = None if manifest.base is None else manifest.base[1]
-        data["shards"] = [{"file": s.file, "bytes": s.bytes, "kind": s.kind} for s in manifest.shards]
-        data["tensors"] = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "parts": len(t.parts)} for t in manifest.tensors
-        ]
+        data["shards"] = [{"file": s.file, "bytes": s.bytes} for s in manifest.shards]
+        data["tensors"] = [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in manifest.tensors]
     output.answer("streamrl.weights.show/1", data, _lines(data), json=json)
     if manifest is None and not json:
         output.note("its files are gone: only the record is left")
@@ -82,7 +80,7 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         if key not in {"shards", "tensors"} and value not in (None, [], ""):
             text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
             yield f"{key:10}  {', '.join(text) if isinstance(text, list) else text}"
-    yield from (f"file        {each['file']}  {each['kind']}  {size(each['bytes'])}" for each in data["shards"])
+    yield from (f"file        {each['file']}  {size(each['bytes'])}" for each in data["shards"])
     yield from (f"tensor      {each['name']}  {each['dtype']}  {each['shape']}" for each in data["tensors"])
 
 

@@ -85,19 +85,10 @@ class TrainSample:
     tree: Tree | None = None  # turns of an episode; None: the tokens are one response to the prompt
 
     def __post_init__(self) -> None:
-        count = len(self.tokens)
-        if count != len(self.logprobs):
-            raise ValueError(f"group {self.group_id}: {count} tokens with {len(self.logprobs)} log-probabilities")
-        if count != len(self.steps) or count != len(self.advantages):
-            raise ValueError(f"group {self.group_id}: {count} tokens need as many steps and advantages")
-        if self.tree is not None and sum(self.tree.sampled) != count:
-            raise ValueError(f"group {self.group_id}: {count} tokens, its turns have {sum(self.tree.sampled)}")
         if not len(self.prompt):
             raise ValueError(
                 f"group {self.group_id}: a prompt without tokens, nothing predicts the first sampled token"
             )
-        if not np.all(np.isfinite(self.logprobs)):
-            raise ValueError(f"group {self.group_id}: a log-probability of the sampling policy is not finite")
         if not np.all(np.isfinite(self.advantages)):
             raise ValueError(f"group {self.group_id}: an advantage is not finite in float32")
 

@@ -122,8 +122,10 @@ class Checkpoints:
     def of(cls, config: RunConfig, run_dir: Path) -> Checkpoints:
         """Those of a run: in `checkpoint.store`, else in its directory, as those of a recording always are."""
         url = None if config.recording.mode == "write" else config.checkpoint.store
-        store, folder = run_store(url, config, "checkpoint.store", "checkpoints"), run_dir / "checkpoints"
-        return cls(folder, store) if store is None or store.directory is None else cls(store.directory)
+        store = run_store(url, config, "checkpoint.store", "checkpoints")
+        if store is None:
+            return cls(run_dir / "checkpoints")
+        return cls(run_dir / "fetched", store) if store.directory is None else cls(store.directory)
 
     def positions(self) -> list[Position]:
         """The finished ones, ascending: `meta.json` is written last."""

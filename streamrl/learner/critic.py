@@ -77,31 +77,15 @@ class Critic(TrainableModel[ValueSums]):
         super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
 
     def compute_values(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """Return the value of the state before each sampled token, under the present weights. Collective.
-
-        Args:
-            batch: this rank's samples, possibly none.
-
-        Returns:
-            float32, shape (completion tokens,) each, in the order of the batch. No gradient is recorded.
-        """
+        """Value of the state before each sampled token of this rank's samples. Collective."""
         return self._compute(batch)[0]
 
     def accumulate(self, batch: Sequence[TrainSample]) -> None:
-        """Add the gradient of the value loss of these samples, summed over tokens. Collective.
-
-        Args:
-            batch: this rank's samples, possibly none; all have `values` and `returns`.
-        """
+        """Add the gradient of the value loss of this rank's samples, which have `values` and `returns`. Collective."""
         self._backward(self._agree(batch), self._loss)
 
     def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> UpdateStats[ValueSums]:
-        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
-
-        Args:
-            batch: as of `accumulate`.
-            tokens: as of `apply_update`; None: those of all ranks' batches.
-        """
+        """One update with the samples of all ranks, which have so many tokens. Collective."""
         self.accumulate(batch)
         if tokens is None:
             count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)

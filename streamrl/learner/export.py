@@ -1,18 +1,18 @@
-"""Export a checkpoint as a Hugging Face directory without a learner, one tensor at a time."""
+"""Export a checkpoint as a Hugging Face directory without a learner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import orjson
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
 from streamrl.config import ModelConfig, RunConfig
@@ -21,15 +21,14 @@ from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import ShardReader, open_shards
 from streamrl.learner.model_loading import load_model
 from streamrl.store import ObjectStore, run_store
-from streamrl.weight_sync.adapter import PREFIX, merge, names_of, write_adapter
+from streamrl.weight_sync.adapter import PREFIX, adapted, merge, write_adapter
 from streamrl.weight_sync.manifest import Adapter
 
 logger = logging.getLogger(__name__)
 _FILE_BYTES: Final = 2 << 30
-"""Values in one file of the directory; as much is held in memory."""
 
 OnProgress = Callable[[int, int], None]
-"""Called with bytes written and bytes in all."""
+"""Called with bytes read and bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,19 @@ def export_checkpoint(
     `average` writes the average of the weights (`learner.ema`). When the directory cannot be written (CannotCreate),
     what was there before is still there.
     """
-    model = _skeleton(config)
+    model, kind = _skeleton(config), "ema" if average else "weight"
     with open_shards(folder, meta.world) as shards:
-        source = _Source(config, shards, meta, "ema" if average else "weight")
-        names = [name for name, _ in model.named_parameters()]
-        source.check(names)
-        try:
-            with whole_directory(out) as draft:
-                files = _write(draft, model, source, names, on_progress)
-                _write_rest(draft, model, config, files)
-                source.write_adapter(draft / "adapter")
-        except OSError as error:
-            raise CannotCreate(f"{out} cannot be written: {error}", "make room and export again") from error
-    written = [name for name in sorted(files) if name.endswith(".safetensors")]
+        state, adapter = _read(config, model, shards, meta, kind=kind, on_progress=on_progress)
+    disable_progress_bar()
+    try:
+        with whole_directory(out) as draft:
+            model.save_pretrained(draft, state_dict=state, max_shard_size=_FILE_BYTES)
+            _write_tokenizer(draft, config.model)
+            if adapter is not None:
+                write_adapter(draft / "adapter", *adapter)
+    except (OSError, SafetensorError) as error:
+        raise CannotCreate(f"{out} cannot be written: {error}", "make room and export again") from error
+    written = sorted(file.name for file in out.glob("*.safetensors"))
     return Exported(meta.name, written, sum((out / name).stat().st_size for name in written))
 
 
@@ -122,114 +121,60 @@ def _skeleton(config: RunConfig) -> PreTrainedModel:
         raise ConfigError(
             f"model.path {config.model.path} cannot be read: {error}", "bring the model that training started from back"
         ) from error
-    model.config.architectures = [type(model).__name__]
+    try:
+        settings = GenerationConfig.from_pretrained(config.model.path)
+        settings.validate(strict=True)  # others cannot be saved
+        model.generation_config = settings
+    except (OSError, ValueError) as error:
+        logger.info("model exported without generation settings", extra={"error": str(error)})
     return model
 
 
-class _Source:
-    """Whole parameters from a checkpoint, by Hugging Face name; `kind` is `weight`, or `ema` for the average."""
+def _read(
+    config: RunConfig,
+    model: PreTrainedModel,
+    shards: ShardReader,
+    meta: Meta,
+    *,
+    kind: str,
+    on_progress: OnProgress | None,
+) -> tuple[dict[str, torch.Tensor], tuple[Adapter, dict[str, torch.Tensor]] | None]:
+    """Whole tensors of a checkpoint by their names in `model`, which has no storage; and its adapter.
 
-    def __init__(self, config: RunConfig, shards: ShardReader, meta: Meta, kind: str) -> None:
-        self._config, self._shards, self._meta = config, shards, meta
-        self._prefix = f"actor/{kind}/"
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._stored = {name.removeprefix(self._prefix) for name in shards.names if name.startswith(self._prefix)}
-        if not self._stored:
-            raise ConfigError(f"ckpt-{meta.name} has no average of the weights", "learner.ema keeps one")
-        about = meta.numbers.get("lora")
-        self._adapter = None if about is None else Adapter(**about)
-        self._base: dict[str, torch.Tensor] = {}
-        if self._adapter is not None:
-            self._base = dict(load_model(config.model).named_parameters())
-
-    def check(self, names: Sequence[str]) -> None:
-        there = self._stored if self._adapter is None else self._base.keys()
-        if missing := sorted(set(names) - there):
-            raise Refused(
-                f"ckpt-{self._meta.name} is of another model than {self._config.model.path}: it has no"
-                f" {', '.join(missing[:3])}",
-                "bring the model that training started from back",
-            )
-
-    def read(self, name: str) -> torch.Tensor:
-        whole = self._stored_tensor(name) if self._adapter is None else self._merged(name, self._adapter)
-        return whole.to(self._dtype)
-
-    def buffers(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Buffers that files of this model hold; they are not trained, so they come from `model.path`."""
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        names = model.state_dict().keys() - parameters
-        whole = load_model(self._config.model).state_dict() if names else {}
-        return {name: whole[name].clone() for name in names}
-
-    def write_adapter(self, folder: Path) -> None:
-        if self._adapter is not None:
-            names = sorted(name for name in self._stored if name.startswith(PREFIX))  # without a value head
-            tensors = {name: self._stored_tensor(name).to(self._dtype) for name in names}
-            write_adapter(folder, self._adapter, tensors)
-
-    def _stored_tensor(self, name: str) -> torch.Tensor:
-        return self._shards.read(self._prefix + name)
-
-    def _merged(self, name: str, adapter: Adapter) -> torch.Tensor:
-        names = names_of(name.removesuffix(".weight"), dora=adapter.dora)
-        if names.low not in self._stored:
-            return self._base[name].detach()
-        return merge(
-            self._base[name].detach(),
-            self._stored_tensor(names.low),
-            self._stored_tensor(names.high),
-            scale=adapter.scale,
-            magnitude=None if names.magnitude is None else self._stored_tensor(names.magnitude),
+    Buffers that files of this model hold are not trained, so they come from `model.path`. `kind` is `weight`, or `ema`
+    for the average.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    prefix = f"actor/{kind}/"
+    stored = {name.removeprefix(prefix) for name in shards.names if name.startswith(prefix)}
+    if not stored:
+        raise ConfigError(f"ckpt-{meta.name} has no average of the weights", "learner.ema keeps one")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    about = meta.numbers.get("lora")
+    loaded = {} if about is None and not buffers else load_model(config.model).state_dict()
+    if missing := sorted(shapes.keys() - (stored if about is None else loaded.keys())):
+        raise Refused(
+            f"ckpt-{meta.name} is of another model than {config.model.path}: it has no {', '.join(missing[:3])}",
+            "bring the model that training started from back",
         )
-
-
-def _write(
-    draft: Path, model: PreTrainedModel, source: _Source, names: Sequence[str], on_progress: OnProgress | None
-) -> dict[str, list[str]]:
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    parts = list(_parts(names, sizes))
-    written, total = 0, sum(sizes.values())
-    files: dict[str, list[str]] = {}
-    for number, part in enumerate(parts, 1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        # Names as in files: transformers has others in memory for some models (fused experts).
-        tensors = revert_weight_conversion(model, {name: source.read(name).contiguous() for name in part})
-        if number == len(parts):
-            tensors |= source.buffers(model)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft / file, {"format": "pt"})
-        files[file] = list(tensors)
-        written += sum(sizes[name] for name in part)
+    adapter, modules, values = None, {}, {}
+    if about is not None:
+        adapter = Adapter(**about)
+        values = {name: shards.read(prefix + name) for name in sorted(stored) if name.startswith(PREFIX)}
+        modules = adapted(adapter, values)
+    state = {name: loaded[name] for name in buffers}
+    total, done = sum(map(math.prod, shapes.values())) * dtype.itemsize, 0
+    for name in shapes:
+        whole = shards.read(prefix + name) if adapter is None else loaded[name]
+        if adapter is not None and (names := modules.get(name.removesuffix(".weight"))):
+            magnitude = None if names.magnitude is None else values[names.magnitude]
+            whole = merge(whole, values[names.low], values[names.high], scale=adapter.scale, magnitude=magnitude)
+        state[name] = whole.to(dtype)
+        done += state[name].nbytes
         if on_progress is not None:
-            on_progress(written, total)
-    return files
-
-
-def _parts(names: Sequence[str], sizes: dict[str, int]) -> Iterator[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name in names:
-        if part and size + sizes[name] > _FILE_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(name)
-        size += sizes[name]
-    yield part
-
-
-def _write_rest(draft: Path, model: PreTrainedModel, config: RunConfig, files: dict[str, list[str]]) -> None:
-    model.config.save_pretrained(draft)
-    try:
-        GenerationConfig.from_pretrained(config.model.path).save_pretrained(draft)
-    except (OSError, ValueError) as error:
-        logger.info("model exported without generation settings", extra={"error": str(error)})
-    _write_tokenizer(draft, config.model)
-    if len(files) > 1:
-        index: dict[str, Any] = {
-            "metadata": {"total_size": sum((draft / file).stat().st_size for file in files)},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        (draft / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+            on_progress(done, total)
+    return state, None if adapter is None else (adapter, {name: value.to(dtype) for name, value in values.items()})
 
 
 def _write_tokenizer(folder: Path, model: ModelConfig) -> None:

@@ -30,7 +30,7 @@ from streamrl.learner.export import export_model
 from streamrl.learner.groups import GroupOpener, TrainGroup
 from streamrl.learner.metrics import StepLoggers, StepMeter
 from streamrl.learner.publishing import Publishing
-from streamrl.learner.rank_group import NO_BASE, Command, RankGroup, RankWorker, TorchThread, follow
+from streamrl.learner.rank_group import Command, RankGroup, RankWorker, TorchThread, follow
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.saving import Saver
 from streamrl.learner.step import StepStats, make_models
@@ -92,7 +92,7 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
                 "set checkpoint.store to a directory or URL that all hosts of the learner reach",
             )
         models = await torch.run(make_models, role.config, ranks)
-        worker = await torch.run(RankWorker, role.config, ranks, models, checkpoints, role.run_dir)
+        worker = await torch.run(RankWorker, role.config, ranks, models, checkpoints)
         if ranks.rank == 0:
             await _lead(role, RankGroup(worker, torch, devices))
             return
@@ -193,7 +193,6 @@ class Leader:
                     self._role.run_dir,
                     self._buffer,
                     epoch=start.epoch,
-                    world=self._worker.writers,
                     deadline=self._config.weights.deadline,
                     tasks=tasks,
                 )
@@ -400,10 +399,8 @@ class Leader:
         self._version += 1
         self._published_step = self._worker.step
         self._start.branch.note(self._version, self._published_step)
-        base = self._publishing.next_base()
-        numbers = self._start.epoch, self._version, *(base or (NO_BASE, NO_BASE))
-        snapshot: PolicySnapshot = await self._ranks.order(Command.PUBLISH, *numbers)
-        await self._publishing.start(self._version, self._worker.step, base, snapshot)
+        snapshot: PolicySnapshot = await self._ranks.order(Command.PUBLISH)
+        await self._publishing.start(self._version, self._worker.step, snapshot)
 
     async def _abandon(self) -> None:
         """Forget a partial step: its groups stay closed in Redis, for this learner or the next one."""

@@ -121,54 +121,34 @@ def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
         _float32_head(model)
 
 
-class _Fallback:
-    def __init__(self) -> None:
-        self.compiled = True
-
-    def give_up(self, error: Exception) -> None:
-        if self.compiled:
-            # The first line names the compiler, the second one what it said.
-            said = " ".join(line for line in str(error).splitlines()[:2] if line.strip())
-            logger.warning(
-                "layers run uncompiled: torch.compile failed; set learner.compile to false, or fix the error",
-                extra={"error": f"{type(error).__name__}: {said}"},
-            )
-        self.compiled = False
-
-
 def compile_layers(layers: list[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the forward pass of each layer, with changing shapes; on failure layers run uncompiled, with a warning.
-
-    The backward pass is compiled together with the forward pass, so that it cannot fail later.
-    """
+    """Compile each layer, with changing shapes, backward and forward pass together, so that errors come at once."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
 
     dynamo.recompile_limit = max(_RECOMPILES, dynamo.recompile_limit)
     functorch.force_non_lazy_backward_lowering = True
-    state = _Fallback()
     for layer in layers:
-        layer.forward = _compiled(layer.forward, state, backend)
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
-def _compiled(eager: Callable[..., Any], state: _Fallback, backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    from torch._dynamo.exc import TorchDynamoException
+class _Float32Product(torch.autograd.Function):
+    """`hidden weight^T` of bfloat16 matrices in float32, without a float32 copy of the weight; CUDA only."""
 
-    fast = torch.compile(eager, dynamic=True, backend=backend)
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if state.compiled:
-            try:
-                return fast(*args, **kwargs)
-            except TorchDynamoException as error:
-                state.give_up(error)
-        return eager(*args, **kwargs)
-
-    return forward
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradients[0].to(hidden.dtype)
+        return gradient @ weight, gradient.t() @ hidden if ctx.needs_input_grad[1] else None
 
 
 def _float32_head(model: PreTrainedModel) -> None:
-    """Let the output layer multiply in float32: weights as they are in the forward pass, cast; logits in float32."""
+    """Let the output layer give logits in float32 that were never rounded to the type of the model."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(
@@ -177,8 +157,12 @@ def _float32_head(model: PreTrainedModel) -> None:
         )
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            product: torch.Tensor = _Float32Product.apply(hidden.flatten(0, -2), head.weight)  # type: ignore[no-untyped-call]
+            logits = product.view(*hidden.shape[:-1], -1)
+        else:
+            logits = nn.functional.linear(hidden.float(), head.weight.float())
+        return logits if head.bias is None else logits + head.bias.float()
 
     head.forward = forward  # type: ignore[method-assign, assignment]
 

@@ -84,9 +84,7 @@ class Actor(TrainableModel[TokenSums]):
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
         """Return log-probabilities of the sampled tokens under the present weights. Collective, without gradients.
 
-        Args:
-            batch: this rank's samples, possibly none; advantages and behaviour log-probs are not used.
-            calculate_entropy: also return the entropy at each sampled token.
+        `batch` are this rank's samples, possibly none; their advantages and behaviour log-probs are not used.
         """
         logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
@@ -103,10 +101,8 @@ class Actor(TrainableModel[TokenSums]):
         Samples without an advantage are skipped where that is exact (`Recipe.skips_zero`); they still count in what is
         given to `apply_update`. The proximal policy of samples that carry none is the present one.
 
-        Args:
-            batch: this rank's samples, possibly none; with a reference where `learner.kl.where` is loss.
-            step: of the learner, from which the ages of tokens follow.
-            kl_coefficient: factor of the KL term in the loss.
+        `batch` are this rank's samples, possibly none, with a reference where `learner.kl.where` is loss. The ages of
+        their tokens follow from `step`, that of the learner.
 
         Returns:
             What was done on this rank, from numbers known to the host: nothing waits for the device.
@@ -137,11 +133,7 @@ class Actor(TrainableModel[TokenSums]):
     ) -> tuple[MicroStats, UpdateStats[TokenSums]]:
         """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
 
-        Args:
-            batch: as of `accumulate`, and so are `step` and `kl_coefficient`.
-            size: as of `apply_update`; None: that of all ranks' batches.
-            step: see `batch`.
-            kl_coefficient: see `batch`.
+        Without a `size`, as of `apply_update`, it is that of all ranks' batches.
         """
         stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient)
         if size is None:
@@ -186,7 +178,8 @@ class Actor(TrainableModel[TokenSums]):
         return name if self.lora is None else self.lora.name_of(name)
 
     def _loss(self, part: Microbatch, step: int, kl_coefficient: float) -> torch.Tensor:
-        logprobs, entropy = self._forward(part, entropy=True, entropy_gradient=bool(self.recipe.entropy))
+        bonus = bool(self.recipe.entropy)
+        logprobs, entropy = self._forward(part, entropy=bonus, entropy_gradient=bonus)
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
@@ -200,7 +193,7 @@ class Actor(TrainableModel[TokenSums]):
         self._sums += found.sums
         return found.per_token.sum()
 
-    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, step: int) -> Tokens:
+    def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor | None, step: int) -> Tokens:
         behaviour = self._to_device(part.behaviour)
         proximal = logprobs.detach() if part.proximal is None else self._to_device(part.proximal)
         ages = self._to_device(np.maximum(0, step - part.steps))

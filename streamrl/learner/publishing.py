@@ -13,7 +13,7 @@ from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.lineage import use_version
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.learner.weight_copy import PolicySnapshot
-from streamrl.weight_sync.manifest import Manifest, Pair
+from streamrl.weight_sync.manifest import Manifest
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import WeightServer
 
@@ -26,8 +26,8 @@ _HANGS: Final = 2
 class Publishing:
     """Publishes one version after the other, each in order, never two at once.
 
-    Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop; the
-    same thread waits for the files of the other ranks. Engines are told when all is there; the learner waits for none.
+    Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop.
+    Engines are told when all is there; the learner waits for none.
 
     A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
     in a row failed, or all within `deadline` seconds, the learner gives up: without new weights in the engines, each
@@ -49,13 +49,12 @@ class Publishing:
         buffer: TrainBuffer,
         *,
         epoch: int,
-        world: int,
         deadline: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.version = 0
         self.record: dict[str, object] = {"publish_seconds": 0.0}
-        self._publisher, self._weight_server, self._world = publisher, weight_server, world
+        self._publisher, self._weight_server = publisher, weight_server
         self._run_dir, self._buffer, self._epoch = run_dir, buffer, epoch
         self._deadline, self._tasks = deadline, tasks
         self._running: asyncio.Task[None] | None = None
@@ -71,14 +70,10 @@ class Publishing:
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    def next_base(self) -> Pair | None:
-        """What the next version may be a delta against; the ranks must be told the same. Only when settled."""
-        return self._publisher.next_base()
-
-    async def start(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
-        """Begin to publish this rank's `snapshot`, after the version before it; `base` is from `next_base`."""
+    async def start(self, version: int, step: int, snapshot: PolicySnapshot) -> None:
+        """Begin to publish a `snapshot`, after the version before it."""
         await self.settle()
-        publish = self._publish(version, step, base, snapshot)
+        publish = self._publish(version, step, snapshot)
         self._running = self._tasks.create_task(publish, name=f"publish {version}")
 
     @property
@@ -106,12 +101,12 @@ class Publishing:
         self._publisher.close(unlink=False)
         self._executor.shutdown(wait=not self._hung)
 
-    async def _publish(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> None:
+    async def _publish(self, version: int, step: int, snapshot: PolicySnapshot) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_HANGS * self._deadline):
-                data, manifest = await loop.run_in_executor(self._executor, self._write, version, step, base, snapshot)
+                data, manifest = await loop.run_in_executor(self._executor, self._write, version, step, snapshot)
         except (CannotCreate, DeadlineExceeded) as error:
             now = time.monotonic()
             late = bool(self._failed_steps) and now - self._failing_since > self._deadline
@@ -144,7 +139,7 @@ class Publishing:
             "publish_density": figures.density,
         }
 
-    def _write(self, version: int, step: int, base: Pair | None, snapshot: PolicySnapshot) -> tuple[bytes, Manifest]:
+    def _write(self, version: int, step: int, snapshot: PolicySnapshot) -> tuple[bytes, Manifest]:
         try:
             use_version(self._run_dir, version)
         except OSError as error:
@@ -155,9 +150,6 @@ class Publishing:
             version=version,
             step=step,
             tensors=snapshot.tensors,
-            shapes=snapshot.shapes,
-            world=self._world,
-            base=base,
             sources=self._weight_server.sources(),
             adapter=snapshot.adapter,
         )

@@ -14,16 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from streamrl.config import RunConfig, WeightsConfig
-from streamrl.errors import DeadlineExceeded
+from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.checkpoint_files import Part, RankState, WriteProgress
@@ -35,13 +33,8 @@ from streamrl.learner.sharding import RowModel
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
-from streamrl.weight_sync.files import store_of
-from streamrl.weight_sync.manifest import Pair
-from streamrl.weight_sync.rank_writer import RankWriter
 
 logger = logging.getLogger(__name__)
-NO_BASE = -1
-"""Numbers of the base of a version that every rank writes whole."""
 
 
 class Command(IntEnum):
@@ -54,7 +47,7 @@ class Command(IntEnum):
     APPLY = 3
     """tokens, responses: the updates of the step."""
     PUBLISH = 4
-    """epoch, version, epoch and version of the base (`NO_BASE` twice: none): write this rank's share of a version."""
+    """Gather the weights on rank 0."""
     DISCARD = 5
     """Forget the gradients of a step that will not be finished."""
     SAVE = 6
@@ -76,13 +69,10 @@ class RankWorker:
 
     Methods are collective unless they say otherwise: every rank calls the same one in the same order, in its torch
     thread. A step is streamed or collected, as its recipe says (step.py). `reserved` are the bytes of the device that
-    torch kept when the models had left it. `writers` ranks write each version: when they do not share the folder of the
-    versions, rank 0 gathers the weights and writes them alone.
+    torch kept when the models had left it.
     """
 
-    def __init__(
-        self, config: RunConfig, ranks: Ranks, models: Models, checkpoints: Checkpoints, run_dir: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, models: Models, checkpoints: Checkpoints) -> None:
         actor, weights = models.actor, config.weights
         self.step = 0
         self.count = 0  # groups whose gradients are in the weights
@@ -103,11 +93,8 @@ class RankWorker:
         self.reserved = 0
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
-        shared_fs = ranks.share(store_of(weights.transport, run_dir).root)
-        self.writers = ranks.world if shared_fs else 1
         dtype: torch.dtype = getattr(torch, weights.dtype)
-        self._copies = Copies(actor.published, dtype, sets, actor.adapter, gather=not shared_fs)
-        self._parts = PartWriter(weights, run_dir, ranks.rank) if ranks.rank and shared_fs else None
+        self._copies = Copies(actor.published, dtype, sets, actor.adapter)
 
     def execute(  # noqa: PLR0911  (one line for each order)
         self, command: Command, arguments: Sequence[int] = (), shares: Sequence[Sequence[TrainSample]] = ()
@@ -120,7 +107,7 @@ class RankWorker:
             case Command.APPLY:
                 return self.apply(*arguments)
             case Command.PUBLISH:
-                return self.publish(*arguments)
+                return self.snapshot()
             case Command.DISCARD:
                 return self.discard()
             case Command.SAVE:
@@ -182,28 +169,9 @@ class RankWorker:
         self._gids, self._samples = [], []
 
     def snapshot(self) -> PolicySnapshot:
-        """Copy this rank's share of the published weights.
-
-        It stays valid until the next copy (deltas: next but one).
-        """
+        """Copy the published weights to rank 0. The copy stays valid until the next one (deltas: next but one)."""
         with self.ranks.computing("copy of the weights"):
             return self._copies.take(self._models.actor.published_rows())
-
-    def publish(self, epoch: int, version: int, base_epoch: int, base_version: int) -> PolicySnapshot | None:
-        """A rank above 0 writes in the background.
-
-        None when it still writes the version before: it leaves this one out.
-        """
-        pair = epoch, version
-        if self._parts is not None and self._parts.busy:
-            self._models.actor.published_rows()  # the snapshots of the other ranks need it
-            self._parts.refuse(pair)
-            return None
-        snapshot = self.snapshot()
-        if self._parts is not None:
-            base = base_epoch, base_version
-            self._parts.start(pair, None if NO_BASE in base else base, snapshot)
-        return snapshot
 
     def fetch(self, epoch: int, step: int) -> None:
         """Not collective."""
@@ -225,46 +193,6 @@ class RankWorker:
         """Bring them back to the device; not collective. A repeat does nothing."""
         for model in self._models.movable:
             model.to_device()
-
-    def close(self) -> None:
-        """Not collective."""
-        if self._parts is not None:
-            self._parts.close()
-
-
-class PartWriter:
-    """Writes versions in a thread; only rank 0's publishing thread waits for it, with a deadline."""
-
-    def __init__(self, config: WeightsConfig, run_dir: Path, rank: int) -> None:
-        self._writer = RankWriter(config, run_dir, rank)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._running: Future[None] | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._running is not None and not self._running.done()
-
-    def start(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
-        self._running = self._executor.submit(self._write, pair, base, snapshot)
-
-    def refuse(self, pair: Pair) -> None:
-        """Tell rank 0 that this rank still writes the version before, and leave this one out."""
-        error = DeadlineExceeded("still writes the version before", "raise weights.deadline, or look at the disk")
-        logger.warning("version left out", extra={"version": pair[1], "error": error.message})
-        self._writer.refuse(pair, error)
-
-    def close(self) -> None:
-        """End the thread; a write that hangs is not waited for."""
-        self._writer.stop()
-        self._executor.shutdown(wait=not self.busy, cancel_futures=True)
-
-    def _write(self, pair: Pair, base: Pair | None, snapshot: PolicySnapshot) -> None:
-        try:
-            self._writer.deliver(pair, base, snapshot.tensors, snapshot.shapes)
-        except Exception as error:
-            # Rank 0 leaves the version out; this rank goes on training.
-            logger.exception("part of a version not written", extra={"version": pair[1]})
-            self._writer.refuse(pair, error)
 
 
 _P = ParamSpec("_P")
@@ -369,11 +297,8 @@ class RankGroup:
 
 async def follow(worker: RankWorker, torch: TorchThread) -> None:
     """Execute the orders of rank 0 until `STOP`, also after SIGTERM: only rank 0 decides when to stop."""
-    try:
-        while True:
-            command, *arguments = await torch.run(worker.ranks.broadcast_ints)
-            if command == Command.STOP:
-                return
-            await torch.run(worker.execute, Command(command), arguments)
-    finally:
-        worker.close()
+    while True:
+        command, *arguments = await torch.run(worker.ranks.broadcast_ints)
+        if command == Command.STOP:
+            return
+        await torch.run(worker.execute, Command(command), arguments)

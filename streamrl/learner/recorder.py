@@ -101,7 +101,6 @@ class Recorder:
                 version=self._version,
                 step=0,
                 tensors=((name, weight.detach().to(dtype)) for name, weight in model.named_parameters()),
-                base=None,
                 sources=weight_server.sources(),
             )
             weight_server.store(publisher.manifest)

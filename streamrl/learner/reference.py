@@ -23,14 +23,7 @@ class Reference(Protocol):
     """A policy that is not trained, so checkpoints need no state of it."""
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """Return the log-probability of each sampled token under the reference. Collective, without gradients.
-
-        Args:
-            batch: this rank's samples, possibly none.
-
-        Returns:
-            float32, shape (completion tokens,) each, in the order of the batch.
-        """
+        """Log-probability of each sampled token of this rank's samples, without gradients. Collective."""
         ...
 
     def to_host(self) -> None:

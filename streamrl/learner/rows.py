@@ -112,7 +112,8 @@ def checked(
             what = f"fails on a sequence of {batch[0].width} tokens{why}"
             raise ConfigError(
                 f"{name} cannot be trained: {what if why else 'what it predicts at a token depends on later tokens'}",
-                "name a causal model in model.path, lower model.context, or try model.attention: eager",
+                "name a causal model in model.path, lower model.context, set learner.compile to false, or try"
+                " model.attention: eager",
             )
         long, _, *group, other = segments
         rows = [[group, [other]]] if limits.packed else [[group], [[other]]]

@@ -1,28 +1,31 @@
-"""This rank's share of the weights, copied off the policy."""
+"""The weights on the host of rank 0, gathered from all ranks bucket by bucket."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from streamrl.weight_sync.manifest import Adapter
 
 Rows: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 """Function from the name of a parameter and this rank's rows of it to the rows that are published."""
+_BUCKET_BYTES: Final = 128 << 20
+"""Of whole tensors that are gathered together: one message for each tensor would be slow. A larger one goes alone."""
 
 
 @dataclass(frozen=True)
 class PolicySnapshot:
-    """A copy of one rank's rows of all weights, valid until `Copies` needs its memory again; training may go on."""
+    """A copy of all weights, valid until `Copies` needs its memory again; training may go on."""
 
-    tensors: list[tuple[str, torch.Tensor]]  # Hugging Face names, rows on the CPU; without tensors of no rows
-    shapes: dict[str, list[int]]  # of the whole tensors
+    tensors: list[tuple[str, torch.Tensor]]  # Hugging Face names, on the CPU; empty on ranks above 0
     seconds: float = 0.0  # duration of the copy: the time that a step loses by a version
     adapter: Adapter | None = None  # set when the tensors are an adapter alone, by the names of peft
 
@@ -30,61 +33,74 @@ class PolicySnapshot:
 class Copies:
     """Host memory that snapshots are copied into, again and again: fresh memory costs six times the copy.
 
-    A snapshot is overwritten by the one that comes `sets` after it. With `gather`, rank 0 copies the rows of all ranks
-    and the others copy nothing.
+    A snapshot is overwritten by the one that comes `sets` after it. Values are cast before they travel.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, DTensor],
-        dtype: torch.dtype,
-        sets: int = 1,
-        adapter: Adapter | None = None,
-        *,
-        gather: bool = False,
+        self, parameters: Mapping[str, DTensor], dtype: torch.dtype, sets: int = 1, adapter: Adapter | None = None
     ) -> None:
-        self._gather = gather
-        self._rows = {
-            name: parameter
-            for name, parameter in parameters.items()
-            # An empty tensor belongs to the first rank, so that it is not lost.
-            if gather or parameter.to_local().numel() or not (parameter.numel() or parameter.device_mesh.get_rank())
-        }
-        self._shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        self._dtype, self._most, self._adapter = dtype, sets, adapter
+        self._parameters, self._dtype, self._most, self._adapter = parameters, dtype, sets, adapter
         self._sets: deque[dict[str, torch.Tensor]] = deque()
 
     @torch.no_grad()
     def take(self, changed: Rows | None = None) -> PolicySnapshot:
-        """Copy this rank's rows, or what `changed` makes of them. Collective with `gather` alone."""
+        """Copy the weights, or what `changed` makes of each rank's rows, to rank 0. Collective."""
         started = time.monotonic()
         copies = self._sets.popleft() if len(self._sets) == self._most else self._room()
-        for name, parameter in self._rows.items():
-            rows = parameter.to_local().detach()
-            if changed is not None and rows.numel():
-                rows = changed(name, rows)
-            if self._gather:
-                rows = _whole(parameter, rows.to(self._dtype))
-            if name in copies:
-                copies[name].copy_(rows, non_blocking=True)
-        for device in {parameter.device for parameter in self._rows.values() if parameter.device.type == "cuda"}:
+        for bucket in self._buckets():
+            _gather(
+                [(parameter, self._rows(name, parameter, changed)) for name, parameter in bucket.items()],
+                [copies[name] for name in bucket if copies],
+                self._dtype,
+            )
+        for device in {parameter.device for parameter in self._parameters.values() if parameter.device.type == "cuda"}:
             torch.cuda.synchronize(device)
         self._sets.append(copies)
-        return PolicySnapshot(list(copies.items()), self._shapes, time.monotonic() - started, self._adapter)
+        return PolicySnapshot(list(copies.items()), time.monotonic() - started, self._adapter)
+
+    def _rows(self, name: str, parameter: DTensor, changed: Rows | None) -> torch.Tensor:
+        rows = parameter.to_local().detach()
+        return rows if changed is None or not rows.numel() else changed(name, rows)
+
+    def _buckets(self) -> Iterator[dict[str, DTensor]]:
+        bucket: dict[str, DTensor] = {}
+        size = 0
+        for name, parameter in self._parameters.items():
+            size += parameter.numel() * self._dtype.itemsize
+            if bucket and size > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = {}, parameter.numel() * self._dtype.itemsize
+            bucket[name] = parameter
+        if bucket:
+            yield bucket
 
     def _room(self) -> dict[str, torch.Tensor]:
         return {
             name: torch.empty(
-                parameter.shape if self._gather else parameter.to_local().shape,
-                dtype=self._dtype,
-                pin_memory=parameter.device.type == "cuda",
+                parameter.shape, dtype=self._dtype, pin_memory=parameter.device_mesh.device_type == "cuda"
             )
-            for name, parameter in self._rows.items()
-            if not (self._gather and parameter.device_mesh.get_rank())
+            for name, parameter in self._parameters.items()
+            if not parameter.device_mesh.get_rank()
         }
 
 
-def _whole(parameter: DTensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, on each of them: one tensor at a time, as FSDP gathers them."""
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(rows, mesh, parameter.placements, shape=shape, stride=stride).full_tensor()
+def _gather(rows: list[tuple[DTensor, torch.Tensor]], wholes: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere). Collective.
+
+    FSDP cuts a tensor along its first dimension into pieces of `ceil(rows / ranks)`, so no rank has more than rank 0.
+    """
+    mesh = rows[0][0].device_mesh
+    if mesh.size() == 1:
+        for whole, (_, own) in zip(wholes, rows, strict=True):
+            whole.copy_(own, non_blocking=True)
+        return
+    pieces = [-(-len(parameter) // mesh.size()) * math.prod(parameter.shape[1:]) for parameter, _ in rows]
+    flat = torch.zeros(sum(pieces), dtype=dtype, device=mesh.device_type)
+    for place, (_, own) in zip(torch.split(flat, pieces), rows, strict=True):
+        place[: own.numel()].copy_(own.reshape(-1))
+    parts = [torch.empty_like(flat) for _ in range(mesh.size())] if wholes else None
+    dist.gather(flat, parts, group=mesh.get_group(), group_dst=0)
+    for rank, part in enumerate(parts or ()):
+        for whole, place, piece in zip(wholes, torch.split(part, pieces), pieces, strict=True):
+            there = whole.view(-1)[rank * piece : (rank + 1) * piece]
+            there.copy_(place[: there.numel()], non_blocking=True)

@@ -126,4 +126,4 @@ def _version(folder: Path, model: Any) -> Version:
     file = "model.safetensors"
     (folder / "version").mkdir()
     save_file(tensors, folder / "version" / file)
-    return Version((1, 1), 1, tensors, folder / "version", (file,), dict.fromkeys(tensors, (file,)))
+    return Version((1, 1), 1, tensors, folder / "version", (file,))

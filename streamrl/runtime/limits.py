@@ -88,7 +88,7 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
     counts = processes(config)
     total = sum(counts.values())
     ranks = config.learner.ranks
-    files = _VERSIONS * ranks * max(1, math.ceil(model_bytes / ranks / config.weights.shard_bytes))
+    files = _VERSIONS * max(1, math.ceil(model_bytes / config.weights.shard_bytes))
     needs = {"supervisor": _PYTHON_FILES + _CHILD_FILES * (total + 1)}
     if config.redis.url is None:
         needs["redis"] = _REDIS_FILES + _CONNECTIONS * (total + _LOOKERS)

@@ -276,14 +276,15 @@ def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
 
 
 def describe_version(version: Version) -> dict[str, Any]:
-    """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source.parse` reads it."""
+    """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source` reads it."""
     from streamrl.weight_sync.manifest import folder_name
 
-    if version.folder is None or not version.parts:
+    if version.folder is None:
         raise WeightsError(f"version {version.number} has no files that a server could read")
     source: dict[str, Any] = {
         "folder": str(version.folder),
-        "parts": {name: list(files) for name, files in version.parts.items()},
+        "files": list(version.files),
+        "structure": version.structure,
     }
     if version.sources:  # for a server on a host that does not see the folder
         source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"

@@ -246,7 +246,7 @@ class VllmDialect(Dialect):
 
     @override
     def prefetch(self, version: Version) -> Sequence[Call]:
-        # Our plug-in checks names, shapes, whole fused groups and finite values.
+        # Our plug-in opens the files, and checks names, shapes and whole fused groups once for each structure.
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     @override
@@ -258,7 +258,6 @@ class VllmDialect(Dialect):
         # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
         # version, has succeeded while the server is still paused; a server that is resumed without that dies.
         return (
-            self._rpc("streamrl_begin", {}),
             Call("POST", "/start_weight_update"),
             Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
             Call("POST", "/finish_weight_update", {"weight_version": label}),

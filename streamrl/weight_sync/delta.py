@@ -1,16 +1,16 @@
-"""Deltas: only the changed values of a tensor part, bit for bit, and the file that holds those of one rank.
+"""Deltas: only the changed values of a tensor, bit for bit, and the file that holds those of one file of a version.
 
 A delta names the changed elements and their new values, so applying it twice does no harm, and a value never drifts.
 Values are compared as bits, so that -0.0 and the payloads of NaN arrive too.
 
-For each part there are two arrays of bytes (docs/internals/weights.md):
+For each tensor there are two arrays of bytes (docs/internals/weights.md):
 
 ```
 gaps    the run of unchanged elements before each changed one, and last the run after all of them.
         A run g is written as g // 255 bytes of 255 and one byte g % 255 (escape-u8)
 values  [width, count]: byte 0 of every new value, byte 1 of every new value, ... (byte planes)
 ```
-The runs and the changed elements add up to the elements of the part, which a reader checks before it writes anything.
+The runs and the changed elements add up to the elements of the tensor, which a reader checks before it writes anything.
 The file is one zstd frame (level 1) around a safetensors file with the tensors `gaps/NAME` and `values/NAME`.
 """
 
@@ -45,7 +45,7 @@ _Words: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The changes of one tensor part: `gaps` uint8 [any] and `values` uint8 [width, count], see the module."""
+    """The changes of one tensor: `gaps` uint8 [any] and `values` uint8 [width, count], see the module."""
 
     gaps: _Bytes
     values: _Bytes
@@ -112,20 +112,23 @@ def decode_into(target: torch.Tensor, encoded: Encoded) -> None:
         words[places] = planes.view(words.dtype).reshape(-1)
 
 
-def write_delta_shard(path: Path, parts: Mapping[str, Encoded], *, durable: bool = False) -> Shard:
-    """Write one rank's changes as one new file; `parts` has changed parts only. OSError may leave part of it."""
-    arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in parts.items()]
-    arrays += [(f"values/{name}", encoded.values) for name, encoded in parts.items()]
+def write_delta_shard(path: Path, changes: Mapping[str, Encoded], makes: str, *, durable: bool = False) -> Shard:
+    """Write the changes of one file as one new file; `makes` is the checksum of the file that they make.
+
+    Tensors that did not change are left out. OSError may leave part of the file.
+    """
+    arrays = [(f"gaps/{name}", encoded.gaps) for name, encoded in changes.items()]
+    arrays += [(f"values/{name}", encoded.values) for name, encoded in changes.items()]
     pieces = encode_tensors([(name, torch.from_numpy(array)) for name, array in arrays])
     size = sum(piece.nbytes for piece in pieces)
-    return write_pieces(path, _compressed(pieces, size), durable=durable, kind="delta")
+    return write_pieces(path, _compressed(pieces, size), durable=durable, makes=makes)
 
 
 def read_delta_shard(path: Path, shard: Shard, *, limit: int = DEFAULT_LIMIT) -> dict[str, Encoded]:
-    """Read a file of `write_delta_shard`, checked against its entry; parts that did not change are not in it.
+    """Read a file of `write_delta_shard`, checked against its entry; tensors that did not change are not in it.
 
-    `decode_into` checks the arrays, because it knows the part they are for. More than `limit` bytes after decompression
-    are refused; twice the bytes of the parts are always enough.
+    `decode_into` checks the arrays, because it knows the tensor they are for. More than `limit` bytes after
+    decompression are refused; twice the bytes of the tensors are always enough.
     """
     state = xxhash.xxh3_128()
     size = path.stat().st_size

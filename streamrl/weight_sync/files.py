@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import mmap
 import os
@@ -112,22 +111,10 @@ def allow_many_files() -> None:
 def checksum(*buffers: Buffer) -> str:
     state = xxhash.xxh3_128()
     for buffer in buffers:
-        _update(state, buffer)
+        view = memoryview(buffer).cast("B")
+        for start in range(0, view.nbytes, CHUNK_BYTES):  # other threads run in between
+            state.update(view[start : start + CHUNK_BYTES])
     return state.hexdigest()
-
-
-def short_hash(buffer: Buffer) -> str:
-    """xxh3-64 of a buffer as 16 hexadecimal digits, which proves that a part of a tensor is the right one."""
-    state = xxhash.xxh3_64()
-    _update(state, buffer)
-    return state.hexdigest()
-
-
-def _update(state: xxhash.xxh3_128 | xxhash.xxh3_64, buffer: Buffer) -> None:
-    """Feed a buffer to a checksum in pieces, so that other threads run in between."""
-    view = memoryview(buffer).cast("B")
-    for start in range(0, view.nbytes, CHUNK_BYTES):
-        state.update(view[start : start + CHUNK_BYTES])
 
 
 def file_checksum(path: Path) -> str:
@@ -136,42 +123,6 @@ def file_checksum(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             state.update(chunk)
     return state.hexdigest()
-
-
-# ---- files of a removed version, written over for a new one
-
-
-def take_spare(spare: Path, path: Path) -> int | None:
-    """Rename an own file without readers, in order to write over it; return its size, None when there is none.
-
-    New pages of shared memory cost as much as the copy into them, and the version that is being removed has some.
-    The kernel grants a write lease (fcntl(2), F_SETLEASE) only on a file that no process has open or mapped, and none
-    can open it afterwards, because it has lost its name. A file with a reader loses both names.
-    """
-    try:
-        spare.rename(path)
-    except OSError:
-        return None
-    try:
-        size = _size_if_unread(path)
-    except OSError:
-        size = None
-    if size is None:
-        path.unlink(missing_ok=True)
-    return size
-
-
-def _size_if_unread(path: Path) -> int | None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_nlink > 1:  # it has another name after all
-            return None
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return found.st_size
-    finally:
-        os.close(descriptor)
 
 
 # ---- staging: what a replica fetched

@@ -114,7 +114,6 @@ class Follower:
                 source = await stack.enter_async_context(opened)
                 self.traffic = source.traffic
                 self._staging = Staging(self._config, source, folder)
-                stack.callback(self._staging.close)
                 watching = group.create_task(self._watch(stop), name="watch weights")
                 await self._take_all(stop)
                 watching.cancel()
@@ -177,14 +176,13 @@ class Follower:
             try:
                 async with asyncio.timeout(None) as limit:
                     self._fetching = manifest, limit
-                    fetched = await self._staging.fetch(manifest)
+                    version = await self._staging.bring(manifest)
             except TimeoutError:
                 if limit.expired():
                     return None  # a newer learner has published
                 raise
             finally:
                 self._fetching = None
-            version = await self._staging.make(fetched)
         except (WeightsError, Unreachable, CannotCreate) as error:
             return error
         except OSError as error:

@@ -9,7 +9,7 @@ import msgspec
 
 from streamrl.errors import WeightsError
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MANIFEST_FILE: Final = "manifest.json"
 
@@ -18,26 +18,23 @@ _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
 _Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Pair: TypeAlias = tuple[int, int]
-_Hash: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 _Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,500}$")]
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A safetensors file of whole tensors; in a delta what changed in the file of the same place (delta.py)."""
+
     file: _FileName
     bytes: _Count
     checksum: _Checksum  # xxh3-128 of all its bytes in hexadecimal
-    # `full`: a safetensors file, which replaces the one with its name; `delta`: changes of such a file (delta.py).
-    kind: Literal["full", "delta"] = "full"
+    makes: _Checksum | None = None  # in a delta: that of the safetensors file after the change
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor, cut along its first dimension into the parts that the ranks of the learner hold."""
-
     name: str  # of Hugging Face; a tied tensor comes under one of its names
     dtype: str  # of safetensors (`F32`, `BF16`, ...)
-    shape: list[_Count]  # of the whole tensor
-    parts: list[_Count]  # indices of the shards that hold a part under this name, in the order of the rows
-    hashes: list[_Hash] = []  # xxh3-64 of the bytes of each part; empty when the run publishes no deltas
+    shape: list[_Count]
+    shard: _Count  # index of the file that holds it
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     version: _Count  # only grows, also across restarts of the learner
     epoch: _Count  # of the learner that wrote it
     step: _Count  # optimizer step that the weights come from
-    base: tuple[_Count, _Count] | None = None  # (epoch, version) that the delta shards need; None: all are full
+    base: tuple[_Count, _Count] | None = None  # (epoch, version) that it is a delta of; None: its files are whole
     transport: _FileName
     folder: _FileName  # below the root of the transport
     sources: list[_Url] = []  # servers that have the files (http), or the rendezvous of the broadcast (collective)
@@ -76,14 +73,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
         names = {entry.name for entry in self.tensors}
         if len(names) != len(self.tensors):
             raise ValueError("a tensor is named twice")
-        if any(part >= len(self.shards) for entry in self.tensors for part in entry.parts):
+        if any(entry.shard >= len(self.shards) for entry in self.tensors):
             raise ValueError("a tensor lies in a shard that the manifest does not list")
         if len({shard.file for shard in self.shards} - {MANIFEST_FILE}) != len(self.shards):
             raise ValueError("a file is named twice, or like the manifest")
-        if any(entry.hashes and len(entry.hashes) != len(entry.parts) for entry in self.tensors):
-            raise ValueError("a tensor has not as many hashes as parts")
-        if self.base is None and any(shard.kind == "delta" for shard in self.shards):
-            raise ValueError("a delta without a base")
+        if any((shard.makes is None) != (self.base is None) for shard in self.shards):
+            raise ValueError("a delta without a base or without the checksum of what it makes")
         if self.base is not None and self.adapter is not None:
             raise ValueError("an adapter that is a delta")
 
@@ -103,7 +98,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
         return sum(shard.bytes for shard in self.shards)
 
 
+class _Schema(msgspec.Struct):
+    v: int
+
+
 _decoder: Final = msgspec.json.Decoder(Manifest)
+_schema_decoder: Final = msgspec.json.Decoder(_Schema)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -115,12 +115,15 @@ def decode(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
     try:
-        manifest = _decoder.decode(data)
+        schema = _schema_decoder.decode(data).v
+        if schema != SCHEMA:
+            raise WeightsError(
+                f"a version of schema {schema}, this program reads {SCHEMA}",
+                "it is of another version of streamrl: the learner publishes its weights anew when it starts",
+            )
+        return _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightsError(f"not a manifest of weights: {error}") from error
-    if manifest.v != SCHEMA:
-        raise WeightsError(f"manifest of schema version {manifest.v}, this program knows {SCHEMA}")
-    return manifest
 
 
 def folder_name(epoch: int, version: int) -> str:

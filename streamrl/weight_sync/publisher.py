@@ -1,55 +1,46 @@
-"""The learner's side: a version is put together from the files of all ranks, so that a reader sees all or nothing.
+"""The learner's side: a version is written so that a reader sees all or nothing.
 
 The publisher keeps the newest version with all that it builds on (its anchor and the deltas after it) and, until the
 next one is written, the version before; where versions are pulled, two before, so that a reader has time. With deltas
 a new anchor is due as soon as the deltas have the size of an anchor, so that three times the weights are enough:
-anchor, deltas, and the next anchor that is being written (four when one version suddenly changes almost everything on
-all ranks but one).
+anchor, deltas, and the next anchor that is being written.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+import torch
 
 from streamrl.atomic import finish_durably, write_synced
 from streamrl.config import WeightsConfig
-from streamrl.errors import CannotCreate, DeadlineExceeded, WeightsError
-from streamrl.weight_sync.files import create_root, store_of
+from streamrl.errors import CannotCreate, ConfigError, DeadlineExceeded, WeightsError
+from streamrl.weight_sync import delta
+from streamrl.weight_sync.files import SLACK_BYTES, check_room, checksum, create_root, store_of
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
     Adapter,
     Manifest,
     Pair,
+    Shard,
     TensorEntry,
     encode,
     folder_name,
     parse_folder,
     versions,
 )
-from streamrl.weight_sync.rank_writer import (
-    DRAFT,
-    Named,
-    RankReport,
-    RankWriter,
-    draft_name,
-    out_of_time,
-    report_name,
-    spare_of,
-    take_report,
-    wait_for,
-)
+from streamrl.weight_sync.tensors import DTYPE_NAMES, Named, buckets, encode_tensors, is_finite, write_tensors
 
 logger = logging.getLogger(__name__)
+DRAFT: Final = ".draft-"
 
 
 @dataclass(frozen=True)
@@ -88,34 +79,17 @@ class Publisher:
         self._config = config
         self._run = run
         self._store = store_of(config.transport, run_dir)
-        self._writer = RankWriter(config, run_dir, 0)
-        self._stopped = threading.Event()
-        # Reuse files only for `shm`: sendfile may still send pages of a file long after it was closed.
-        self._spares = config.transport == "shm" and not config.delta.enabled
         self._older = 2 if config.pulled else 1
         create_root(self._store)
         self._kept: list[_Kept] = self._leftover()
         self._deltas = 0
-        self._chained = False
+        self._last: dict[str, torch.Tensor] = {}  # the newest version, as long as the next one may be a delta of it
         self.manifest: Manifest
         self.figures: VersionFigures
 
     @property
     def root(self) -> Path:
         return self._store.root
-
-    def next_base(self) -> Pair | None:
-        """The version that the next one may be a delta against; None: every rank must write all of its values.
-
-        That is so for the first version of a publisher, after a version that failed or whose files are gone, after
-        `weights.delta.every` versions, and when the deltas since the last anchor are about to have its size.
-        """
-        config = self._config.delta
-        if not (config.enabled and self._chained) or self._deltas + 1 >= config.every or not self.holds_newest():
-            return None
-        anchor, *deltas = self._chain()
-        bytes_since = sum(kept.bytes for kept in deltas) + (deltas[-1].bytes if deltas else 0)
-        return None if bytes_since > anchor.bytes else self._kept[-1].pair
 
     def publish(
         self,
@@ -124,48 +98,58 @@ class Publisher:
         version: int,
         step: int,
         tensors: Iterable[Named],
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        world: int = 1,
-        base: Pair | Literal["next"] | None = "next",
         sources: Sequence[str] = (),
         adapter: Adapter | None = None,
     ) -> bytes:
-        """Write rank 0's files of one version, wait for those of the other ranks, and return the encoded manifest.
+        """Write one version and return its encoded manifest.
 
         When it fails nothing is left behind, the newest version before it stays, and the next one is whole. The
-        deadline is checked between shards only: nothing stops a write to a file system that hangs. Call it in a
+        deadline is checked between files only: nothing stops a write to a file system that hangs. Call it in a
         thread of its own, and hold that thread to a deadline.
 
         Args:
             epoch: of the learner.
             version: greater than all before it and never used before, failed ones included.
             step: optimizer step of the weights.
-            tensors: Hugging Face names and this rank's rows; with deltas they must not be changed afterwards.
-            shapes: shapes of the whole tensors; one that is left out is whole here.
-            world: ranks of the learner.
-            base: what the ranks were told; `next` asks `next_base`.
+            tensors: Hugging Face names and whole tensors, contiguous on the CPU. Without deltas they are taken one by
+                one; with deltas they must not be changed before the version after this one is written.
             sources: for the manifest.
-            adapter: the tensors are those of an adapter alone, by the names of peft; `base` is None then.
+            adapter: the tensors are those of an adapter alone, by the names of peft.
 
         Raises:
             CannotCreate: no room, or no permission.
-            WeightsError: the version exists already, a name comes twice, a dtype is unknown, or the parts of the ranks
-                are not those of one model.
-            DeadlineExceeded: it took longer than the configured deadline, all ranks together.
+            WeightsError: the version exists already.
+            ConfigError: a value is not finite.
+            DeadlineExceeded: it took longer than the configured deadline.
         """
         pair = (epoch, version)
-        base = self.next_base() if base == "next" else base
-        self._chained = False  # until this version is there
-        draft = self.root / draft_name(pair)
         until = time.monotonic() + self._config.deadline
         create_root(self._store)  # a clean-up may have removed it from the shared memory
-        spare = spare_of(draft)
-        self._remove_older(spare if self._spares else None)
+        self._remove_older()
+        base, last, self._last = self._next_base(), self._last, {}
+        whole = dict(tensors) if self._config.delta.enabled else {}
+        changed = None if base is None or adapter is not None else _changed(last, whole)
+        elements = sum(tensor.numel() for tensor in whole.values())
+        if changed is None or changed > self._config.delta.max_density * elements:
+            base = None
+        draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            reports = [self._writer.write(pair, base, tensors, shapes or {}, until=until)]
-            reports.extend(self._report(draft, rank, until) for rank in range(1, world))
-            manifest = self._manifest(pair, base, step, reports, sources=sources, adapter=adapter)
+            given = whole.items() if self._config.delta.enabled else tensors
+            shards, entries = self._write(draft, given, None if base is None else last, until)
+            manifest = Manifest(
+                run=self._run,
+                version=version,
+                epoch=epoch,
+                step=step,
+                base=base,
+                transport=self._config.transport,
+                folder=folder_name(*pair),
+                sources=list(sources),
+                shards=shards,
+                tensors=entries,
+                adapter=adapter,
+            )
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)
         except OSError as error:
@@ -173,26 +157,21 @@ class Publisher:
                 raise
             raise self._cannot(draft, error) from error
         finally:
-            self._remove(draft.name)  # by another name: ranks that still write would fill it again
-            shutil.rmtree(spare, ignore_errors=True)
-        self.manifest = manifest
-        self._note(manifest, reports)
-        logger.info(
-            "weights published", extra={"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
-        )
+            shutil.rmtree(draft, ignore_errors=True)
+        self._last = whole
+        self._note(manifest, None if changed is None or not elements else changed / elements)
         return data
 
     def begin_anew(self) -> None:
-        self._chained = False
+        """Have the next version written whole."""
+        self._last = {}
 
     def holds_newest(self) -> bool:
         """Whether the newest version and all it builds on are still there for engines that join now."""
         return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
 
     def close(self, *, unlink: bool) -> None:
-        """End the publisher and any wait for other ranks; `unlink` removes its versions, so no engine can join."""
-        self._stopped.set()
-        self._writer.stop()
+        """`unlink` removes the versions, so no engine can join."""
         if unlink:
             while self._kept:
                 self._remove(self._kept.pop(0).folder)
@@ -201,45 +180,58 @@ class Publisher:
             except OSError as error:
                 logger.debug("weights folder not empty", extra={"folder": str(self.root), "error": str(error)})
 
-    def _report(self, draft: Path, rank: int, until: float) -> RankReport:
-        wait_for(draft, report_name(rank), until, self._stopped)
-        if time.monotonic() > until:
-            raise out_of_time(draft, self._config.deadline)
-        return take_report(draft, rank)
+    def _next_base(self) -> Pair | None:
+        """The version that the next one may be a delta of; None: it is written whole.
 
-    def _manifest(
-        self,
-        pair: Pair,
-        base: Pair | None,
-        step: int,
-        reports: Sequence[RankReport],
-        *,
-        sources: Sequence[str],
-        adapter: Adapter | None,
-    ) -> Manifest:
-        shards = [shard for report in reports for shard in report.shards]
-        return Manifest(
-            run=self._run,
-            version=pair[1],
-            epoch=pair[0],
-            step=step,
-            base=base if any(shard.kind == "delta" for shard in shards) else None,
-            transport=self._config.transport,
-            folder=folder_name(*pair),
-            sources=list(sources),
-            shards=shards,
-            tensors=_table(reports),
-            adapter=adapter,
-        )
+        That is so for the first version of a publisher, after a version that failed or whose files are gone, after
+        `weights.delta.every` versions, and when the deltas since the last anchor are about to have its size.
+        """
+        config = self._config.delta
+        if not (config.enabled and self._last) or self._deltas + 1 >= config.every or not self.holds_newest():
+            return None
+        anchor, *deltas = self._chain()
+        bytes_since = sum(kept.bytes for kept in deltas) + (deltas[-1].bytes if deltas else 0)
+        return None if bytes_since > anchor.bytes else self._kept[-1].pair
 
-    def _note(self, manifest: Manifest, reports: Sequence[RankReport]) -> None:
+    def _write(
+        self, draft: Path, tensors: Iterable[Named], last: Mapping[str, torch.Tensor] | None, until: float
+    ) -> tuple[list[Shard], list[TensorEntry]]:
+        """Write the files of a version; with `last`, what differs from that."""
+        shards: list[Shard] = []
+        entries: list[TensorEntry] = []
+        for bucket in buckets(tensors, self._config.shard_bytes):
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"the weights were not written to {draft} within {self._config.deadline:g} s",
+                    "raise weights.deadline, or use a faster transport",
+                )
+            for name, tensor in bucket:
+                _check_finite(name, tensor)
+                entries.append(TensorEntry(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), len(shards)))
+            path = draft / f"{len(shards):05}.safetensors"
+            shards.append(self._full(path, bucket) if last is None else self._delta(path, bucket, last))
+        return shards, entries
+
+    def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
+        check_room(self._store, sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES)
+        return write_tensors(path, bucket, durable=self._store.durable)
+
+    def _delta(self, path: Path, bucket: Sequence[Named], last: Mapping[str, torch.Tensor]) -> Shard:
+        encoded = {}
+        for name, tensor in bucket:
+            if (changes := delta.encode(last[name], tensor)) is not None:
+                encoded[name] = changes
+        check_room(self._store, sum(changes.bytes for changes in encoded.values()) + SLACK_BYTES)
+        makes = checksum(*encode_tensors(bucket))
+        return delta.write_delta_shard(path, encoded, makes, durable=self._store.durable)
+
+    def _note(self, manifest: Manifest, density: float | None) -> None:
+        self.manifest = manifest
         self._kept.append(_Kept(manifest.pair, manifest.base, manifest.total_bytes))
         self._deltas = 0 if manifest.base is None else self._deltas + 1
-        self._chained = True
-        counts = [report.changed for report in reports if report.changed is not None]
-        elements = sum(report.elements for report in reports)
-        density = sum(counts) / elements if elements and len(counts) == len(reports) else None
         self.figures = VersionFigures(manifest.total_bytes, density, manifest.kind)
+        extra = {"version": manifest.version, "epoch": manifest.epoch, "step": manifest.step}
+        logger.info("weights published", extra={**extra, "bytes": manifest.total_bytes})
 
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""
@@ -268,7 +260,7 @@ class Publisher:
             if pair is not None:
                 found.append(pair)
             elif entry.name.startswith(DRAFT):
-                self._remove(entry.name)
+                shutil.rmtree(entry, ignore_errors=True)
         known = versions(self.root)  # one that cannot be read builds on nothing
         self._kept = [
             _Kept(pair, known[pair].base, known[pair].total_bytes) if pair in known else _Kept(pair, None, 0)
@@ -285,43 +277,35 @@ class Publisher:
             chain.append(known[chain[-1].base])
         return chain[::-1]
 
-    def _remove_older(self, spare: Path | None = None) -> None:
-        """Remove what is neither new nor what the newest version builds on; leave the last one's files in `spare`."""
+    def _remove_older(self) -> None:
+        """Remove what is neither new nor what the newest version builds on."""
         needed = self._chain() + self._kept[-self._older :] if self._kept else []
-        older = [kept for kept in self._kept if kept not in needed]
-        for kept in older:
-            self._remove(kept.folder, spare if kept is older[-1] else None)
+        for kept in self._kept:
+            if kept not in needed:
+                self._remove(kept.folder)
         self._kept = [kept for kept in self._kept if kept in needed]
 
-    def _remove(self, name: str, spare: Path | None = None) -> None:
-        # The version loses its name first, so that no reader finds a folder with some of its shards gone.
-        gone = spare or self.root / f"{DRAFT}gone-{name}-{os.getpid()}"
+    def _remove(self, name: str) -> None:
+        # The version loses its name first, so that no reader finds a folder with some of its files gone.
+        gone = self.root / f"{DRAFT}gone-{name}-{os.getpid()}"
         try:
             (self.root / name).rename(gone)
-            if spare is None:
-                shutil.rmtree(gone)
+            shutil.rmtree(gone)
         except FileNotFoundError:
             return
         except OSError as error:
             logger.warning("old weights stay", extra={"folder": str(self.root / name), "error": str(error)})
 
 
-def _table(reports: Sequence[RankReport]) -> list[TensorEntry]:
-    """Join the parts of all ranks: their rows follow each other in the order of the ranks."""
-    entries: dict[str, TensorEntry] = {}
-    values: dict[str, int] = {}
-    before = 0
-    for report in reports:
-        for part in report.parts:
-            entry = entries.setdefault(part.name, TensorEntry(part.name, part.dtype, part.whole, [], []))
-            if (entry.dtype, entry.shape, part.shape[1:]) != (part.dtype, part.whole, part.whole[1:]):
-                raise WeightsError(f"rank {report.rank} holds another {part.name} than the ranks before it")
-            entry.parts.append(before + part.shard)
-            if part.hash:
-                entry.hashes.append(part.hash)
-            values[part.name] = values.get(part.name, 0) + math.prod(part.shape)
-        before += len(report.shards)
-    for name, entry in entries.items():
-        if values[name] != math.prod(entry.shape):
-            raise WeightsError(f"the ranks hold {values[name]} values of {name} {entry.shape} together")
-    return list(entries.values())
+def _changed(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> int | None:
+    """Values that differ; None when there is no delta from one to the other."""
+    heads = [[(name, tensor.shape, tensor.dtype) for name, tensor in each.items()] for each in (old, new)]
+    return sum(delta.changed(old[name], new[name]) for name in new) if heads[0] == heads[1] else None
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    if not is_finite(tensor):
+        raise ConfigError(
+            f"{name} has values that are not finite: the training has diverged",
+            "lower learner.lr, and start afresh or from a checkpoint before it (checkpoints/)",
+        )

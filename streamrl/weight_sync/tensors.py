@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import orjson
 import torch
@@ -20,7 +21,7 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.files import Buffer, checksum
-from streamrl.weight_sync.manifest import Adapter, Manifest, Pair, Shard, TensorEntry
+from streamrl.weight_sync.manifest import Adapter, Manifest, Pair, Shard
 
 _ALIGNMENT: Final = 64
 _MAX_HEADER_BYTES: Final = 100 << 20
@@ -41,7 +42,9 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
-Table: TypeAlias = Mapping[str, torch.Tensor]
+
+
+Named: TypeAlias = tuple[str, torch.Tensor]
 
 
 # ---- one version
@@ -55,13 +58,10 @@ class Version:
         pair: (epoch, number).
         step: optimizer step of the weights.
         tensors: every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
-            mapped files where a tensor lies in one piece. Only to be read. Their bytes change only when the next
-            version is made, after the call that got this one has returned; the files may lose their names before.
+            mapped files. Only to be read; the files may lose their names before.
         folder: holds the files; None when the version was made in memory (tests), which only an engine in this
             process can take.
-        files: safetensors files in `folder`. A tensor that lies in several of them is cut along its first dimension,
-            in the order of `parts[name]`.
-        parts: name to the files that hold it, in the order of the rows.
+        files: safetensors files in `folder`, of whole tensors.
         sources: servers that have the files of this version for other hosts (`Manifest.sources`).
         adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
     """
@@ -71,7 +71,6 @@ class Version:
     tensors: Mapping[str, torch.Tensor]
     folder: Path | None = None
     files: tuple[str, ...] = ()
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     adapter: Adapter | None = None
 
@@ -79,89 +78,81 @@ class Version:
     def number(self) -> int:
         return self.pair[1]
 
-
-class WholeTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name; one that is cut into parts is put together when it is asked for, so only one is held whole."""
-
-    def __init__(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        parts = self._parts[name]
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
+    @cached_property
+    def structure(self) -> str:
+        """Digest of names, types and shapes: an engine compares those of its model once with each."""
+        heads = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in self.tensors.items()]
+        return checksum(orjson.dumps(heads))
 
 
 def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Version:
-    """Map every shard of a full version in `folder` and check it against its manifest.
+    """Map the files of a version that is whole in `folder`, checked against its manifest.
 
     `proven`: sizes and checksums have been checked, and no other process writes there.
     """
-    if proven:
-        return assemble(folder, manifest, [map_shared(folder / shard.file) for shard in manifest.shards])
-    return assemble(folder, manifest, [map_shard(folder / shard.file, shard) for shard in manifest.shards])
-
-
-def assemble(folder: Path, manifest: Manifest, tables: Sequence[Table]) -> Version:
-    """Make a version of mapped shards, a table of tensors for each; `WeightsError` when the manifest differs."""
-    if sum(len(entry.parts) for entry in manifest.tensors) != sum(len(table) for table in tables):
-        raise WeightsError(f"{folder}: the shards hold tensors that the manifest does not list")
-    found: dict[str, list[torch.Tensor]] = {}
-    for entry in manifest.tensors:
-        parts = [tables[part].get(entry.name) for part in entry.parts]
-        held = [part for part in parts if part is not None]
-        if len(held) != len(parts) or not _fits(entry, held):
-            raise WeightsError(f"{folder}: tensor {entry.name} is not what the manifest says")
-        found[entry.name] = held
-    files = tuple(shard.file for shard in manifest.shards)
+    tables = [map_shard(folder / shard.file, None if proven else shard) for shard in manifest.shards]
+    try:
+        tensors = {entry.name: tables[entry.shard][entry.name] for entry in manifest.tensors}
+    except KeyError as error:
+        raise WeightsError(f"{folder} has no tensor {error}, which its manifest lists") from error
+    if len(tensors) != sum(map(len, tables)):
+        raise WeightsError(f"{folder} holds tensors that its manifest does not list")
     return Version(
         pair=manifest.pair,
         step=manifest.step,
-        tensors=WholeTensors(found),
+        tensors=tensors,
         folder=folder,
-        files=files,
-        parts={entry.name: tuple(files[part] for part in entry.parts) for entry in manifest.tensors},
+        files=tuple(shard.file for shard in manifest.shards),
         sources=tuple(manifest.sources),
         adapter=manifest.adapter,
     )
 
 
-def _fits(entry: TensorEntry, parts: Sequence[torch.Tensor]) -> bool:
-    if not parts or any(DTYPE_NAMES[part.dtype] != entry.dtype for part in parts):
-        return False
-    if len(parts) == 1:
-        return list(parts[0].shape) == entry.shape
-    if not entry.shape or any(list(part.shape[1:]) != entry.shape[1:] for part in parts):
-        return False
-    return sum(part.shape[0] for part in parts) == entry.shape[0]
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite, in one pass at the speed of memory (`isfinite` takes twenty times as long)."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.element_size() == 1:  # torch compares no float8
+        values = values.float()
+    # the least and the greatest value of anything with a NaN are NaN
+    least, greatest = torch.aminmax(values)
+    return bool(torch.isfinite(least) & torch.isfinite(greatest))
 
 
 # ---- one safetensors file
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, durable: bool, over: bool = False
-) -> Shard:
-    """Write tensors as one safetensors file and return its entry for the manifest.
+def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
+    """One file each: groups of at most `limit` bytes, in order; a larger tensor is a group of its own and never cut.
 
-    The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `path` must
-    not exist; `over`: it does, has no reader, and its content is replaced. `OSError` may leave the file behind in part.
+    At most one group and one tensor are held. The same shapes give the same groups.
     """
-    return write_pieces(path, encode_tensors(tensors), durable=durable, over=over)
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
-def write_pieces(
-    path: Path, pieces: Iterable[Buffer], *, durable: bool, kind: Literal["full", "delta"] = "full", over: bool = False
-) -> Shard:
-    """Write bytes as one file and hash them on their way; arguments and errors as of `write_tensors`."""
+def write_tensors(path: Path, tensors: Sequence[Named], *, durable: bool) -> Shard:
+    """Write tensors as one new safetensors file and return its entry for the manifest.
+
+    The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `OSError` may
+    leave the file behind in part.
+    """
+    return write_pieces(path, encode_tensors(tensors), durable=durable)
+
+
+def write_pieces(path: Path, pieces: Iterable[Buffer], *, durable: bool, makes: str | None = None) -> Shard:
+    """Write bytes as one new file and hash them on their way; errors as of `write_tensors`."""
     state = xxhash.xxh3_128()
     total = 0
-    with path.open("r+b" if over else "xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
             total += view.nbytes
@@ -170,22 +161,19 @@ def write_pieces(
                 state.update(part)
                 while part.nbytes:
                     part = part[os.write(file.fileno(), part) :]
-        if over:
-            file.truncate(total)
         if durable:
             os.fsync(file.fileno())
-    return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), kind=kind)
+    return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), makes=makes)
 
 
-def map_shard(path: Path, shard: Shard) -> dict[str, torch.Tensor]:
-    """Map a shard, check it against its entry, and return its tensors without copying them.
+def map_shard(path: Path, shard: Shard | None) -> dict[str, torch.Tensor]:
+    """Map a shard, check it against its entry (None: it is proven), and return its tensors without copying them.
 
     The mapping is private (copy on write), so nothing a holder does reaches the file, and it stays readable after the
     file is unlinked, for as long as one of the tensors lives.
     """
-    mapped = _map(path, mmap.MAP_PRIVATE, expected=shard.bytes)
-    found = checksum(mapped)
-    if found != shard.checksum:
+    mapped = _map(path, mmap.MAP_PRIVATE, expected=None if shard is None else shard.bytes)
+    if shard is not None and (found := checksum(mapped)) != shard.checksum:
         raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
     return parse_tensors(mapped, str(path))
 
@@ -205,7 +193,7 @@ def _map(path: Path, flags: int, *, expected: int | None = None) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def encode_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[memoryview[Any]]:
+def encode_tensors(tensors: Sequence[Named]) -> list[memoryview[Any]]:
     """The bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     return [memoryview(_header(ordered)), *(raw_bytes(tensor) for _, tensor in ordered)]
@@ -228,7 +216,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview[Any]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+def _header(tensors: Sequence[Named]) -> bytes:
     table: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors:

@@ -81,22 +81,15 @@ def prompt(seed: int, length: int = 24) -> list[int]:
 
 
 def write_version(folder: Path, number: int, tensors: dict[str, torch.Tensor], epoch: int = 1) -> Version:
-    """Files as two ranks of a learner write them: what has rows is cut in two."""
+    """Two files, as of a model that is larger than one."""
     place = folder / f"v-{epoch}-{number}"
     place.mkdir(parents=True)
-    files = ("rank0.safetensors", "rank1.safetensors")
-    held: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-    parts = {}
-    for name, tensor in tensors.items():
-        cut = (len(tensor) + 1) // 2
-        pieces = [tensor[:cut], tensor[cut:]] if tensor.ndim > 1 and len(tensor) > 1 else [tensor]
-        for half, piece in zip(held, pieces, strict=False):
-            half[name] = piece.contiguous()
-        parts[name] = files[: len(pieces)]
-    for file, half in zip(files, held, strict=True):
-        save_file(half, place / file)
-    whole = {name: torch.cat([load_file(place / file)[name] for file in parts[name]]) for name in tensors}
-    return Version((epoch, number), number, whole, place, files, parts)
+    files = ("00000.safetensors", "00001.safetensors")
+    names = list(tensors)
+    for place_of, file in enumerate(files):
+        save_file({name: tensors[name].contiguous() for name in names[place_of::2]}, place / file)
+    whole = {name: tensor for file in files for name, tensor in load_file(place / file).items()}
+    return Version((epoch, number), number, whole, place, files)
 
 
 def spans(completion: Completion) -> list[tuple[int, int, int]]:

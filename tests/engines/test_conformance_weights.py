@@ -40,13 +40,7 @@ def too_small(weights: Weights) -> None:
     weights[UP] = weights[UP][:100].contiguous()
 
 
-def not_finite(weights: Weights) -> None:
-    weights["model.norm.weight"][7] = float("nan")
-
-
-@pytest.mark.parametrize(
-    "spoil", [unknown, missing, too_large, too_small, not_finite], ids=lambda spoil: spoil.__name__
-)
+@pytest.mark.parametrize("spoil", [unknown, missing, too_large, too_small], ids=lambda spoil: spoil.__name__)
 async def test_weights_that_do_not_fit_change_nothing(bench: Bench, spoil: Callable[[Weights], None], tmp_path: Path):
     before, tokens = bench.number, prompt(1)
     task, heard = bench.begin(tokens, 200)

@@ -83,8 +83,7 @@ def make_version(folder: Path, number: int, weights: dict[str, torch.Tensor], ep
     place = folder / f"v-{epoch}-{number}"
     place.mkdir(parents=True, exist_ok=True)
     save_file(weights, place / _FILE)
-    parts = dict.fromkeys(weights, (_FILE,))
-    return Version((epoch, number), number, load_file(place / _FILE), place, (_FILE,), parts)
+    return Version((epoch, number), number, load_file(place / _FILE), place, (_FILE,))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Faults of a running role: weights that are not finite, and a disk that is full."""
+"""Faults of a running role: a version of nobody, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -33,24 +33,6 @@ def publishing(run, ledgers, hands):
         await ledgers.train.finish_step(hands.nonce, 0, version, data)
 
     return publish
-
-
-async def test_a_version_that_is_not_finite_is_refused_and_the_old_one_samples_on(run):
-    run.set("engine", slots=4, threads=1)
-    async with run.open() as ledgers:
-        hands = await Hands(ledgers.train).fence()
-        publish = publishing(run, ledgers, hands)
-        await publish(1, tiny_model())
-        broken = tiny_model()
-        with torch.no_grad():
-            broken.model.norm.weight[0] = float("nan")
-        async with run.running(run_rollout, "rollout.0", ledgers) as (role, task):
-            await until(lambda: role.is_ready)
-            await publish(2, broken)
-            await until(lambda: role.status.get("weights_refused") == 1)
-            assert (role.status["version"], task.done()) == (1, False)
-            await publish(3, tiny_model(3))
-            await until(lambda: role.status["version"] == 3)
 
 
 async def test_a_version_that_the_learner_did_not_publish_is_none(run):

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,13 +32,12 @@ from streamrl.learner.critic import Critic
 from streamrl.learner.deal import scatter
 from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_group import NO_BASE, Command, RankWorker
+from streamrl.learner.rank_group import Command, RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Frozen
 from streamrl.learner.step import Models, make_models
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.rank_writer import RankWriter
 
 UNITS = {"whole": 1 << 26, "layers": 0}
 """One FSDP unit, and one per layer."""
@@ -77,20 +75,12 @@ def loading(model: Path, out: Path, ranks: Ranks) -> None:
     keep({"most": max(seen)}, out, ranks)
 
 
-def deliver(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:
-    """Write this rank's share of version 1."""
-    if ranks.rank:
-        RankWriter(config, run_dir, ranks.rank).deliver((1, 1), None, snapshot.tensors, snapshot.shapes)
-        return
-    Publisher(config, "r", run_dir).publish(
-        epoch=1,
-        version=1,
-        step=1,
-        tensors=snapshot.tensors,
-        shapes=snapshot.shapes,
-        world=ranks.world,
-        adapter=snapshot.adapter,
-    )
+def publish(snapshot: PolicySnapshot, config: WeightsConfig, run_dir: Path, ranks: Ranks) -> None:
+    """Write version 1, which rank 0 holds whole."""
+    assert not (ranks.rank and snapshot.tensors)
+    if not ranks.rank:
+        publisher = Publisher(config, "r", run_dir)
+        publisher.publish(epoch=1, version=1, step=1, tensors=snapshot.tensors, adapter=snapshot.adapter)
 
 
 # ---- the policy
@@ -164,7 +154,7 @@ def policy(model: Path, out: Path, ranks: Ranks) -> None:
             torch.equal(tensor, actor.shard_state()[key]) for key, tensor in again.shard_state().items()
         )
     snapshot, whole = Copies(actor.parameters, torch.float32).take(), full_tensors(actor)
-    deliver(snapshot, WeightsConfig(transport="directory", shard_bytes=8192), out / "run", ranks)
+    publish(snapshot, WeightsConfig(transport="directory", shard_bytes=8192), out / "run", ranks)
     if ranks.rank == 0:
         save_file(whole, out / "published.safetensors")
     export(actor, out / "export")
@@ -209,7 +199,7 @@ def steps(model: Path, out: Path, ranks: Ranks) -> None:
     for number, (name, learner) in enumerate(RECIPES.items()):
         config = run_config(model, ranks=ranks.world, **{"lr": 1e-3, "tokens_per_microbatch": 128, **learner})
         models = make_models(config, ranks)
-        worker, actor = RankWorker(config, ranks, models, Checkpoints(out / "checkpoints"), out), models.actor
+        worker, actor = RankWorker(config, ranks, models, Checkpoints(out / "checkpoints")), models.actor
         records = []
         for step in range(2):
             worker.step = step + 10 if step else step
@@ -305,21 +295,15 @@ def adapt(model: Path, out: Path, ranks: Ranks, lora: dict[str, object], small: 
     records = train(actor, range(2))
     with actor.lora.disabled():
         base = [values.tolist() for values in actor.compute_log_prob(batch).logprobs]
-    worker = RankWorker(config, ranks, Models(actor=actor), Checkpoints(out / "checkpoints"), out)
-    deliver(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
+    worker = RankWorker(config, ranks, Models(actor=actor), Checkpoints(out / "checkpoints"))
+    publish(worker.snapshot(), WeightsConfig(transport="directory", shard_bytes=4096), out, ranks)
     merged = full_tensors(actor)
     if ranks.rank == 0:
         save_file(merged, out / "merged.safetensors")
-    refused: list[tuple[int, int]] = []
-    if ranks.rank:
-        worker._parts = SimpleNamespace(busy=True, refuse=refused.append)
-    left_out = worker.publish(1, 2, NO_BASE, NO_BASE) is None
     export(actor, out / "export")
     return {
         "records": records,
         "base_unchanged": fresh == base,
-        "left_out": left_out,
-        "refused": refused,
         "parameters": {key: list(p.to_local().shape) for key, p in actor.parameters.items()},
     }
 
@@ -360,11 +344,11 @@ def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     bare = run_config(model, ranks=ranks.world, lora={"rank": 2, "alpha": 8.0}, **STEP_OPTIONS)
     config = RunConfig.model_validate({**bare.model_dump(), "checkpoint": {"store": f"dir::file://{out}/store"}})
     first, second = (out / f"{name}-{ranks.rank}" for name in ("first", "second"))
-    worker = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, first), first)
+    worker = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, first))
     train(worker.actor, range(STEPS))
     meta = written(worker)
     found["sent"] = sorted(path.name for path in (out / "store").rglob("rank-*"))
-    again = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, second), second)
+    again = RankWorker(config, ranks, make_models(config, ranks), Checkpoints.of(config, second))
     if ranks.rank == 0:
         assert again.checkpoints.greatest(None, 0) == meta
     ranks.all_min(1)  # it is there
@@ -373,9 +357,8 @@ def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     again.execute(Command.LOAD, meta.position)
     ours, theirs = again.state.tensors(), worker.state.tensors()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found["here"] = sorted(path.name for path in (second / "checkpoints").rglob("*"))
-    snapshot = again.publish(1, 1, NO_BASE, NO_BASE)
-    assert snapshot is not None
+    found["here"] = sorted(path.name for path in (second / "fetched").rglob("*"))
+    snapshot = again.snapshot()
     found["published"] = len(snapshot.tensors)
     merged = full_tensors(again.actor)
     if ranks.rank == 0:

@@ -59,7 +59,7 @@ def estimated(batch: Sequence[TrainSample], actor: Actor) -> list[TrainSample]:
 def worker_of(actor: Actor, collected: bool, **models: Any) -> RankWorker:
     """A worker with this actor that streams or collects, whatever its recipe says."""
     config, unused = actor.config, Path("unused")
-    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), Checkpoints(unused), unused)
+    worker = RankWorker(config, actor.ranks, Models(actor=actor, **models), Checkpoints(unused))
     worker._streams = not collected
     return worker
 

@@ -132,6 +132,15 @@ def test_sharing_is_off_for_a_model_that_ignores_the_mask(make, monkeypatch):
     assert make("Llama").limits.shared == 0
 
 
+def test_entropy_is_computed_for_a_bonus_alone_and_estimated_otherwise(make):
+    batch = make_batch(0)
+    exact, estimated = make(loss={"entropy": 1e-9}), make()
+    known = exact.compute_log_prob(batch, calculate_entropy=True)
+    found = [actor.update_policy(batch)[1].trained.mean("entropy") for actor in (exact, estimated)]
+    assert found[0] == pytest.approx(np.concatenate(known.entropy).mean(), rel=1e-5)
+    assert found[1] == pytest.approx(-np.concatenate(known.logprobs).mean(), rel=1e-5)
+
+
 def test_a_window_of_the_model_limits_shared_rows(make):
     assert make("Gemma2").limits.shared == 64
     assert make("Llama").limits.shared == 4 * 32

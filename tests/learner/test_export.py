@@ -86,6 +86,17 @@ def test_plain_transformers_loads_what_was_trained(tmp_path, model_of, one_rank,
     assert not list(tmp_path.glob("*.draft"))
 
 
+def test_generation_settings_come_along_unless_they_cannot_be_saved(tmp_path, model_of, one_rank):
+    folder = shutil.copytree(model_of("Qwen2"), tmp_path / "model")
+    config = run_config(folder)
+    checkpoints = save(tmp_path / "c", train(config, one_rank), config)
+    for settings, kept in (({"eos_token_id": [5, 6]}, True), ({"temperature": 0.5, "do_sample": False}, False)):
+        (folder / "generation_config.json").write_bytes(orjson.dumps(settings))
+        export(checkpoints, config, tmp_path / "out")
+        found = orjson.loads((tmp_path / "out" / "generation_config.json").read_bytes())
+        assert (found.items() >= settings.items()) == kept
+
+
 def test_files_hold_the_names_that_other_programs_know(tmp_path, model_of, one_rank):
     """transformers keeps the experts of a layer in one tensor; engines look for one of each."""
     from safetensors import safe_open
@@ -196,7 +207,7 @@ def test_what_was_there_stays_when_there_is_no_room(tmp_path, saved, monkeypatch
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("streamrl.learner.export.save_file", full)
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
     with pytest.raises(CannotCreate, match="No space"):
         export(checkpoints, config, out)
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before

@@ -27,6 +27,19 @@ def test_packed_equals_unpacked_equals_the_plain_forward_pass(one_rank, model_of
         same(other, gradients[0])
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Gemma3Text", "GPTNeoX"])
+def test_layouts_agree_in_bfloat16(one_rank, model_of, kind):
+    batch = make_batch(0, groups=6, size=4)
+    actor = Actor(run_config(model_of(kind), dtype="bfloat16"), one_rank)
+    limits, found = actor.limits, []
+    assert limits.shared, "the check at the start passes in bfloat16"
+    for layout in LAYOUTS:
+        actor.limits = limits
+        found.append(np.concatenate(lay_out(actor, layout).compute_log_prob(batch).logprobs))
+    for other in found[1:]:
+        assert np.linalg.norm(other - found[0]) <= 1e-2 * np.linalg.norm(found[0])
+
+
 def gradient_of(actor):
     return {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
 

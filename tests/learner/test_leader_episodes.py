@@ -41,7 +41,7 @@ def episode(group_id: int, sample: int, version: int, *, observed: int = 6) -> w
 
 @pytest.mark.parametrize(
     "learner",
-    [{"rows": "packed"}, {"critic": {"kind": "model"}, "advantage": {"use": "gae"}, "share_prompts": False}],
+    [{}, {"critic": {"kind": "model"}, "advantage": {"use": "gae"}}],
     ids=["streamed", "collected"],
 )
 async def test_episodes_are_trained_and_audited_and_a_too_long_one_is_a_dead_letter(run, monkeypatch, learner):

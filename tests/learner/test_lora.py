@@ -191,7 +191,6 @@ def publish(actor, run_dir: Path, number: int = 1):
         version=number,
         step=number,
         tensors=snapshot.tensors,
-        shapes=snapshot.shapes,
         adapter=snapshot.adapter,
     )
     return publisher.root / f"v-1-{number}"

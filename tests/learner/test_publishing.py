@@ -78,14 +78,14 @@ class Shelf:
 
 async def publish(publishing, *versions) -> None:
     for version, step in versions:
-        await publishing.start(version, step, None, PolicySnapshot([], {}))
+        await publishing.start(version, step, PolicySnapshot([]))
         await publishing.settle()
 
 
 @pytest.fixture
 def make(tmp_path):
     def publishing(shelf, tasks, deadline=60.0):
-        return Publishing(shelf, shelf.outlet, tmp_path, shelf.buffer, epoch=1, world=1, deadline=deadline, tasks=tasks)
+        return Publishing(shelf, shelf.outlet, tmp_path, shelf.buffer, epoch=1, deadline=deadline, tasks=tasks)
 
     return publishing
 

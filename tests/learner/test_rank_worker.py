@@ -29,7 +29,7 @@ CASES = {
 def make(one_rank, model_of, tmp_path):
     def worker(case):
         config = run_config(model_of("Llama"), **CASES[case][0])
-        return RankWorker(config, one_rank, make_models(config, one_rank), Checkpoints(tmp_path), tmp_path)
+        return RankWorker(config, one_rank, make_models(config, one_rank), Checkpoints(tmp_path))
 
     return worker
 

@@ -140,16 +140,13 @@ def test_export_of_two_ranks_is_whole(played):
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_what_each_rank_writes_is_together_the_whole_model(played, name):
+def test_a_version_of_two_ranks_is_the_whole_model(played, name):
     root = played("policy").folders[name]
     folder = root / "run" / "weights" / "v-1-1"
     manifest = read_manifest(folder)
     ours, theirs = dict(map_version(folder, manifest).tensors), load_file(root / "published.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    world = 1 if name == "one" else 2
-    assert {shard.file[:4] for shard in manifest.shards} == {f"r{rank:03}" for rank in range(world)}
-    assert max(len(entry.parts) for entry in manifest.tensors) == world
 
 
 def test_samples_travel_from_rank_0_to_the_others(played):
@@ -224,9 +221,6 @@ def test_an_adapter_is_that_of_one_rank(played, kind):
     assert one["base_unchanged"]
     assert first["base_unchanged"]
     assert second["base_unchanged"]
-    # A rank that still writes takes part in the collective that the snapshot of the other one needs, which would hang.
-    assert [found["left_out"] for found in (one, first, second)] == [False, False, True]
-    assert [found["refused"] for found in (one, first, second)] == [[], [], [[1, 2]]]
 
 
 def test_ranks_without_a_common_run_directory_go_on_elsewhere_bit_for_bit(played):

@@ -1,4 +1,4 @@
-"""Copies of a rank's share: right values, in memory that is used again only when nobody reads it any more."""
+"""Copies of the weights: right values, in memory that is used again only when nobody reads it any more."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def test_a_copy_has_every_parameter_in_the_type_of_the_way(one_rank, model_of):
         snapshot = Copies(policy.parameters, dtype).take()
         expected = full_tensors(policy, dtype)
         found = dict(snapshot.tensors)
-        assert found.keys() == expected.keys() == snapshot.shapes.keys()
+        assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in expected.items())
-        assert all(snapshot.shapes[name] == list(tensor.shape) for name, tensor in expected.items())
         assert snapshot.seconds > 0
 
 

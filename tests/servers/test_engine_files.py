@@ -1,4 +1,4 @@
-"""Reading versions inside an engine's process: parts, headers, and fetching over a real HTTP server with faults."""
+"""Reading versions inside an engine's process: files, headers, and fetching over a real HTTP server with faults."""
 
 from __future__ import annotations
 
@@ -26,41 +26,33 @@ files = importlib.import_module("streamrl_engine.files")
 sys.path.remove(str(PLUGIN))
 
 
-def described(folder: Path | str, parts: dict[str, list[str]], url: str = "") -> Any:
-    return files.Source(str(folder), parts, url)
+NAMES = ["r0", "r1", "r2"]
 
 
-@pytest.fixture
-def version(tmp_path: Path) -> Any:
-    """`w` of 5 x 3 in three parts, `b` and the scalar `s` whole."""
+def described(folder: Path | str, names: list[str], url: str = "") -> Any:
+    return files.Source(str(folder), names, "s", url)
+
+
+def test_tensors_and_their_heads_are_those_of_all_files(tmp_path: Path) -> None:
     whole = torch.arange(15, dtype=torch.float32).reshape(5, 3).bfloat16()
-    save_file({"w": whole[:2].contiguous(), "s": torch.tensor(7.0)}, tmp_path / "r0")
-    save_file({"w": whole[2:4].contiguous(), "b": torch.tensor([1, 2])}, tmp_path / "r1")
-    save_file({"w": whole[4:].contiguous()}, tmp_path / "r2")
-    return described(tmp_path, {"b": ["r1"], "w": ["r0", "r1", "r2"], "s": ["r0"]})
-
-
-def test_parts_become_whole_tensors_in_the_order_asked_for(version: Any) -> None:
-    found = dict(files.tensors(version))
-    assert list(found) == ["b", "w", "s"]
-    assert torch.equal(found["w"], torch.arange(15, dtype=torch.float32).reshape(5, 3).bfloat16())
+    save_file({"w": whole, "s": torch.tensor(7.0)}, tmp_path / "a")
+    save_file({"b": torch.tensor([1, 2])}, tmp_path / "b")
+    opened = files.Opened(described(tmp_path, ["b", "a"]))
+    for name in ("a", "b"):
+        (tmp_path / name).unlink()  # a version may lose its files while it waits
+    found = dict(opened.tensors())
+    assert list(found) == ["b", "s", "w"]
+    assert torch.equal(found["w"], whole)
     assert found["b"].tolist() == [1, 2]
     assert found["s"].item() == 7
-    heads = files.table(version)
-    assert heads["w"] == files.Head("BF16", (5, 3))
-    assert heads["b"] == files.Head("I64", (2,))
-    assert heads["s"] == files.Head("F32", ())
-    assert version.files == ("r1", "r0", "r2")
+    assert opened.heads() == {
+        "w": files.Head("BF16", (5, 3)), "b": files.Head("I64", (2,)), "s": files.Head("F32", ())
+    }  # fmt: skip
 
 
-def test_what_is_missing_is_named(tmp_path: Path, version: Any) -> None:
-    del version
-    with pytest.raises(files.BadVersion, match=f"s in {tmp_path}"):
-        files.table(described(tmp_path, {"s": ["r2"]}))
-    gone = described(tmp_path, {"s": ["gone"]})
-    for read in (files.table, lambda source: list(files.tensors(source))):
-        with pytest.raises(files.BadVersion, match=r"cannot read .*gone"):
-            read(gone)
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(files.BadVersion, match=r"cannot read .*gone"):
+        files.Opened(described(tmp_path, ["gone"]))
 
 
 @given(data=st.data())
@@ -71,26 +63,10 @@ def test_a_damaged_header_or_a_cut_file_is_refused(tmp_path_factory: pytest.Temp
     cut = data.draw(st.integers(0, len(whole) - 1))
     (folder / "r0").write_bytes(whole[:cut])
     with pytest.raises(files.BadVersion):
-        files.table(described(folder, {"w": ["r0"]}))
+        files.Opened(described(folder, ["r0"]))
     (folder / "r0").write_bytes(data.draw(st.binary(max_size=60)) + whole[:cut])
     with pytest.raises(files.BadVersion):
-        files.table(described(folder, {"w": ["r0"]}))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
-def test_finite_sees_every_bad_value_and_no_other(dtype: torch.dtype) -> None:
-    values = torch.full((1000,), torch.finfo(torch.float16).max, dtype=dtype)
-    assert files.finite(values)
-    assert files.finite(torch.zeros(0, dtype=dtype))
-    for bad in (float("nan"), float("inf"), float("-inf")):
-        for place in (0, 17, 999):
-            spoiled = values.clone()
-            spoiled[place] = bad
-            assert not files.finite(spoiled)
-    both = values.clone()
-    both[3], both[4] = float("inf"), float("-inf")
-    assert not files.finite(both)
-    assert files.finite(torch.tensor([1, 2]))
+        files.Opened(described(folder, ["r0"]))
 
 
 class Served(http.server.SimpleHTTPRequestHandler):
@@ -129,13 +105,14 @@ class Served(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path: Path, version: Any) -> Iterator[tuple[type[Served], str]]:
-    del version
+def server(tmp_path: Path) -> Iterator[tuple[type[Served], str]]:
+    for number, name in enumerate(NAMES):
+        save_file({f"t{number}": torch.arange(9) + number}, tmp_path / name)
     shards = [
         {"file": f.name, "bytes": f.stat().st_size, "checksum": xxhash.xxh3_128_hexdigest(f.read_bytes())}
         for f in sorted(tmp_path.iterdir())
     ]
-    (tmp_path / "manifest.json").write_text(json.dumps({"shards": shards}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"base": None, "shards": shards}))
     kind = type("Kind", (Served,), {"asked": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=str(tmp_path))) as one:
         thread = threading.Thread(target=one.serve_forever, args=(0.01,))
@@ -143,9 +120,6 @@ def server(tmp_path: Path, version: Any) -> Iterator[tuple[type[Served], str]]:
         yield kind, f"http://127.0.0.1:{one.server_address[1]}/v-1-1"
         one.shutdown()
         thread.join(10)
-
-
-PARTS = {"w": ["r0", "r1", "r2"], "b": ["r1"]}
 
 
 @pytest.fixture
@@ -159,13 +133,12 @@ def landing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_broken_transfer_goes_on(server: Any, landing: Any, tmp_path: Path, ranges: bool) -> None:
     kind, url = server
     kind.breaks, kind.times, kind.ranges = 40, 3, ranges
-    here = landing.bring(described("/nowhere", PARTS, url), deadline=30)
-    assert {name: files.table(here)[name].shape for name in PARTS} == {"w": (5, 3), "b": (2,)}
-    for name in ("r0", "r1", "r2"):
+    here = landing.bring(described("/nowhere", NAMES, url), deadline=30)
+    for name in NAMES:
         assert Path(here.folder, name).read_bytes() == (tmp_path / name).read_bytes()
     assert "bytes=40-" in kind.asked
     before = len(kind.asked)
-    assert landing.bring(described("/nowhere", PARTS, url)) == here
+    assert landing.bring(described("/nowhere", NAMES, url)) == here
     assert len(kind.asked) == before + 1  # the manifest alone
 
 
@@ -173,7 +146,7 @@ def test_a_token_a_checksum_and_a_delta_are_looked_at(
     server: Any, landing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, url = server
-    kind.token, given = "secret", described("/nowhere", PARTS, url)
+    kind.token, given = "secret", described("/nowhere", NAMES, url)
     with pytest.raises(files.BadVersion, match="401"):
         landing.bring(given)
     (tmp_path / "token").write_text("secret\n")
@@ -181,7 +154,7 @@ def test_a_token_a_checksum_and_a_delta_are_looked_at(
     (tmp_path / "r1").write_bytes((tmp_path / "r1").read_bytes()[:-1] + b"!")
     with pytest.raises(files.BadVersion, match="not the file that was announced"):
         landing.bring(given)
-    (tmp_path / "manifest.json").write_text(json.dumps({"shards": [{"file": "r0", "kind": "delta"}]}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"base": [1, 1], "shards": []}))
     with pytest.raises(files.BadVersion, match="delta"):
         landing.bring(given)
 
@@ -190,32 +163,31 @@ def test_what_is_not_served_ends_within_the_deadline(server: Any, landing: Any, 
     kind, url = server
     sizes = {"r0": 1 << 30, "gone": 4, "../r1": 4}
     shards = [{"file": name, "bytes": size, "checksum": "?"} for name, size in sizes.items()]
-    (tmp_path / "manifest.json").write_text(json.dumps({"shards": shards}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"base": None, "shards": shards}))
     with pytest.raises(files.BadVersion, match="404"):
-        landing.bring(described("/nowhere", {"w": ["gone"]}, url))
+        landing.bring(described("/nowhere", ["gone"], url))
     kind.breaks, kind.times = 0, 1000
     with pytest.raises(files.BadVersion, match="stopped at byte"):
-        landing.bring(described("/nowhere", {"w": ["r0"]}, url), deadline=0.2)
+        landing.bring(described("/nowhere", ["r0"], url), deadline=0.2)
     with pytest.raises(files.BadVersion, match="no HTTP"):
-        landing.bring(described("/nowhere", {"w": ["r0"]}, "file:///etc"))
+        landing.bring(described("/nowhere", ["r0"], "file:///etc"))
     for name in ("r9", "../r1"):  # no name leads out of the folder
         with pytest.raises(files.BadVersion, match="does not announce"):
-            landing.bring(described("/nowhere", {"w": [name]}, url))
+            landing.bring(described("/nowhere", [name], url))
 
 
-def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(
-    server: Any, landing: Any, version: Any, tmp_path: Path
-) -> None:
+def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(server: Any, landing: Any, tmp_path: Path) -> None:
     _, url = server
-    assert landing.bring(version) is version
+    visible = described(tmp_path, NAMES, url)
+    assert landing.bring(visible) is visible
     with pytest.raises(files.BadVersion, match="does not see /nowhere"):
-        landing.bring(described("/nowhere", PARTS))
-    first = landing.bring(described("/nowhere", PARTS, url))
-    second = landing.bring(described("/nowhere", PARTS, url.replace("v-1-1", "v-1-2")))
+        landing.bring(described("/nowhere", NAMES))
+    first = landing.bring(described("/nowhere", NAMES, url))
+    second = landing.bring(described("/nowhere", NAMES, url.replace("v-1-1", "v-1-2")))
     assert first.folder != second.folder
     landing.clear(keep=second)
     assert not Path(first.folder).exists()
-    assert files.table(second)["w"].shape == (5, 3)
+    assert set(files.Opened(second).heads()) == {"t0", "t1", "t2"}
     landing.clear()
     assert list((tmp_path / "land").iterdir()) == []
     landing.clear()
@@ -226,9 +198,9 @@ def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
 ) -> None:
     """As a run does that begins anew under the name and the port of the one before, at a server that went on."""
     _, url = server
-    source = described("/nowhere", PARTS, url)
+    source = described("/nowhere", NAMES, url)
     first = landing.bring(source)
-    before = dict(files.tensors(first))["w"].clone()
+    before = dict(files.Opened(first).tensors())["t1"].clone()
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for shard in manifest["shards"]:
         path = tmp_path / shard["file"]
@@ -236,6 +208,6 @@ def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
         assert path.stat().st_size == shard["bytes"]
         shard["checksum"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert torch.equal(dict(files.tensors(first))["w"], before)  # what was brought stays
-    after = dict(files.tensors(landing.bring(source)))["w"]
+    assert torch.equal(dict(files.Opened(first).tensors())["t1"], before)  # what was brought stays
+    after = dict(files.Opened(landing.bring(source)).tensors())["t1"]
     assert torch.equal(after, before + 1)

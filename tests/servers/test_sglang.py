@@ -267,7 +267,7 @@ def test_adapters():
 
 
 def test_an_update_is_one_call_with_a_description_of_the_files():
-    version = Version((2, 17), 17, {}, Path("/v"), ("a.st", "b.st"), {"x": ("a.st", "b.st"), "naïve": ("a.st",)})
+    version = Version((2, 17), 17, {}, Path("/v"), ("a.st", "b.st"))
     (call,) = dialect(engine={"tensor_parallel": 2}).update(version, "17.run-a")
     assert call.repeatable
     assert call.body["weight_version"] == "17.run-a"
@@ -276,13 +276,13 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
     one, other = call.body["serialized_named_tensors"]
     assert one == other
     ((name, tensor),) = _Listed(io.BytesIO(base64.b64decode(one))).load()
-    assert orjson.loads(name) == {"folder": "/v", "parts": {"x": ["a.st", "b.st"], "naïve": ["a.st"]}}
+    assert orjson.loads(name) == {"folder": "/v", "files": ["a.st", "b.st"], "structure": version.structure}
     assert tensor.numel() == 0
     assert not dialect().prefetch(version)
 
 
 def test_a_server_on_another_host_hears_where_the_files_are_served():
-    version = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
+    version = Version((2, 17), 9, {}, Path("/x"), ("a",), ("http://h:1/",))
     (call,) = dialect().update(version, "17.run-a")
     ((name, _),) = _Listed(io.BytesIO(base64.b64decode(call.body["serialized_named_tensors"][0]))).load()
     assert orjson.loads(name)["url"] == "http://h:1/v-2-17"

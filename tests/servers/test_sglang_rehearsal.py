@@ -136,15 +136,6 @@ def test_ranks_together_use_all_of_a_tensor(plugin):
         plugin.check_used(table, copied)
 
 
-def test_what_was_rehearsed_is_not_rehearsed_again(plugin):
-    model = Model()
-    rehearse(plugin, model, heads(plugin, GOOD))
-    model.load_weights = None
-    rehearse(plugin, model, heads(plugin, GOOD))
-    with pytest.raises(plugin.BadVersion):
-        rehearse(plugin, model, heads(plugin, GOOD, "F32"))
-
-
 def test_padding_that_holds_something_was_no_padding(plugin):
     model = Model()
     with torch.no_grad():

@@ -274,12 +274,11 @@ def test_controls() -> None:
 
 
 def test_an_update_names_files_and_version() -> None:
-    version = Version((2, 17), 9, {}, Path("/dev/shm/v"), ("a", "b"), {"w": ("a", "b"), "v": ("b",)})
-    source = {"folder": "/dev/shm/v", "parts": {"w": ["a", "b"], "v": ["b"]}}
+    version = Version((2, 17), 9, {}, Path("/dev/shm/v"), ("a", "b"))
+    source = {"folder": "/dev/shm/v", "files": ["a", "b"], "structure": version.structure}
     (check,) = dialect().prefetch(version)
     assert check.body == {"method": "streamrl_check", "kwargs": {"source": source}}
-    begin, start, replace, finish = dialect().update(version, "17.run-a")
-    assert begin.body == {"method": "streamrl_begin", "kwargs": {}}
+    start, replace, finish = dialect().update(version, "17.run-a")
     assert (start.path, replace.path, finish.path) == (
         "/start_weight_update",
         "/update_weights",
@@ -287,7 +286,7 @@ def test_an_update_names_files_and_version() -> None:
     )
     assert replace.body == {"update_info": {"source": source}}
     assert finish.body == {"weight_version": "17.run-a"}
-    served = Version((2, 17), 9, {}, Path("/x"), ("a",), {"w": ("a",)}, ("http://h:1/",))
+    served = Version((2, 17), 9, {}, Path("/x"), ("a",), ("http://h:1/",))
     found = dialect().prefetch(served)[0].body
     assert found is not None
     assert found["kwargs"]["source"]["url"] == "http://h:1/v-2-17"

@@ -6,9 +6,12 @@ import orjson
 import pytest
 import torch
 
-from streamrl.weight_sync.chain import DeltaBase, Link
+from streamrl.config import WeightsConfig
+from streamrl.weight_sync.chain import Staging
+from streamrl.weight_sync.files import StagingFolder
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import folder_name, read_manifest
+from streamrl.weight_sync.source import FolderSource
 
 both_folders = pytest.mark.parametrize("config", ["shm", "directory"], indirect=True)
 
@@ -87,14 +90,12 @@ async def until(check):
             await asyncio.sleep(0.005)
 
 
-def rebuilt(root, folder, pair):
-    """The tensors of a version that is on a transport, from its anchor on."""
-    links = []
-    while pair is not None:
-        manifest = read_manifest(root / folder_name(*pair))
-        links.insert(0, Link(manifest, root / manifest.folder))
-        pair = manifest.base
-    held = DeltaBase(folder, moves=False, proven=False, hint="")
-    for link in links:
-        held.apply(link)
-    return held.version().tensors
+async def rebuilt(root, run_dir, pair):
+    """The tensors of a version that is on a transport, as a replica that joins gets them."""
+    folder = StagingFolder(run_dir, "rebuilt")
+    folder.open()
+    try:
+        staging = Staging(WeightsConfig(), FolderSource(root), folder)
+        return (await staging.bring(read_manifest(root / folder_name(*pair)))).tensors
+    finally:
+        folder.close()

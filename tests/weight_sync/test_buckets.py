@@ -11,7 +11,7 @@ from sync_kit import tensors
 from streamrl.config import WeightsConfig
 from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.publisher import Publisher
-from streamrl.weight_sync.rank_writer import buckets
+from streamrl.weight_sync.tensors import buckets
 
 
 def cut(sizes, limit):

@@ -15,6 +15,8 @@ from streamrl.weight_sync.manifest import Shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
 
+MAKES = "0" * 32
+
 
 def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -169,8 +171,8 @@ def test_hostile_bytes_never_leave_the_part(gaps, width, count, elements):
 def test_a_shard_is_one_compressed_safetensors_file(tmp_path):
     names = ["a.weight", "b/gaps/values", "ä"]
     parts = {name: encode(torch.zeros(3000), flip(torch.zeros(3000), [i, 2999])) for i, name in enumerate(names)}
-    shard = write_delta_shard(tmp_path / "r000-delta.zst", parts, durable=True)
-    assert (shard.kind, shard.file) == ("delta", "r000-delta.zst")
+    shard = write_delta_shard(tmp_path / "r000-delta.zst", parts, MAKES, durable=True)
+    assert (shard.makes, shard.file) == (MAKES, "r000-delta.zst")
     data = (tmp_path / shard.file).read_bytes()
     assert (len(data), checksum(data)) == (shard.bytes, shard.checksum)
     from safetensors.numpy import load
@@ -181,18 +183,18 @@ def test_a_shard_is_one_compressed_safetensors_file(tmp_path):
     for name, part in parts.items():
         assert back[name].gaps.tolist() == part.gaps.tolist() == plain[f"gaps/{name}"].tolist()
         assert back[name].values.tolist() == part.values.tolist() == plain[f"values/{name}"].tolist()
-    empty = write_delta_shard(tmp_path / "r001-delta.zst", {})
+    empty = write_delta_shard(tmp_path / "r001-delta.zst", {}, MAKES)
     assert read_delta_shard(tmp_path / empty.file, empty) == {}
 
 
 def entry(data, path):
     path.write_bytes(data)
-    return Shard(file=path.name, bytes=len(data), checksum=checksum(data), kind="delta")
+    return Shard(file=path.name, bytes=len(data), checksum=checksum(data), makes=MAKES)
 
 
 def test_a_torn_or_hostile_file_is_refused(tmp_path):
     good = tmp_path / "good.zst"
-    shard = write_delta_shard(good, {"a": encode(torch.zeros(3000), torch.rand(3000))})
+    shard = write_delta_shard(good, {"a": encode(torch.zeros(3000), torch.rand(3000))}, MAKES)
     data = good.read_bytes()
     press = zstandard.ZstdCompressor()
     plain = zstandard.ZstdDecompressor().decompress(data)
@@ -236,7 +238,7 @@ def test_a_delta_of_a_real_density_is_at_most_three_per_cent(tmp_path):
     old, new = master.bfloat16(), (master - step).bfloat16()
     density = changed(old, new) / old.numel()
     assert 0.008 < density < 0.016
-    shard = write_delta_shard(tmp_path / "r000-delta.zst", {"w": encode(old, new)})
+    shard = write_delta_shard(tmp_path / "r000-delta.zst", {"w": encode(old, new)}, MAKES)
     assert shard.bytes <= 0.03 * new.nbytes
     decode_into(old, read_delta_shard(tmp_path / shard.file, shard)["w"])
     assert bits(old) == bits(new)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
 
+import msgspec
 import pytest
 import torch
 from fetch_kit import following, http_config, open_learner
@@ -11,8 +13,8 @@ from sync_kit import Replica, Stream, publish, until
 from streamrl.config import DeltaConfig, WeightsConfig
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.chain import Staging
-from streamrl.weight_sync.files import StagingFolder
-from streamrl.weight_sync.manifest import Manifest, decode, encode
+from streamrl.weight_sync.files import StagingFolder, file_checksum
+from streamrl.weight_sync.manifest import TensorEntry, decode, encode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.source import FolderSource
 
@@ -60,13 +62,16 @@ class Line:
         return decode(publish(self.publisher, version, model(version), epoch=epoch))
 
     async def bring(self, manifest):
-        return await self.staging.apply(await self.staging.links(manifest))
+        return await self.staging.bring(manifest)
+
+    async def chain(self, manifest):
+        """The versions that lead to one, from what is held on."""
+        return [link.manifest.version for link in await self.staging._links(manifest)]
 
     def file(self, manifest, index=0):
         return self.publisher.root / manifest.folder / manifest.shards[index].file
 
     def close(self):
-        self.staging.close()
         self.folder.close()
         self.publisher.close(unlink=True)
 
@@ -84,57 +89,55 @@ def flip(path, at=-1):
     path.write_bytes(data)
 
 
-async def test_each_version_bit_for_bit_in_the_same_files(line):
-    files = None
+async def test_each_version_bit_for_bit_in_a_copy_of_the_one_before(line):
+    before = None
     for version in range(1, 8):
         manifest = line.write(version)
         assert (manifest.base is None) == (version == 1)
         found = await line.bring(manifest)
         assert exactly(found.tensors, version)
-        assert found.folder == line.folder.root / "base"
-        state = {name: (found.folder / name).stat().st_ino for name in found.files}
-        assert files in (None, state)  # patched in place
-        files = state
-        again = await line.staging.apply(await line.staging.links(manifest))
+        assert before is None or exactly(before.tensors, version - 1)  # an engine may still read it
+        assert len([*line.folder.root.iterdir()]) == min(version - 1, 2)
+        again = await line.bring(manifest)
+        assert again.folder == found.folder
         assert exactly(again.tensors, version)
+        before = found
 
 
 async def test_a_receiver_several_versions_behind_applies_the_chain(line):
     await line.bring(line.write(1))
     for version in range(2, 6):
         manifest = line.write(version)
-    chain = await line.staging.links(manifest)
-    assert [link.manifest.version for link in chain] == [2, 3, 4, 5]
-    assert exactly((await line.staging.apply(chain)).tensors, 5)
+    assert await line.chain(manifest) == [1, 2, 3, 4, 5]
+    assert exactly((await line.bring(manifest)).tensors, 5)
 
 
-async def test_a_wrong_bit_in_the_base_is_found_and_healed(line):
+async def test_a_wrong_bit_in_the_base_is_found_and_healed(line, caplog):
     for version in (1, 2):
         found = await line.bring(line.write(version))
-    found.tensors["still"].view(torch.int16)[7] ^= 1  # no delta ever touches this value
+    flip(found.folder / found.files[-1])  # of a value that no delta ever touches
     manifest = line.write(3)
-    chain = await line.staging.links(manifest)
-    assert [link.manifest.version for link in chain] == [3]
-    with pytest.raises(WeightsError, match="still of version"):
-        await line.staging.apply(chain)
-    assert line.staging._base.pair is None
-    chain = await line.staging.links(manifest)
-    assert [link.manifest.version for link in chain] == [1, 2, 3]
-    assert exactly((await line.staging.apply(chain)).tensors, 3)
+    assert await line.chain(manifest) == [2, 3]
+    assert exactly((await line.bring(manifest)).tensors, 3)
+    assert "weights do not fit what this host holds" in caplog.text
+    assert await line.chain(line.write(4)) == [3, 4]
+
+
+async def test_a_base_whose_files_are_gone_is_made_anew(line):
+    for version in (1, 2):
+        found = await line.bring(line.write(version))
+    (found.folder / found.files[0]).unlink()
+    assert exactly((await line.bring(line.write(3))).tensors, 3)
 
 
 async def test_a_corrupt_delta_is_refused_until_the_next_full_version(line):
     await line.bring(line.write(1))
     bad = line.write(2)
     flip(line.file(bad))
-    with pytest.raises(WeightsError, match="checksum"):
-        await line.bring(bad)
-    with pytest.raises(WeightsError, match="checksum"):
-        await line.bring(bad)  # from the anchor, with the same result
-    later = line.write(3)
-    with pytest.raises(WeightsError, match="next full version"):
-        await line.bring(later)  # and not once more for each version that builds on it
-    line.publisher._chained = False
+    for manifest in (bad, bad, line.write(3)):  # from the anchor on too
+        with pytest.raises(WeightsError, match="checksum"):
+            await line.bring(manifest)
+    line.publisher.begin_anew()
     anchor = line.write(4)
     assert anchor.base is None
     assert exactly((await line.bring(anchor)).tensors, 4)
@@ -146,74 +149,56 @@ async def test_a_corrupt_anchor_is_refused(line):
     flip(line.file(manifest))
     with pytest.raises(WeightsError, match="checksum"):
         await line.bring(manifest)
-    assert line.staging._base.pair is None
+    assert line.staging._held is None
 
 
 def changed(manifest, **changes):
-    return decode(
-        encode(Manifest(**{**{name: getattr(manifest, name) for name in Manifest.__struct_fields__}, **changes}))
-    )
+    return decode(encode(msgspec.structs.replace(manifest, **changes)))
 
 
 async def test_manifests_that_lie_about_the_result(line):
-    """Hashes of another version, no hashes, the wrong base: the base never becomes that version."""
+    """Checksums of another version, the wrong base, other files: no such version is ever handed on."""
     await line.bring(line.write(1))
     second, third = line.write(2), line.write(3)
-    no_hashes = [type(entry)(entry.name, entry.dtype, entry.shape, entry.parts, []) for entry in third.tensors]
+    swapped = [
+        msgspec.structs.replace(new, makes=old.makes) for new, old in zip(third.shards, second.shards, strict=True)
+    ]
     for lie in (
         changed(third, base=(1, 1)),
-        changed(third, tensors=second.tensors),
-        changed(third, tensors=no_hashes),
+        changed(third, shards=swapped),
+        changed(third, shards=third.shards[::-1]),
+        changed(third, tensors=[*third.tensors, TensorEntry("more", "F32", [1], 0)]),
     ):
         with pytest.raises(WeightsError):
             await line.bring(lie)
-        assert line.staging._base.pair is None
         assert exactly((await line.bring(second)).tensors, 2)
     with pytest.raises(WeightsError):
-        await line.staging.links(changed(third, base=(1, 3)))
+        await line.bring(changed(third, base=(1, 3)))
     assert exactly((await line.bring(third)).tensors, 3)
 
 
 async def test_a_patch_that_is_cancelled_leaves_no_half_version(line, monkeypatch):
     """Whatever the thread still does, the next version is right."""
     await line.bring(line.write(1))
-    chain = await line.staging.links(line.write(2))
-    entered, go_on = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    before = line.staging._base._prove
+    second = line.write(2)
+    entered, go_on = threading.Event(), threading.Event()
 
-    def slow(manifest):
-        loop.call_soon_threadsafe(entered.set)
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
-        before(manifest)
+    def slow(path):
+        entered.set()
+        go_on.wait(20)
+        return file_checksum(path)
 
-    monkeypatch.setattr(line.staging._base, "_prove", slow)
-    patching = asyncio.create_task(line.staging.apply(chain))
-    await asyncio.wait_for(entered.wait(), 10)
-    assert line.staging._base.pair is None
+    monkeypatch.setattr("streamrl.weight_sync.chain.file_checksum", slow)
+    patching = asyncio.create_task(line.bring(second))
+    await asyncio.to_thread(entered.wait, 10)
     patching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await patching
-    monkeypatch.setattr(line.staging._base, "_prove", before)
-    preparing = await line.staging.links(line.write(3))
+    monkeypatch.undo()
+    third = line.write(3)
+    assert exactly((await line.bring(third)).tensors, 3)
     go_on.set()
-    assert exactly((await line.staging.apply(preparing)).tensors, 3)
-
-
-async def test_mixed_versions_replace_whole_files(line):
-    """Each rank sends a delta or its shard whole: here the second file is whole."""
-    await line.bring(line.write(1))
-    second = line.write(2)
-    full = Publisher(settings(delta=DeltaConfig()), "r", line.publisher.root.parent / "other")
-    whole = decode(full.publish(epoch=1, version=2, step=2, tensors=model(2).items()))
-    names = [shard.file for shard in whole.shards]
-    assert names == [shard.file for shard in second.shards]
-    mixed = changed(second, shards=[second.shards[0], *whole.shards[1:]])
-    for shard in whole.shards[1:]:
-        (full.root / whole.folder / shard.file).replace(line.publisher.root / second.folder / shard.file)
-    full.close(unlink=True)
-    assert exactly((await line.bring(mixed)).tensors, 2)
-    assert exactly((await line.bring(line.write(3))).tensors, 3)
+    assert exactly((await line.bring(line.write(4))).tensors, 4)
 
 
 @pytest.mark.parametrize("transport", ["shm", "directory"])
@@ -231,7 +216,7 @@ async def test_a_follower_of_deltas_heals_by_itself(tmp_path, transport):
         for version in (1, 2, 3):
             await put(version)
             await replica.until(version)
-        for path in replica.follower._staging._folder.root.glob("base/*"):
+        for path in replica.follower._staging._folder.root.glob("patched-*/*"):
             flip(path)
         await put(4)
         await replica.until(4)
@@ -259,11 +244,10 @@ async def test_deltas_over_http(tmp_path):
             assert exactly(replica.applied[-1][1], 40)
             assert replica.follower.refused == 0
             assert replica.follower.traffic.bytes == sent
-            assert replica.follower._staging._folder.count() == 0
         await learner.publish(41, tensors=model(41))
         await asyncio.gather(early.until(len(early.applied) + 1), late.until(2))
         assert exactly(late.applied[-1][1], 41)
-        assert late.follower._staging._folder.count() <= 2
+        assert late.follower._staging._folder.count() <= 2  # the deltas of the last change
 
 
 async def test_the_staging_folder_stays_small(tmp_path):

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 
+import msgspec
 import pytest
 import torch
 from sync_kit import Replica, Stream, both_folders, folders, publish, same, tensors, until
@@ -14,7 +15,7 @@ from streamrl.errors import ConfigError, Unreachable, WeightsError
 from streamrl.weight_sync.chain import Staging
 from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.follower import Follower
-from streamrl.weight_sync.manifest import Manifest, decode, encode
+from streamrl.weight_sync.manifest import decode, encode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.pull import PullSource
 from streamrl.weight_sync.serve import listen, weights_app
@@ -65,7 +66,12 @@ async def test_a_damaged_shard_is_refused_and_the_next_version_is_taken(publishe
 
 
 def foreign(data, **changes):
-    return encode(Manifest(**{**{name: getattr(decode(data), name) for name in Manifest.__struct_fields__}, **changes}))
+    return encode(msgspec.structs.replace(decode(data), **changes))
+
+
+def delta(data, base):
+    shards = [msgspec.structs.replace(shard, makes=shard.checksum) for shard in decode(data).shards]
+    return foreign(data, base=base, shards=shards)
 
 
 async def test_a_foreign_manifest_is_refused(publisher, stream, replica, monkeypatch):
@@ -73,10 +79,10 @@ async def test_a_foreign_manifest_is_refused(publisher, stream, replica, monkeyp
     changes = [
         lambda data: b"\x00 no json",
         lambda data: b"[" * 100_000,
-        lambda data: data.replace(b'"v":2', b'"v":1', 1),
+        lambda data: data.replace(b'"v":3', b'"v":1', 1),
         lambda data: data.replace(b"v-1-4", b"../v-1", 1),
         lambda data: foreign(data, run="other"),
-        lambda data: foreign(data, base=(1, 0)),
+        lambda data: delta(data, (1, 0)),
         lambda data: foreign(data, folder="v-1-99"),
         lambda data: foreign(data, tensors=decode(data).tensors[:-1]),
         lambda data: foreign(data, shards=decode(data).shards[::-1]),
@@ -190,14 +196,14 @@ async def test_files_of_a_learner_that_has_gone_are_no_error_while_the_next_one_
     monkeypatch.setattr("streamrl.weight_sync.follower._REFUSED_PAUSE", 0.01)
     monkeypatch.setattr("streamrl.weight_sync.follower._QUIET", 1 << 30)
     tries = 0
-    reading = Staging.fetch
+    reading = Staging.bring
 
     async def counted(self, manifest):
         nonlocal tries
         tries += 1
         return await reading(self, manifest)
 
-    monkeypatch.setattr(Staging, "fetch", counted)
+    monkeypatch.setattr(Staging, "bring", counted)
     await stream.put(foreign(publish(publisher, 1), folder="v-0-1", epoch=0))
     await until(lambda: tries >= 3)
     assert replica.follower.refused == 0

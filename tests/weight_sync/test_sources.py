@@ -85,8 +85,8 @@ async def test_a_manifest_names_each_file_once(learner):
     for bad in (data.replace(names[1].encode(), names[0].encode()), data.replace(names[0].encode(), b"manifest.json")):
         with pytest.raises(WeightsError, match="named twice, or like the manifest"):
             decode(bad)
-    with pytest.raises(WeightsError, match="hashes"):
-        decode(data.replace(b'"hashes":[]', b'"hashes":["%s","%s"]' % (b"0" * 16, b"0" * 16), 1))
+    with pytest.raises(WeightsError, match="without a base"):
+        decode(data.replace(b'"makes":null', b'"makes":"%s"' % (b"0" * 32), 1))
 
 
 async def test_broken_transfers_are_gone_on_with(learner):

@@ -151,7 +151,7 @@ class TokenSums(Sums):
         kl_k3: sum of w - 1 - log w, the low-variance estimator of the same; never negative.
         kl_reference: sum of the estimate of the KL to the reference policy, before its coefficient; 0 without one.
         kl_tokens: number of tokens that `kl_reference` is summed over: all with a KL in the loss, else the measured.
-        entropy: sum of the entropies in nats; 0 when they were not computed.
+        entropy: sum of the entropies in nats; where they were not computed of -log p, which estimates them.
         tokens_0: measured tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
         masked_0: of those, the tokens that a gate dropped; likewise.
     """
@@ -251,6 +251,7 @@ def token_sums(
     # A table of the starts would have to be copied to the device, and the host would wait for that.
     bucket = torch.stack([ages >= start for start in _AGE_STARTS]).sum(dim=0)
     by_age = wide.new_zeros(2, len(AGE_BUCKETS)).index_add(1, bucket, torch.stack([measured, measured * masked]))
+    entropy = -tokens.logprobs if tokens.entropy is None else tokens.entropy
     response = tokens.sum_per_response(wide).clamp(-_RESPONSE_BOUND, _RESPONSE_BOUND).exp() * responses
     columns = {
         "tokens": ones,
@@ -267,7 +268,7 @@ def token_sums(
         "kl_k3": measured * (weight - 1 - bounded),
         "kl_reference": none if kl_reference is None else of_kl * kl_reference.detach().double(),
         "kl_tokens": of_kl,
-        "entropy": none if tokens.entropy is None else measured * tokens.entropy.detach().double(),
+        "entropy": measured * entropy.detach().double(),
     }
     found = dict(zip(columns, torch.stack(tuple(columns.values())).sum(dim=1).unbind(), strict=True))
     found |= {

@@ -26,6 +26,7 @@ class Control:
         self._fail = fail
         self._device: torch.device = model.device
         self._base = BaseWeights(model)
+        self._structure = ""  # what the model was found to take
         self._hold = ExitStack()
         self._asleep = False
         self.pair: Pair = (0, 0)
@@ -41,7 +42,7 @@ class Control:
         if pair < self.pair or pair[1] < self.pair[1]:
             raise WeightsError(f"version {pair} of the weights is older than {self.pair}, which is in force")
         whole = version.adapter is None
-        pairs = match_weights(self._model, version.tensors) if whole else self._base.match(version)
+        pairs = self._match(version) if whole else self._base.match(version)
         with self._decoder.exclusive():
             try:
                 copy_weights(pairs)
@@ -52,6 +53,13 @@ class Control:
                 self._fail(error)
                 raise
             self.pair = pair
+
+    def _match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if version.structure != self._structure:
+            check_weights(self._model, version.tensors)
+            self._structure = version.structure
+        targets = self._model.state_dict(keep_vars=True)
+        return [(targets[name], values) for name, values in version.tensors.items()]
 
     def sleep(self, level: Literal[0, 1]) -> None:
         if not self._asleep:
@@ -70,66 +78,40 @@ class Control:
 # ---- a version and the model
 
 
-def match_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each parameter or buffer of the model, each storage once, with its new values; nothing is written.
+def check_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse (`WeightsError`) unknown or missing names, a parameter under two names, other shapes, other kinds of type.
 
-    All parameters must be given; a tied parameter needs one of its names, and several names need equal values. Buffers
-    that the model saves are optional. `WeightsError` for unknown or missing names, other shapes or values that are no
-    finite floating point numbers.
+    All parameters must be given, a tied one under one of its names. Buffers that the model saves are optional.
     """
     names: dict[int, list[str]] = {}
-    targets: dict[int, torch.Tensor] = {}
-    for name, target in model.state_dict(keep_vars=True).items():
+    targets = model.state_dict(keep_vars=True)
+    for name, target in targets.items():
         names.setdefault(id(target), []).append(name)
-        targets[id(target)] = target
-    known = {name for group in names.values() for name in group}
-    if unknown := sorted(set(tensors) - known):
+    if unknown := sorted(set(tensors) - set(targets)):
         raise WeightsError(f"{len(unknown)} tensors that this model does not have: {_few(unknown)}", _HINT)
     missing = [
         group[0]
-        for key, group in names.items()
-        if isinstance(targets[key], torch.nn.Parameter) and not any(name in tensors for name in group)
+        for group in names.values()
+        if isinstance(targets[group[0]], torch.nn.Parameter) and not any(name in tensors for name in group)
     ]
     if missing:
         raise WeightsError(f"{len(missing)} parameters of the model are missing: {_few(missing)}", _HINT)
-    pairs = []
-    for key, group in names.items():
+    for group in names.values():
         present = [name for name in group if name in tensors]
-        for name in present:
-            _check(name, tensors[name], targets[key])
-        if any(not torch.equal(tensors[name], tensors[present[0]]) for name in present[1:]):
-            raise WeightsError(
-                f"{' and '.join(present)} are one parameter of this model, but their values differ", _HINT
-            )
-        if present:
-            pairs.append((targets[key], tensors[present[0]]))
-    return pairs
+        if len(present) > 1:
+            raise WeightsError(f"{' and '.join(present)} are one parameter of this model", _HINT)
+    for name, values in tensors.items():
+        target = targets[name]
+        if values.shape != target.shape:
+            raise WeightsError(f"{name} has shape {tuple(values.shape)}, the model's is {tuple(target.shape)}", _HINT)
+        if values.is_floating_point() != target.is_floating_point():
+            raise WeightsError(f"{name} is {values.dtype}, the model's is {target.dtype}", _HINT)
 
 
 def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for target, values in pairs:
             target.copy_(values)
-
-
-def _check(name: str, values: torch.Tensor, target: torch.Tensor) -> None:
-    if values.shape != target.shape:
-        raise WeightsError(f"{name} has shape {tuple(values.shape)}, the model's is {tuple(target.shape)}", _HINT)
-    if values.is_floating_point() != target.is_floating_point():
-        raise WeightsError(f"{name} is {values.dtype}, the model's is {target.dtype}", _HINT)
-    if values.is_floating_point() and not is_finite(values):
-        raise WeightsError(f"{name} has values that are not finite", "the training has diverged")
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are finite, in one pass at the speed of memory (`isfinite` takes twenty times as long)."""
-    if not values.numel():
-        return True
-    if values.element_size() == 1:  # torch compares no float8
-        values = values.float()
-    # the least and the greatest value of anything with a NaN are NaN
-    least, greatest = torch.aminmax(values)
-    return bool(torch.isfinite(least) & torch.isfinite(greatest))
 
 
 def _few(names: list[str]) -> str:
@@ -151,8 +133,8 @@ class BaseWeights:
     def match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair each weight that an adapter version changes with its new values; no weight is written.
 
-        `WeightsError`: modules that this model lacks, other shapes, values that are not finite, or the model holds
-        weights of a version that was no adapter.
+        `WeightsError`: modules that this model lacks, other shapes, or the model holds weights of a version that was
+        no adapter.
         """
         adapter = version.adapter
         assert adapter is not None
@@ -169,13 +151,9 @@ class BaseWeights:
             raise WeightsError(f"version {version.number} adapts other modules than the versions before it")
         for module in found if not self._kept else ():
             self._kept[module] = parameters[f"{module}.weight"].detach().to("cpu", copy=True)
-        pairs = [
+        return [
             (parameters[f"{module}.weight"], self._merged(module, names, version)) for module, names in found.items()
         ]
-        broken = [module for module, (_, values) in zip(found, pairs, strict=True) if not is_finite(values)]
-        if broken:
-            raise WeightsError(f"{broken[0]} is not finite with its adapter", "the training has diverged")
-        return pairs
 
     def replaced(self) -> None:
         """Whole weights were written over the model, so adapters cannot be merged any more."""

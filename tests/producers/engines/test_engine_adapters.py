@@ -80,7 +80,6 @@ async def test_nothing_adds_up_over_many_versions(start):
         (lambda tensors: tensors.popitem(), "no whole LoRA adapter"),
         (lambda tensors: tensors.update({"odd": torch.zeros(1)}), "odd"),
         (lambda tensors: tensors.update({name: torch.zeros(3, 3) for name in list(tensors)[:1]}), "model wants"),
-        (lambda tensors: next(iter(tensors.values())).fill_(float("nan")), "not finite"),
         (
             lambda tensors: tensors.update(
                 {name.replace("q_proj", "nothing"): tensors.pop(name) for name in list(tensors)}

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,52 +65,33 @@ class Source:
     """Where one version lies. Travels as JSON with these names."""
 
     folder: str  # on this host
-    parts: Mapping[str, Sequence[str]]  # tensor to its files, cut along the first dimension, in the order of the rows
+    files: Sequence[str]  # safetensors files of whole tensors
+    structure: str  # digest of all names, types and shapes: what was found out of one version holds for the next
     url: str = ""  # `url/FILE` serves the files to hosts that do not see the folder; empty: not served
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for files in self.parts.values() for name in files))
 
+class Opened:
+    """The files of a version, mapped: they stay readable when they lose their names."""
 
-def table(source: Source) -> dict[str, Head]:
-    """Return type and shape of every whole tensor, from the headers of the files alone.
+    def __init__(self, source: Source) -> None:
+        self._files: list[Any] = []
+        for name in source.files:
+            path = Path(source.folder, name)
+            try:
+                self._files.append(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise BadVersion(f"cannot read {path}: {error}") from error
 
-    `BadVersion`: a file is missing, short or not safetensors, or lacks a tensor.
-    """
-    opened, found = _opened(source), {}
-    for name, files in source.parts.items():
-        try:
-            pieces = [opened[file].get_slice(name) for file in files]
-        except SafetensorError as error:
-            raise BadVersion(f"{name} in {source.folder}: {error}") from error
-        shape = pieces[0].get_shape()
-        if len(pieces) > 1:
-            shape[0] = sum(piece.get_shape()[0] for piece in pieces)
-        found[name] = Head(pieces[0].get_dtype(), tuple(shape))
-    return found
+    def heads(self) -> dict[str, Head]:
+        """Type and shape of every tensor, from the headers alone."""
+        slices = {name: file.get_slice(name) for file in self._files for name in file.keys()}  # noqa: SIM118
+        return {name: Head(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
 
-
-def tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every whole tensor in the order of `parts`.
-
-    A tensor in a single file is a read-only view of the mapped file. Files stay mapped until the iterator ends.
-    """
-    opened = _opened(source)
-    for name, files in source.parts.items():
-        pieces = [opened[file].get_tensor(name) for file in files]
-        yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _opened(source: Source) -> dict[str, Any]:
-    opened = {}
-    for name in source.files:
-        path = Path(source.folder, name)
-        try:
-            opened[name] = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise BadVersion(f"cannot read {path}: {error}") from error
-    return opened
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, as a read-only view of the mapped file."""
+        for file in self._files:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
 
 def gathered(mine: Any, group: Any) -> list[Any]:
@@ -130,14 +111,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise BadVersion(f"tensors of type {name} are not known here")
     return _DTYPES[name]
-
-
-def finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite: one pass over the bytes, no copy."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    # A sum in fp32 is as fast as memory and no finite sum of finite weights overflows it.
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)))
 
 
 class Landing:
@@ -190,10 +163,10 @@ def _announced(url: str) -> dict[str, tuple[int, str]]:
     """Size in bytes and checksum (xxh3-128 in hexadecimal) of each file; refuses a delta."""
     try:
         with _open(f"{url}/manifest.json") as answer:
-            shards = json.load(answer)["shards"]
-        if any(shard.get("kind", "full") != "full" for shard in shards):
+            manifest = json.load(answer)
+        if manifest["base"] is not None:
             raise BadVersion(f"{url} is a delta, which only a replica on this server's own host can put together")
-        return {shard["file"]: (shard["bytes"], shard["checksum"]) for shard in shards}
+        return {shard["file"]: (shard["bytes"], shard["checksum"]) for shard in manifest["shards"]}
     except (OSError, ValueError, KeyError) as error:
         raise BadVersion(f"{url}/manifest.json cannot be read: {error}") from error
 

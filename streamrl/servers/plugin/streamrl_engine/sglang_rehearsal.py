@@ -8,7 +8,6 @@ parameter that is not filled lacks a name, and shapes are refused by the code th
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,17 +20,13 @@ from .files import BadVersion, Head, torch_dtype
 _LISTED = 4
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
-_passed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Mapping[str, Head], list[int]]] = weakref.WeakKeyDictionary()
-
 
 def rehearse(model: Any, heads: Mapping[str, Head]) -> list[int]:
     """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
 
-    Returns how many values of each tensor this rank copies, for `check_used`. The same table again is not rehearsed
-    again. `BadVersion`: unknown or missing names, or other shapes or types.
+    Returns how many values of each tensor this rank copies, for `check_used`. `BadVersion`: unknown or missing names,
+    or other shapes or types.
     """
-    if model in _passed and _passed[model][0] == heads:
-        return _passed[model][1]
     writes = _Writes()
     with _hollow(model) as parameters, torch.no_grad(), writes:
         writes.watch(parameters)
@@ -49,8 +44,7 @@ def rehearse(model: Any, heads: Mapping[str, Head]) -> list[int]:
     unfilled = [name for name, twin in parameters.items() if not writes.filled(twin, present[name])]
     if unfilled:
         raise BadVersion(f"tensors are missing or too small: nothing fills {_some(unfilled)} whole")
-    _passed[model] = dict(heads), [writes.copied(name) for name in heads]
-    return _passed[model][1]
+    return [writes.copied(name) for name in heads]
 
 
 def check_used(heads: Mapping[str, Head], copied: Sequence[int]) -> None:

@@ -5,9 +5,9 @@
 Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 `--weight-transfer-config '{"backend":"streamrl"}'`; importing it registers the backend.
 
-The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/collective_rpc
-streamrl_begin`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed
-nothing. After a failed `/update_weights` the server dies in its first step instead of sampling from a mixture.
+The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/start_weight_update`,
+`/update_weights`, `/finish_weight_update`. A refused check has changed nothing. After a failed `/update_weights` the
+server dies in its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, resto
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from .files import BadVersion, Head, Landing, Source, finite, gathered, table, tensors, torch_dtype
+from .files import BadVersion, Head, Landing, Opened, Source, gathered, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         self._landing = Landing()
         self._checked: Mapping[str, Any] = {}
         self._local: Source
-        self._rehearsed: Table = {}
+        self._opened: Opened | None = None
+        self._rehearsed = ""
 
     def init_transfer_engine(self, init_info: Init) -> None: ...
     def start_weight_update(self) -> None:
@@ -83,23 +84,22 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         self._landing.clear()
 
     def check(self, source: Mapping[str, Any]) -> None:
-        """Bring the files here and prove that the model's loaders would take all of them; the model is not changed."""
+        """Bring the files here and open them; the model is not changed.
+
+        The first version of a structure is also shown to the model's loaders, which must take all of it.
+        """
         with suppress(_FailedElsewhere):
             self._together(lambda: self._check(source))
 
     def _check(self, source: Mapping[str, Any]) -> None:
         local = self._landing.bring(Source(**source))
-        found = table(local)
-        if found != self._rehearsed:
+        opened = Opened(local)
+        if local.structure != self._rehearsed:
             quantised = self.vllm_config.quant_config is not None
-            rehearse(self.model, found, self.parallel_config.tensor_parallel_size, strict=not quantised)
-            self._rehearsed = found
-        ranks = max(self.parallel_config.world_size, 1)
-        mine = self.parallel_config.rank % ranks
-        for index, (name, tensor) in enumerate(tensors(local)):
-            if index % ranks == mine and not finite(tensor):
-                raise BadVersion(f"{name} has values that are not finite")
-        self._checked, self._local = source, local
+            ranks = self.parallel_config.tensor_parallel_size
+            rehearse(self.model, opened.heads(), ranks, strict=not quantised)
+            self._rehearsed = local.structure
+        self._checked, self._local, self._opened = source, local, opened
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Replace all weights. The base class's method asks for an accelerator."""
@@ -112,13 +112,14 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         with suppress(_FailedElsewhere):
             self._together(lambda: self._load(update_info.source))
             del self.model.forward, self.model.compute_logits
+            self._opened = None
             self._landing.clear(keep=self._local)
 
     def _load(self, source: Mapping[str, Any]) -> None:
-        if source != self._checked:
+        if source != self._checked or self._opened is None:
             raise BadVersion("this version is not the one that was checked last")
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors(self._local))
+        self.model.load_weights(self._opened.tensors())
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack(self.model)
@@ -158,12 +159,10 @@ class WorkerExt:
     _weight_update_active: bool
 
     def streamrl_check(self, source: dict[str, Any]) -> None:
+        # The session of a client that did not come back is forgotten: vLLM would refuse the next one because of it.
+        self._weight_update_active = False
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check(source)
-
-    def streamrl_begin(self) -> None:
-        """Forget the session of a client that did not come back; vLLM would refuse the next one because of it."""
-        self._weight_update_active = False
 
 
 @torch.no_grad()
