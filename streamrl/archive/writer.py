@@ -274,9 +274,11 @@ class Archive:
         return here
 
     def _keep_up(self, own: str | None) -> None:
-        """Copy finished files, all but `own`, and thin the archive where it is too large."""
+        """Copy finished files, those before `own`, and thin the archive where it is too large."""
         try:
-            files = [file for file in recording_files(self._folder) if file.name != own]
+            files = recording_files(self._folder)
+            if own is not None:
+                files = files[: [file.name for file in files].index(own)]  # what is behind it has been begun since
             if self._store is not None:
                 for file in files:
                     self._copy(file, self._store)

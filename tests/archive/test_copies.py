@@ -40,6 +40,22 @@ async def test_files_are_copied_when_they_are_finished(tmp_path):
     assert [group.group_id for group in read_groups(folder)] == [0, 1, 2], "a copy can be trained"
 
 
+async def test_a_file_that_is_begun_meanwhile_is_copied_when_it_is_finished(tmp_path):
+    archive = Archive(configured(file_bytes=1, store=f"file://{tmp_path}/store"), tmp_path / "run")
+    archive.add(closed(1))
+    await archive.sync()
+    (first,) = archive_files(tmp_path / "run")
+    second = first.with_name(first.name.replace("-0.", "-1."))
+    second.touch()
+    archive._keep_up(first.name)
+    second.unlink()
+    archive.add(closed(2))
+    await archive.sync()
+    await archive.close()
+    (folder,) = (tmp_path / "store" / "kept" / ARCHIVE).iterdir()
+    assert [group.group_id for group in read_archive(folder)] == [1, 2]
+
+
 async def test_another_host_never_replaces_what_one_has_written(tmp_path):
     config = configured(store=str(tmp_path / "store"))
     for host in ("here", "there"):

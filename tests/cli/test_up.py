@@ -20,7 +20,10 @@ from .run_kit import cli, data_of, process
 from .test_summary import KEYS
 
 
-def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(tiny: Path, tmp_path: Path):
+def test_dry_run_prints_plan_checks_and_values_and_makes_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = cli("up", str(tiny / "run.yaml"), "--dry-run", "--set", "learner.ranks=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     started = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("start ")]
