@@ -55,6 +55,12 @@ class Folder:
         write_durably(file, data)
         fsync_directory(self.path)
 
+    def create(self, name: str) -> None:
+        """Make an empty file; `FileExistsError`: it is there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / name).touch(exist_ok=False)
+        fsync_directory(self.path)
+
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; a repeat does nothing."""
         path = self.path / name
@@ -166,6 +172,12 @@ class ObjectStore:
         with self._named(f"{name} cannot be written"):
             self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(place, data)
+
+    def create(self, name: str) -> None:
+        """As that of `Folder`, but of two who create a file in the same moment both succeed."""
+        if self.has(name):
+            raise FileExistsError(name)
+        self.write(name, b"")
 
     def size(self, name: str) -> int:
         with self._named(f"{name} cannot be read"):

@@ -199,7 +199,7 @@ class DeltaConfig(Section):
 
     enabled: bool = Field(False, description="publish deltas between full versions; worth it with dtype bfloat16")
     every: Positive = Field(20, description="versions from one full version (anchor) to the next")
-    max_density: Fraction = Field(0.1, description="share of changed values above which a rank sends its shard whole")
+    max_density: Fraction = Field(0.1, description="share of changed values above which a version is whole")
 
 
 class WeightsConfig(Section):

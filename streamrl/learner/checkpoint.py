@@ -139,11 +139,12 @@ class Checkpoints:
     def mark_epoch(self, epoch: int) -> None:
         """Leave a mark of a learner, which counts also when Redis forgets it; CannotCreate: another one has it."""
         name = f"epoch-{epoch}"
-        if self.root.has(name):
+        try:
+            self.root.create(name)
+        except FileExistsError as error:
             raise CannotCreate(
                 f"{self.root}/{name} is there: another learner has this epoch", "start the learner again"
-            )
-        self.root.write(name, b"")
+            ) from error
 
     def path(self, position: Position) -> Path:
         """Folder with the shards on this host; those of a store are there after `fetch`."""
@@ -226,9 +227,7 @@ class Checkpoints:
         return folder
 
     def begin(self, position: Position) -> Path:
-        """Make room for a checkpoint; what a broken attempt left goes, and a finished one is an OSError."""
-        if self.root.has(f"{folder_name(position)}/{META_FILE}"):
-            raise FileExistsError(f"{self.root}/{folder_name(position)} is there")
+        """Make room for a checkpoint of this learner; what an attempt left that it does not know as saved goes."""
         self.remove(position)
         return self.draft(position)
 

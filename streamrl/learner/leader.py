@@ -22,7 +22,7 @@ from functools import partial
 from typing import Final
 
 from streamrl.archive.writer import Archive
-from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, Unreachable, leaves, unwrap
+from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, StreamrlError, Unreachable, leaves, unwrap
 from streamrl.learner.checkpoint import Checkpoints, Position
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
@@ -85,7 +85,7 @@ async def run_learner(role: Role) -> None:
 async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
     async with _on_devices(role, ranks.rank) as devices:
         await torch.run(ranks.broadcast_ints)  # the others wait until rank 0 has the devices
-        checkpoints = Checkpoints.of(role.config, role.run_dir)
+        checkpoints = await asyncio.to_thread(Checkpoints.of, role.config, role.run_dir)
         if checkpoints.store is None and not await torch.run(ranks.share, checkpoints.folder):
             raise ConfigError(
                 f"the ranks of the learner do not share {checkpoints.folder}",
@@ -141,6 +141,8 @@ async def _begin(role: Role, ranks: RankGroup) -> Start:
         checkpoints, model = ranks.worker.checkpoints, role.config.model.path
         try:
             start = await take_over(role.ledgers.train, checkpoints, role.run_dir, kind="model", model=model)
+        except StreamrlError:
+            raise
         except OSError as error:
             raise Unreachable(f"the checkpoints cannot be used: {error}", "bring their disk or store back") from error
         talking.cancel()

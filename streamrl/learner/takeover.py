@@ -65,8 +65,8 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
         Fenced: another learner came in between.
     """
     nonce = uuid.uuid4().hex
-    fence = await ledger.fence(nonce, checkpoints.greatest_epoch())
-    checkpoints.mark_epoch(fence.epoch)
+    fence = await ledger.fence(nonce, await asyncio.to_thread(checkpoints.greatest_epoch))
+    await asyncio.to_thread(checkpoints.mark_epoch, fence.epoch)
     meta = await asyncio.to_thread(checkpoints.greatest, fence.base, fence.base_epoch, fence.checkpoint)
     check_age(fence, meta, checkpoints)
     if meta:
@@ -76,7 +76,7 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
     first, last = meta.trained[0] if meta and meta.trained else (0, -1)
     await ledger.advance_cursor(nonce, 0 if first else last + 1)
     await ledger.resume(nonce, meta.name if meta else "0-0", fence.epoch)
-    checkpoints.remove_unfinished(fence.epoch)
+    await asyncio.to_thread(checkpoints.remove_unfinished, fence.epoch)
     branch = Branch(meta.versions if meta else {})
     version = max(fence.version, meta.version if meta else 0, greatest_version(run_dir))
     logger.info("learner took over", extra={"epoch": fence.epoch, "checkpoint": meta.name if meta else "none"})

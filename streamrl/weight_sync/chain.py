@@ -24,7 +24,7 @@ from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
 from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import Manifest
-from streamrl.weight_sync.source import Traffic, WeightSource
+from streamrl.weight_sync.source import WeightSource
 from streamrl.weight_sync.tensors import Version, map_shared, map_version
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,6 @@ class Staging:
         self._held: Link | None = None
         """The version made last, and the folder that holds its whole files."""
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._source.traffic
-
     async def bring(self, manifest: Manifest) -> Version:
         """Fetch, prove and map a version; errors as of `WeightSource.fetch`. A repeat fetches only what is missing."""
         try:
@@ -60,6 +56,7 @@ class Staging:
             extra = {"version": manifest.version, "error": str(error)}
             logger.warning("weights do not fit what this host holds", extra=extra)
             self._held = None
+            await asyncio.to_thread(self._remove_patched)
         return await self._make(manifest)
 
     async def _make(self, manifest: Manifest) -> Version:
@@ -97,17 +94,18 @@ class Staging:
     def _build(self, links: list[Link]) -> Version:
         """Blocks. `WeightsError`: the files are not those of the manifest."""
         manifest = links[-1].manifest
-        folder = links[0].folder if len(links) == 1 else self._patch(links[0].folder, links[1:])
+        if len(links) > 1:
+            folder = self._patch(links[0].folder, links[1:])
+        else:
+            folder = links[0].folder
+            self._remove_patched(folder)
         return map_version(folder, manifest, proven=self._source.proves or manifest.base is not None)
 
     def _patch(self, base: Path, deltas: list[Link]) -> Path:
         """Change a copy of the files of a base, in a folder of its own: after a cancellation the thread goes on."""
-        root = self._folder.root
         manifest = deltas[-1].manifest
-        for entry in root.glob(f"{_PATCHED}*"):
-            if entry != base:
-                shutil.rmtree(entry, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=_PATCHED, dir=root))
+        self._remove_patched(base)
+        folder = Path(tempfile.mkdtemp(prefix=_PATCHED, dir=self._folder.root))
         try:
             for index, shard in enumerate(manifest.shards):
                 path = folder / shard.file
@@ -128,3 +126,8 @@ class Staging:
                 raise
             raise CannotCreate(f"no room for {folder}: {error}", "give this host a larger /dev/shm") from error
         return folder
+
+    def _remove_patched(self, used: Path | None = None) -> None:
+        for entry in self._folder.root.glob(f"{_PATCHED}*"):
+            if entry != used:
+                shutil.rmtree(entry, ignore_errors=True)

@@ -56,14 +56,16 @@ class WeightServer:
         self, url: str = "", broadcaster: Broadcaster | None = None, stored: tuple[Path, ObjectStore] | None = None
     ) -> None:
         self._url, self._broadcaster, self._stored = url, broadcaster, stored
+        self._copied: set[str] = set()
 
     def sources(self) -> list[str]:
         """Return the URLs for `Manifest.sources`; constant, empty where replicas know the place."""
         return [self._url] if self._url else []
 
     def store(self, manifest: Manifest) -> None:
-        """Copy a version to the store, its manifest last, and remove older ones that this host has removed; blocks.
+        """Copy a version to the store, its manifest last, and remove older ones; blocks.
 
+        Those of this learner go when this host has removed them, those of others when there are two of its own.
         `CannotCreate`: it is not there, and no version may build on it.
         """
         if self._stored is None:
@@ -72,9 +74,12 @@ class WeightServer:
         try:
             for file in [*(shard.file for shard in manifest.shards), MANIFEST_FILE]:
                 store.put(root / manifest.folder / file, f"{manifest.folder}/{file}")
+            self._copied.add(manifest.folder)
             for name in store.names():
                 pair = parse_folder(name)
-                if pair is not None and pair < manifest.pair and not (root / name).exists():
+                if pair is None or pair >= manifest.pair:
+                    continue
+                if not (root / name).exists() if name in self._copied else len(self._copied) > 1:
                     store.remove(name)
         except OSError as error:
             raise CannotCreate(str(error), "fix the store at weights.url, or leave it out") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import random
@@ -182,9 +183,12 @@ class Fire:
         """Kill rank 0 while shards of a checkpoint are on disk and its meta data is not."""
         folder = self.run_dir / "checkpoints"
 
-        def draft() -> list[Path]:
-            found = {path: [file.name for file in path.iterdir()] for path in folder.glob("ckpt-*")}
-            return [path for path, names in found.items() if names and "meta.json" not in names]
+        def draft() -> bool:
+            found: dict[tuple[int, ...], set[str]] = {}
+            for name in glob.glob("ckpt-*/*", root_dir=folder):  # noqa: PTH207  (that of a Path fails at what is removed)
+                place, file = name.split("/")
+                found.setdefault(tuple(map(int, place.split("-")[1:])), set()).add(file)
+            return bool(found) and "meta.json" not in found[max(found)]
 
         for _ in range(20):
             until(draft, "a draft of a checkpoint", every=SHORT)
