@@ -307,6 +307,18 @@ async def test_many_hosts_pull_from_a_store(tmp_path, url):
         assert sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False)) == here
 
 
+async def test_a_learner_on_another_host_leaves_the_versions_before_until_it_has_two(tmp_path):
+    config = http_config(url=f"{tmp_path}/store")
+    for host in ("first", "second"):
+        async with open_learner(config, tmp_path / host) as learner:
+            for version in range(1, 4):
+                manifest = await learner.publish(version, epoch=1 if host == "first" else 2)
+                if host == "second" and version == 1:
+                    assert len(list((tmp_path / "store" / "r").iterdir())) == 4
+    assert {path.name for path in (tmp_path / "store" / "r").iterdir()} == {f"v-2-{number}" for number in (1, 2, 3)}
+    assert manifest.folder == "v-2-3"
+
+
 async def test_a_transfer_from_a_store_that_breaks_is_gone_on_with(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
     opened = ObjectStore.open
