@@ -280,6 +280,7 @@ class Fire:
 
     def kill_all_but_a_hanging_redis(self) -> None:
         """Stop Redis, then kill the supervisor and all roles: the server is left behind, and cannot end by itself."""
+        until(self._answers, "a Redis that answers")  # what still starts ends with the supervisor
         redis = until(lambda: self.process("redis"), "a process of redis")
         redis.send_signal(signal.SIGSTOP)
         for process in self.family():
@@ -290,6 +291,12 @@ class Fire:
         until(lambda: [process.pid for process in self.family()] == [redis.pid], "the end of all but Redis", 60)
         self.kills["all but a hanging redis"] += 1
         self.note("SIGSTOP redis, kill -9 of all others")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.store().ping())
+        except redis.RedisError:
+            return False
 
     def kill_supervisor_while_redis_starts(self) -> None:
         """Kill Redis, and the supervisor as soon as it has started the process that becomes the next one."""
