@@ -28,7 +28,7 @@ from train_lines import Lines
 from streamrl.config import RunConfig
 from streamrl.demo import task
 from streamrl.learner.batch import TrainSample
-from streamrl.learner.checkpoint_files import RankFiles
+from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.groups import group_data
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
@@ -115,7 +115,7 @@ class Run:
         config = config_of(cell)
         self._cell = cell
         self._actor = Actor(config, ranks)
-        self._worker = RankWorker(config, ranks, Models(actor=self._actor), RankFiles(config, ranks, EXAMPLE), EXAMPLE)
+        self._worker = RankWorker(config, ranks, Models(actor=self._actor), Checkpoints(EXAMPLE / "checkpoints"))
         self._sampler = Sampler(config)
         (stop,) = self._sampler.stop
         self._train = Prompts(EXAMPLE / "cache" / "train.jsonl", stop)

@@ -10,8 +10,8 @@ from streamrl.errors import CannotCreate, ConfigError
 def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -> torch.device:
     """The device `name` of a section of the run file; `auto` is CUDA where there is one, else the CPU.
 
-    A process that sees one card has that one; else `cuda` is the card of the local rank. `ConfigError`: there is no
-    such device, or it does not compute in `dtype`.
+    A process that sees one card has that one, if it is the first of its host; else `cuda` is the card of the local
+    rank. `ConfigError`: there is no such device, or it does not compute in `dtype`.
     """
     key, count = f"{section}.device", torch.cuda.device_count()
     try:
@@ -20,7 +20,7 @@ def choose_device(name: str, dtype: str, *, section: str, local_rank: int = 0) -
         raise ConfigError(f"{key} {name!r} is no device", "use auto, cpu or cuda") from error
     if device.type != "cuda":
         return device
-    if count == 1:
+    if count == 1 and not local_rank:
         device = torch.device("cuda", 0)
     elif ":" not in str(device):
         device = torch.device("cuda", local_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -9,12 +10,20 @@ from typing import Final
 
 THREADS: Final = "OMP_NUM_THREADS"
 """Variable with the CPU threads of a process, for torch and for the servers that it starts."""
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
+def visible_cards() -> list[str]:
+    """NVIDIA cards of this host that its processes may use, by index or UUID; looks at the device files only."""
+    found = [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    if (said := os.environ.get(VISIBLE)) is None or not found:
+        return found
+    return list(itertools.takewhile(lambda card: card and card != "-1", (card.strip() for card in said.split(","))))
+
+
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA device; looks at the device files only."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    return bool(visible_cards())
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:

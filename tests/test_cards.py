@@ -27,7 +27,9 @@ def test_each_rank_has_its_card_or_the_only_one_that_it_sees(cards: pytest.Monke
     with pytest.raises(ConfigError, match="cuda:2 here, and this process sees 2"):
         chosen("cuda", 2)
     cards.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [chosen("cuda", 3), chosen("cuda:1")] == ["cuda:0", "cuda:0"]
+    assert [chosen("cuda"), chosen("cuda:1")] == ["cuda:0", "cuda:0"]
+    with pytest.raises(ConfigError, match="cuda:3 here, and this process sees 1"):
+        chosen("cuda", 3)
 
 
 def test_bfloat16_on_a_card_without_it_is_refused(cards: pytest.MonkeyPatch) -> None:

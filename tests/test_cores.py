@@ -4,7 +4,19 @@ import os
 
 import pytest
 
-from streamrl.cores import share_cores, usable_cores
+from streamrl.cores import VISIBLE, Path, share_cores, usable_cores, visible_cards
+
+
+@pytest.mark.parametrize(
+    ("said", "cards"),
+    [(None, ["0", "1"]), ("1", ["1"]), ("GPU-5, 1", ["GPU-5", "1"]), ("", []), ("-1", []), ("1,-1,0", ["1"])],
+)
+def test_cards_that_are_hidden_do_not_count(monkeypatch, said, cards):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(["nvidia0", "nvidia1"]))
+    monkeypatch.delenv(VISIBLE, raising=False) if said is None else monkeypatch.setenv(VISIBLE, said)
+    assert visible_cards() == cards
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([]))
+    assert visible_cards() == []
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Critic(TrainableModel[ValueSums]):
     """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
 
     It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
-    the actor: shared prompts, buckets or packed. It has the schedule of the actor with a learning rate of its own.
+    the actor, with the schedule of the actor and a learning rate of its own.
 
     Raises:
         ConfigError: the model is missing, or is no causal language model.

@@ -70,8 +70,9 @@ class Lora:
                 layer.lora_B.to_empty(device="cpu")
                 layer.reset_lora_parameters(_NAME, init_lora_weights=True)
                 if lora.dora:
+                    base, dtype = rows[layer.get_base_layer().weight], getattr(torch, config.model.dtype)
                     magnitude = layer.lora_magnitude_vector[_NAME].weight
-                    rows[magnitude] = torch.linalg.norm(rows[layer.get_base_layer().weight], dim=1)
+                    rows[magnitude] = torch.linalg.norm(base.to(dtype).float(), dim=1)
         model.requires_grad_(requires_grad=False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".lora_" in name)

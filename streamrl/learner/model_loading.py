@@ -20,7 +20,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from streamrl.cards import check_room
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import CannotCreate, ConfigError
 from streamrl.learner.batch import RowLimits
 from streamrl.learner.model import Backbone, decoder_layers, set_up_layers, takes_flex
 from streamrl.learner.ranks import Ranks
@@ -53,7 +53,7 @@ def load_rows(config: ModelConfig, ranks: Ranks, key: str = "model.path") -> tup
 
     A model of which transformers puts rows together from several tensors of its files is read whole and cut then.
     """
-    model = _read(config, key, ranks.mesh if ranks.world > 1 else None)
+    model = _read(config, key, ranks.host_mesh if ranks.world > 1 else None)
     if ranks.world > 1 and not all(map(_keeps_rows, getattr(model, "_weight_conversions", ()))):
         model = _read(config, key)
     rows: OwnRows = {}
@@ -148,15 +148,26 @@ def prepare(
     limits = row_limits(config, model.model.config.get_text_config(), packed=model.flex)
     dtype, offload = getattr(torch, config.model.dtype), "parameters" in learner.offload
     place = torch.device("cpu") if offload else ranks.device
-    # In the type of the forward pass what is not trained; else weights, gradients and moments in float32.
-    trained = 8 if "optimizer" in learner.offload else 16
+    # In the type of the forward pass what is not trained; else weights, gradients, moments and averages in float32.
+    trained = 20 if learner.ema else 16
     sizes = ((own.numel(), trained if weight.requires_grad else dtype.itemsize) for weight, own in rows.items())
-    check_room(place, sum(count * size for count, size in sizes), f"a rank's share of {config.model.path}")
+    _check_room(ranks, place, sum(count * size for count, size in sizes), config.model.path)
     named = {name: rows.pop(weight) for name, weight in model.named_parameters() if weight in rows}
     set_up_layers(model.model, learner)
     whole = shard(model, ranks.mesh, dtype, small=small, exact=exact, offload=offload)
     _fill(model, named, dtype, place)
     return limits, whole
+
+
+def _check_room(ranks: Ranks, place: torch.device, need: int, path: str) -> None:
+    """Raise CannotCreate on all ranks if one has no room; collective."""
+    problem = None
+    try:
+        check_room(place, need, f"a rank's share of {path}")
+    except CannotCreate as error:
+        problem = error
+    if ranks.all_max(int(problem is not None)) != [0]:
+        raise problem or CannotCreate("another rank has no room on its card", "its log says how much is missing")
 
 
 def _fill(model: nn.Module, rows: dict[str, torch.Tensor], dtype: torch.dtype, place: torch.device) -> None:
@@ -168,8 +179,8 @@ def _fill(model: nn.Module, rows: dict[str, torch.Tensor], dtype: torch.dtype, p
         assert isinstance(empty, DTensor)
         # A copy in any case: storages of safetensors cannot be resized.
         own = rows.pop(name).to(place, torch.float32 if empty.requires_grad else dtype, copy=True)
-        mesh, shape, stride = empty.device_mesh, empty.shape, empty.stride()
-        return nn.Parameter(DTensor.from_local(own, mesh, empty.placements, shape=shape, stride=stride))
+        # `from_local` would bring rows that stay on the host to the device of the mesh.
+        return nn.Parameter(DTensor(own, empty._spec, requires_grad=False))  # type: ignore[no-untyped-call]  # noqa: SLF001
 
     _replace(model, fill)
 

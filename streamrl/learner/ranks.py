@@ -54,6 +54,7 @@ class Ranks:
                 backend, rank=rank, world_size=world, timeout=timedelta(seconds=deadline), **arguments
             )
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
+        self.host_mesh = self.mesh if device.type == "cpu" else init_device_mesh("cpu", (world,))
 
     @classmethod
     def from_environment(cls, config: RunConfig, environ: Mapping[str, str] | None = None) -> Ranks:

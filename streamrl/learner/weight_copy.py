@@ -53,8 +53,8 @@ class Copies:
                 [copies[name] for name in bucket if copies],
                 self._dtype,
             )
-        for device in {parameter.device for parameter in self._parameters.values() if parameter.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+        if any(parameter.device_mesh.device_type == "cuda" for parameter in self._parameters.values()):
+            torch.cuda.synchronize()
         self._sets.append(copies)
         return PolicySnapshot(list(copies.items()), time.monotonic() - started, self._adapter)
 

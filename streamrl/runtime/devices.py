@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.errors import ConfigError
 from streamrl.runtime.plan import processes
 from streamrl.servers.environments import computes_on_cpu
-
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_cards() -> list[str]:
-    """Cards of this host that its processes may use, by index or UUID."""
-    if (said := os.environ.get(VISIBLE)) is not None:
-        return [card for card in said.split(",") if card]
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def plan_devices(config: RunConfig, cards: Sequence[str], name: str = "") -> dict[str, tuple[str, ...]]:
@@ -75,6 +63,7 @@ def _deal(
     for index in range(count):
         if named:
             taken = tuple(named[index % len(named)].split(","))
+            free[:] = [card for card in free if card not in taken]
         else:
             taken = tuple(free[:each])
             del free[:each]

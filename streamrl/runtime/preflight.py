@@ -22,6 +22,7 @@ from streamrl.config.sampling import OPTIONS
 from streamrl.consumers.adapters import Adapted
 from streamrl.consumers.plugins import LoadedReward, load_rewards, models_asked
 from streamrl.consumers.reward import Reward
+from streamrl.cores import visible_cards
 from streamrl.errors import (
     UNKNOWN_NAME,
     CannotCreate,
@@ -40,7 +41,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
-from streamrl.runtime.devices import plan_devices, show_devices, visible_cards
+from streamrl.runtime.devices import plan_devices, show_devices
 from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
 from streamrl.runtime.model_checks import look_at_models
 from streamrl.servers import environments

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cores import VISIBLE
 from streamrl.errors import ConfigError
 from streamrl.runfile import load
-from streamrl.runtime.devices import VISIBLE, plan_devices, show_devices
+from streamrl.runtime.devices import plan_devices, show_devices
+from streamrl.runtime.placement import local
 from streamrl.runtime.placement.local import LocalPlacement
 
 CARDS = [str(number) for number in range(8)]
@@ -81,9 +83,18 @@ def test_a_member_that_is_added_has_the_next_card() -> None:
 
 
 def test_processes_of_this_host_see_their_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "4,GPU-5")
+    monkeypatch.setattr(local, "visible_cards", lambda: ["4", "GPU-5"])
     config = load(None, ["learner.device=cuda", VLLM, "engine.device=cuda"], {}).config
     seen = LocalPlacement(tmp_path, config)._devices
-    assert [seen("learner.0"), seen("engine.0"), seen("feeder.0")] == [{VISIBLE: "4"}, {VISIBLE: "GPU-5"}, {}]
+    assert [seen("learner.0"), seen("engine.0"), seen("feeder.0")] == [
+        {VISIBLE: "4", "LOCAL_RANK": "0"},
+        {VISIBLE: "GPU-5", "LOCAL_RANK": "0"},
+        {},
+    ]
     with pytest.raises(OSError, match=r"engine\.1 needs 1 of its own"):
         seen("engine.1")
+    assert seen("redis") == {}, "it starts also where others have the cards"
+
+
+def test_a_card_that_is_named_is_dealt_once() -> None:
+    assert planned("learner.device=cuda:0", VLLM) == "learner.0=0 engine.0=1"

@@ -10,9 +10,10 @@ from typing import Final
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.cores import VISIBLE, visible_cards
 from streamrl.errors import ConfigError
 from streamrl.queues.embedded import STARTER
-from streamrl.runtime.devices import VISIBLE, plan_devices, visible_cards
+from streamrl.runtime.devices import plan_devices
 from streamrl.runtime.placement.child import Child, Lifeline
 from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placement
 from streamrl.runtime.plan import UnitSpec
@@ -57,11 +58,13 @@ class LocalPlacement(Placement):
         return LocalProcess(await Child.spawn(argv, environ, self._lifeline, command.cwd), log)
 
     def _devices(self, name: str) -> dict[str, str]:
+        if name == "redis":  # Ray starts it here, on a host with other cards than those of the run
+            return {}
         try:
             taken = plan_devices(self._config, visible_cards(), name).get(name)
         except ConfigError as error:  # a member was added for which there is no card
             raise OSError(f"{error.message}: {error.hint}") from error
-        return {} if taken is None else {VISIBLE: ",".join(taken)}
+        return {} if taken is None else {VISIBLE: ",".join(taken), "LOCAL_RANK": "0"}
 
     @override
     def release(self, unit: UnitSpec) -> None:
