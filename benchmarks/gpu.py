@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import tempfile
 import time
@@ -116,6 +117,7 @@ class Bench:
                 "prime_rl_h100": BASELINE.get(length),
             }
             del actor
+            gc.collect()  # recomputed layers refer to themselves
             self.ranks.give_back_memory()
         return found
 
@@ -229,6 +231,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 (the next part may work)
                 results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2000:]}
             print(name, results[name], flush=True)
+            gc.collect()
             bench.ranks.give_back_memory()
         bench.ranks.close()
     if args.json is not None:
