@@ -252,12 +252,12 @@ class PullSource(WeightSource):
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
                 given_up.set()
-                await asyncio.wait([running])
+                await asyncio.gather(running, return_exceptions=True)
                 raise
             except (StreamrlError, FileNotFoundError):
                 raise
             except OSError as error:
-                self._failure = f", at last: {error or type(error).__name__}"
+                self._failure = f", at last: {str(error) or type(error).__name__}"
             await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
 

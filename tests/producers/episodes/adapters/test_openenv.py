@@ -90,8 +90,9 @@ async def test_samples_of_a_group_get_one_seed_and_play_beside_each_other(server
         three = await asyncio.gather(*(play(order) for _ in range(3)))
         other = await play(order_with(line=6, options={"told": True, "low": 90}))
     assert len({found.prompts[-1] for found in [*three]}) == 1
-    assert three[0].prompts[0] == three[0].prompts[2]
-    assert other.prompts[3] != three[0].prompts[0]
+    prompts = max((found.prompts for found in three), key=len)
+    assert prompts[0] == prompts[2]
+    assert other.prompts[3] != prompts[0]
     assert {found.sample.stop for found in three} == {"max_turns"}
 
 
