@@ -59,9 +59,14 @@ def row_limits(config: RunConfig, text: PreTrainedConfig, *, packed: bool) -> Ro
         )
     _check_rotary(text, longest)
     windows = [getattr(text, name, None) or tokens for name in _WINDOWS]
-    widest = tokens if packed else min(tokens, 4 * text.hidden_size, _WIDEST_DENSE)
-    shared = min([widest, *windows])
-    return RowLimits(tokens=tokens, longest=longest, shared=shared, hidden=text.hidden_size, packed=packed)
+    shared = min([tokens, *windows])
+    limits = RowLimits(tokens=tokens, longest=longest, shared=shared, hidden=text.hidden_size, packed=True)
+    return limits if packed else dense(limits)
+
+
+def dense(limits: RowLimits) -> RowLimits:
+    """The limits of rows under a mask of width^2."""
+    return replace(limits, shared=min(limits.shared, 4 * limits.hidden, _WIDEST_DENSE), packed=False)
 
 
 def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
@@ -128,7 +133,8 @@ def checked(
             states(microbatch(batch, [[[long]]], alone))  # FSDP is in the middle of a pass, and this ends one
     if ranks.all_min(int(same)) == [1]:
         return limits
-    logger.warning("each response is computed in a pass of its own: other responses change the model%s", why)
+    what = "flex attention fails" if limits.packed else "each response is computed in a pass of its own"
+    logger.warning("%s: other responses change the model%s", what, why)
     return alone
 
 

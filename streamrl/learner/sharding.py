@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -31,7 +32,7 @@ from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pa
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.rows import checked
+from streamrl.learner.rows import checked, dense
 from streamrl.wire import Float32Array, Int32Array
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,19 @@ class RowModel:
         self.ranks, self.vocabulary = ranks, module.vocabulary
         self._module = module
         # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
-        self.limits = checked(
-            limits,
-            lambda part: self._forward(part, targets=None),
-            ranks,
+        check = partial(
+            checked,
+            states=lambda part: self._forward(part, targets=None),
+            ranks=ranks,
             name=type(module.model).__name__,
             vocabulary=module.vocabulary,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             experts=any("expert" in name for name in module.model.config.get_text_config().to_dict()),
         )
+        self.limits = check(limits)
+        if limits.packed and not self.limits.shared:
+            module.flex = False
+            self.limits = check(dense(limits))
         self._fsdp.unshard()
         module.check()
         self._reshard()

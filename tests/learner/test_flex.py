@@ -89,6 +89,28 @@ def test_missing_flex_attention_is_said_with_its_price(model_of, caplog, monkeyp
     assert "rows are shared up to 2048 tokens only" in caplog.text
 
 
+def test_flex_attention_that_fails_leaves_rows_under_a_dense_mask(model_of, one_rank, caplog, monkeypatch):
+    def takes(model, *_):
+        set_rows_attention(model)
+        return True
+
+    def fail(_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("streamrl.learner.model_loading.takes_flex", takes)
+    monkeypatch.setattr(
+        "streamrl.learner.model.mask_form", lambda _, flex, shared: "flex" if flex and shared else "dense"
+    )
+    monkeypatch.setattr("streamrl.learner.model.block_mask", fail)
+    actor = Actor(on_sdpa(run_config(model_of("Qwen3"))), one_rank)
+    assert "flex attention fails" in caplog.text
+    assert "no compiler" in caplog.text
+    assert "pass of its own" not in caplog.text
+    assert not actor.limits.packed
+    assert actor.limits.shared
+    assert len(actor.compute_log_prob(make_batch(0, groups=2)).logprobs) == len(make_batch(0, groups=2))
+
+
 def on_sdpa(config):
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": "sdpa"})})
 
