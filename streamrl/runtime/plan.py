@@ -13,6 +13,10 @@ from typing import Final
 from streamrl.config import RunConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE as REWARD_MODEL
 from streamrl.cores import THREADS, share_cores, usable_cores
+from streamrl.runtime.model_checks import weight_files
+
+_READ_BYTES: Final = 100 << 20
+"""Bytes of a model that a learner reads, checks and compiles for in a second, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +147,15 @@ def unit_of(config: RunConfig, run_dir: Path, kind: str, indices: Sequence[int])
 
 
 def _start_seconds(config: RunConfig, kind: str) -> float:
-    """A replica is ready when its first server has the weights; a learner when it has its devices and checkpoint."""
+    """A replica is ready when its first server has the weights; a learner when it has devices, models, checkpoint."""
     if kind == "learner":
-        devices = config.turn_deadline if config.rollout.placement == "colocated" else 0.0
-        fetch = config.checkpoint.deadline if config.checkpoint.store is not None else 0.0
-        return config.supervisor.start_deadline + devices + fetch if devices or fetch else 0.0
+        learner, path = config.learner, Path(config.model.path)
+        models = 1 + (learner.reference.kind == "frozen") + (learner.critic.kind == "model")
+        size = sum(file.stat().st_size for file in weight_files(path)) if path.is_dir() else 0
+        more = float(models * size // _READ_BYTES)
+        more += config.turn_deadline if config.rollout.placement == "colocated" else 0.0
+        more += config.checkpoint.deadline if config.checkpoint.store is not None else 0.0
+        return config.supervisor.start_deadline + more if more else 0.0
     if kind.startswith(f"{REWARD_MODEL}."):
         return config.reward_models[kind.partition(".")[2]].start_deadline + config.supervisor.term_grace
     return config.engine.start_deadline + config.weights.deadline if kind == "engine" else 0.0

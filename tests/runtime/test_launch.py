@@ -296,6 +296,16 @@ def test_an_engine_may_take_as_long_to_start_as_its_server(home, overrides, seco
     assert units["learner"].start_seconds == 0
 
 
+def test_a_learner_may_take_longer_to_start_with_a_larger_model(home):
+    folder = home / "large"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(16 << 30)
+    settings = [f"model.path={folder}", "supervisor.start_deadline=200", "learner.reference.kind=frozen"]
+    units = {unit.kind: unit for unit in plan(loaded(home, *settings).config, home)}
+    assert units["learner"].start_seconds == pytest.approx(200 + 2 * 163, abs=2)
+
+
 def test_a_learner_with_a_store_may_bring_a_checkpoint_before_it_is_ready(home):
     settings = ["checkpoint.store=/store", "checkpoint.deadline=1000", "supervisor.start_deadline=200"]
     units = {unit.kind: unit for unit in plan(loaded(home, *settings).config, home)}
