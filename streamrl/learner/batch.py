@@ -235,14 +235,16 @@ def _bundles(units: Sequence[Row], limits: RowLimits) -> list[list[Row]]:
         return [[[block] for block in unit] for unit in units]
     bundles: list[list[Row]] = []
     filled: list[Row] = []
-    for unit in sorted(units, key=row_width, reverse=True):
-        width = row_width(unit)
+    widths: list[int] = []
+    for width, unit in sorted(((row_width(unit), unit) for unit in units), key=lambda each: each[0], reverse=True):
         if width > limits.shared:
             bundles.append([[block] for block in unit])
-        elif (row := next((row for row in filled if row_width(row) + width <= limits.shared), None)) is not None:
-            row += unit
+        elif (place := next((at for at, used in enumerate(widths) if used + width <= limits.shared), None)) is not None:
+            filled[place] += unit
+            widths[place] += width
         else:
             filled.append([*unit])
+            widths.append(width)
     return bundles + [[row] for row in filled]
 
 

@@ -99,8 +99,7 @@ _RECOMPILES = 64
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    # By all classes, because FSDP makes a class of its own for a layer.
-    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
