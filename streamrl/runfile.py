@@ -28,6 +28,8 @@ from streamrl.errors import ConfigError
 
 RUNS: Final = Path("runs")
 """Where run directories are made and looked for unless `--run` names one."""
+OF_A_GPU: Final = "of a GPU (bfloat16 on its tensor cores; float32 master weights)"
+"""Origin of a default that the machine has chosen."""
 RUN_DIGEST: Final = "STREAMRL_RUN_DIGEST"
 """Variable of `up --prepare` and the roles of rendered manifests: the digest of the configuration that they are of."""
 
@@ -62,8 +64,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str,
     learner = values.get("learner")
     preset = learner.get("preset") if isinstance(learner, dict) else None
     origins.update({".".join(key): f"preset {preset}" for key in lay_beneath(values, preset)})
-    why = "of a GPU (bfloat16 on its tensor cores; float32 master weights)"
-    origins.update({".".join(key): why for key in lay_gpu_beneath(values, gpu=has_gpu())})
+    origins.update({".".join(key): OF_A_GPU for key in lay_gpu_beneath(values, gpu=has_gpu())})
     config = _validate(values, origins)
     if path is not None:
         config = _anchor(config, path.resolve().parent)

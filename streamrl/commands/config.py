@@ -15,7 +15,7 @@ from streamrl.commands.rundir import find_run
 from streamrl.config import RunConfig
 from streamrl.errors import UsageError
 from streamrl.queues.access import redact
-from streamrl.runfile import RUNS, LoadedConfig, leaves, load, read_saved
+from streamrl.runfile import OF_A_GPU, RUNS, LoadedConfig, leaves, load, read_saved
 
 if TYPE_CHECKING:
     from streamrl.runtime.preflight import Check
@@ -46,7 +46,7 @@ def show(
     rows = [(key, orjson.dumps(value).decode()) for key, value in leaves(values)]
     width, value_width = max(len(key) for key, _ in rows), min(60, max(len(value) for _, value in rows))
     lines = (
-        f"{key:{width}}  {value:{value_width}}  {said if origin or said.startswith('of a GPU') else ''}".rstrip()
+        f"{key:{width}}  {value:{value_width}}  {said if origin or said == OF_A_GPU else ''}".rstrip()
         for key, value in rows
         for said in [origin_of(loaded, key)]
     )
