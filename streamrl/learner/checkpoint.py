@@ -245,7 +245,8 @@ class Checkpoints:
     def finish(self, meta: Meta) -> None:
         """Make all durable and write `meta.json`: from then on it is a checkpoint.
 
-        After an OSError there is no checkpoint of this name. After InvalidCheckpoint no group may be retired for it.
+        After an OSError it may be one, if the answer of a store was lost. Then, and after InvalidCheckpoint, no group
+        may be retired for it.
         """
         name = folder_name(meta.position)
         if self.store is None:

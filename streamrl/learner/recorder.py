@@ -78,7 +78,6 @@ class Recorder:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
             try:
                 async with open_server(self._config, self._role.run_dir, publisher.root) as weight_server:
-                    use_version(self._role.run_dir, self._version)
                     await self._publish(publisher, weight_server)
                     self._role.ready()
                     await self._record_all()
@@ -96,6 +95,7 @@ class Recorder:
 
             dtype: torch.dtype = getattr(torch, self._config.weights.dtype)
             model = load_model(self._config.model)
+            use_version(self._role.run_dir, self._version)
             data = publisher.publish(
                 epoch=self._start.epoch,
                 version=self._version,

@@ -71,7 +71,7 @@ def from_learner(token: str) -> OpenFile:
             answer = connection.getresponse()
             yield answer, _size(answer, url, path, at)
         except http.client.HTTPException as error:
-            raise OSError(f"{url}: {error or type(error).__name__}") from error
+            raise OSError(f"{url}: {str(error) or type(error).__name__}") from error
         finally:
             connection.close()
 
