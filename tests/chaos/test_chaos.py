@@ -123,8 +123,8 @@ def under(fire: Fire, blows: list[Blow], ends: list[Blow]) -> dict:
                 if not fire.family():
                     check(fire)
                 fire.up()
-            # Past a checkpoint now and then: or each learner would die over the same groups, and those would be blamed.
-            fire.moves_on(fire.random.randint(1, 4))
+            # Past a checkpoint: or three learners would die in the same step, and its groups would be blamed.
+            fire.moves_on(fire.random.randint(3, 5))
         cursor_past_poison(fire)
         live_groups_end(fire)
         assert fire.drain() == 0
