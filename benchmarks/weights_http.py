@@ -107,7 +107,7 @@ async def measure(run_dir: Path, size: int, rounds: int) -> dict[str, Any]:
         manifest = msgspec.structs.replace(manifest, sources=[url])
         paths = [f"/{manifest.folder}/{shard.file}" for shard in manifest.shards]
         ours, bare = [], []
-        async with open_source(config, run_dir, staging, run="bench", name="bench") as source:
+        async with open_source(config, run_dir, staging, run="bench") as source:
             for number in range(rounds + 1):
                 place.mkdir()
                 bare.append(await asyncio.to_thread(fetch_bare, bare_url, paths, place))

@@ -11,6 +11,7 @@ StreamrlError            70  a bug in streamrl, unless a subclass says otherwise
 │       └── LedgerDamaged 78 keys of the run in Redis hold values that streamrl never writes
 ├── CannotCreate         73  a file or directory cannot be made (full disk, no permission, already there)
 ├── Unreachable          69  a service (Redis, a learner, an engine) does not answer
+│   ├── NotFetched       69  a server did not get the files of a version: it keeps the one before
 │   └── RewardUnavailable 69 no server can score now (all are away, or the circuit is open)
 │       └── RewardBusy   69 the servers are there but busy: the circuit stays closed
 ├── DeadlineExceeded     75  something took longer than its deadline; another try may help
@@ -146,6 +147,10 @@ class Unreachable(StreamrlError, ConnectionError):
     """A service does not answer within its deadline."""
 
     exit_code = ExitCode.UNREACHABLE
+
+
+class NotFetched(Unreachable):
+    """A server did not get the files of a version in time; it goes on with the one before."""
 
 
 class RewardUnavailable(Unreachable):

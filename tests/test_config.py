@@ -172,6 +172,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
         ("weights.relay=false", "relay is gone: leave it out, and set url"),
         ("weights.url=s3://bucket", "weights.url is for transport http, not shm"),
+        ("weights={transport: collective, delta: {enabled: true}}", "could broadcast: set transport http"),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -208,7 +208,7 @@ class WeightsConfig(Section):
     transport: Literal["shm", "directory", "http", "collective"] = Field(
         "shm",
         description="shm: /dev/shm of this host; directory: run's; http: pulled from the learner's host; collective:"
-        " gloo or NCCL broadcast",
+        " http, and broadcast by gloo or NCCL to vLLM and SGLang servers",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
     shard_bytes: Size = Field(256 << 20, description="largest shard file, which is also a bucket of the transports")
@@ -233,6 +233,12 @@ class WeightsConfig(Section):
     def _check_url(self) -> WeightsConfig:
         if self.url is not None and self.transport != "http":
             raise ValueError(f"weights.url is for transport http, not {self.transport}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_delta(self) -> WeightsConfig:
+        if self.delta.enabled and self.transport == "collective":
+            raise ValueError("delta.enabled has nothing that transport collective could broadcast: set transport http")
         return self
 
     @property

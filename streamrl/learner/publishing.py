@@ -125,7 +125,7 @@ class Publishing:
             ) from error
         self._failed_steps.clear()
         self.version, self._manifest = version, data
-        await self._weight_server.announce(manifest)
+        self._weight_server.announce(manifest)
         await self._buffer.announce(version, data)
         self._shown_at = time.monotonic()
         figures = self._publisher.figures
@@ -151,6 +151,7 @@ class Publishing:
             step=step,
             tensors=snapshot.tensors,
             sources=self._weight_server.sources(),
+            lane=self._weight_server.lane,
             adapter=snapshot.adapter,
         )
         try:

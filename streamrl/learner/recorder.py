@@ -102,12 +102,13 @@ class Recorder:
                 step=0,
                 tensors=((name, weight.detach().to(dtype)) for name, weight in model.named_parameters()),
                 sources=weight_server.sources(),
+                lane=weight_server.lane,
             )
             weight_server.store(publisher.manifest)
             return data
 
         self._manifest = await asyncio.to_thread(write)
-        await weight_server.announce(publisher.manifest)
+        weight_server.announce(publisher.manifest)
         await self._ledger.finish_step(self._start.nonce, 0, self._version, self._manifest)
 
     async def _record_all(self) -> None:

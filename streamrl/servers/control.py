@@ -17,13 +17,22 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from streamrl.engine import MemoryTag
-from streamrl.errors import CannotCreate, ConfigError, DataError, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.errors import (
+    CannotCreate,
+    ConfigError,
+    DataError,
+    NotFetched,
+    StreamrlError,
+    Unreachable,
+    WeightsError,
+    WireError,
+)
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.servers.dialect import Dialect
+from streamrl.servers.dialect import BUSY, Dialect, refusal
 from streamrl.servers.launch import adapters_in_flight
 from streamrl.weight_sync.adapter import write_adapter
 from streamrl.weight_sync.manifest import Pair
@@ -32,6 +41,8 @@ from streamrl.weight_sync.tensors import Version
 logger = logging.getLogger(__name__)
 _LAST_SECONDS: Final = 5.0
 """For the resume of a server when its role ends."""
+_LOOK_SECONDS: Final = 0.05
+"""Between two looks at a server that fetches."""
 _KEPT: Final = 4
 """Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
 
@@ -113,7 +124,7 @@ class ServerControl:
     async def apply(self, version: Version) -> None:
         """Put a version in force; off the devices it waits until the weights are back.
 
-        `WeightsError`: the server refuses it and keeps the one before. `Unreachable`: it has to start anew.
+        `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """
         self._applying += 1
         self._applied.clear()
@@ -139,10 +150,7 @@ class ServerControl:
             await self._announce()
 
     async def _replace(self, version: Version) -> None:
-        try:
-            await self._send(self._dialect.prefetch(version), self._seconds)
-        except (ConfigError, BadAnswer) as error:  # vLLM's plug-in refuses with 500
-            raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
+        await self._prefetch(version)
         label = f"{version.number}.{self._prefix}"
         first, *rest = self._dialect.update(version, label)
         await self._is_ours()
@@ -152,10 +160,25 @@ class ServerControl:
                 await self._send([first], self._seconds)
             except DataError as error:  # nothing was changed
                 self._inconsistent = False
-                raise WeightsError(f"the server refuses version {version.number}: {error.message}") from error
+                raise refusal(version, error.message) from error
             await self._must(rest, self._seconds)
             self._inconsistent = False
             self._label = label
+
+    async def _prefetch(self, version: Version) -> None:
+        end = asyncio.get_running_loop().time() + self._seconds
+        while asyncio.get_running_loop().time() < end:
+            try:
+                answers = await self._send(self._dialect.prefetch(version), self._seconds)
+            except (ConfigError, BadAnswer) as error:
+                raise refusal(version, error.message) from error
+            found = {self._dialect.read_prefetch(answer) for answer in answers} - {""}
+            if not found:
+                return
+            if problem := "; ".join(found - {BUSY}):
+                raise refusal(version, problem)
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise NotFetched(f"the server did not get version {version.number} within {self._seconds:g} s", "see its log")
 
     async def _is_ours(self) -> None:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
@@ -259,11 +282,13 @@ class ServerControl:
         except StreamrlError as error:
             raise Unreachable(f"the server cannot go on: {error.message}", error.hint) from error
 
-    async def _send(self, calls: Sequence[Call], seconds: float) -> None:
+    async def _send(self, calls: Sequence[Call], seconds: float) -> list[Any]:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
+        answers = []
         for call in calls:
             try:
-                await self._client.call(call, max(0.0, end - loop.time()))
+                answers.append(await self._client.call(call, max(0.0, end - loop.time())))
             except WireError as error:
                 raise BadAnswer(error.message, error.hint) from error
+        return answers

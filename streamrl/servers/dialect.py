@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
+import msgspec
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
-from streamrl.errors import DataError, WeightsError, WireError
+from streamrl.errors import DataError, NotFetched, StreamrlError, WeightsError, WireError
 from streamrl.http import BadAnswer, Call
 from streamrl.servers.launch import LOOPBACK, Launch, Startable
 
@@ -29,6 +30,10 @@ TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
 """Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
+BUSY: Final = "busy"
+"""A server fetches the files of a version still."""
+NOT_FETCHED: Final = "not fetched: "
+"""What our plug-in says when the files of a version did not come."""
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
 
@@ -154,9 +159,17 @@ class Dialect(Startable):
         return ()
 
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """Fetch the files and check names and shapes while the server generates; a failure changes nothing."""
+        """Fetch the files and check names and shapes while the server generates; a failure changes nothing.
+
+        To be asked again for as long as the answer is `BUSY`.
+        """
         del version
         return ()
+
+    def read_prefetch(self, answer: Any) -> str:
+        """Understand the answer to a call of `prefetch`: empty, `BUSY`, or why the version is refused."""
+        del answer
+        return ""
 
     def label(self) -> Call:
         """Ask for the name of the weights in force, which `update` gave: `weight_version` of the answer."""
@@ -275,17 +288,26 @@ def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
     return ServerMetrics(cache_use=min(sum(use) / len(use), 1.0), **counts)
 
 
+def refusal(version: Version, problem: str) -> StreamrlError:
+    """Why our plug-in does not take a version: its files did not come, which is no fault of theirs, or they are bad."""
+    if NOT_FETCHED in problem:
+        return NotFetched(f"the server did not get the files of version {version.number}: {problem}")
+    return WeightsError(f"the server refuses version {version.number}: {problem}")
+
+
 def describe_version(version: Version) -> dict[str, Any]:
     """Describe a version to our plug-in inside a server; `streamrl_engine.files.Source` reads it."""
     from streamrl.weight_sync.manifest import folder_name
 
-    if version.folder is None:
+    if version.folder is None and not version.sources:
         raise WeightsError(f"version {version.number} has no files that a server could read")
     source: dict[str, Any] = {
-        "folder": str(version.folder),
+        "folder": "" if version.folder is None else str(version.folder),
         "files": list(version.files),
         "structure": version.structure,
     }
     if version.sources:  # for a server on a host that does not see the folder
         source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"
+    if version.lane is not None:
+        source["lane"] = msgspec.structs.asdict(version.lane)
     return source

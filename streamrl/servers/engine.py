@@ -104,6 +104,7 @@ class EngineRole:
             run=self._config.name,
             run_dir=role.run_dir,
             name=role.name,
+            fetches=self._config.weights.transport == "collective",
         )
 
     async def _announce(self) -> None:

@@ -22,7 +22,7 @@ from streamrl.servers.environments import on_cpu
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, points_back
 from streamrl.servers.request import Response, read_response
-from streamrl.weight_sync.files import read_token
+from streamrl.weight_sync.files import TOKEN_VARIABLE, read_token, token_path
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,11 @@ class Server:
         self.process: ManagedServer | None = None
         if not config.engine.url:
             devices = config.engine.devices
+            settings = ServerSettings.of_engine(config, key)
+            token = {TOKEN_VARIABLE: str(token_path(run_dir))}
             self.process = ManagedServer(
                 self.dialect,
-                ServerSettings.of_engine(config, key),
+                replace(settings, variables=token | dict(settings.variables)),
                 run_dir,
                 f"{name}.server",
                 devices[index % len(devices)] if devices else "",

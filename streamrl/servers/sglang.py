@@ -25,6 +25,7 @@ from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
+    BUSY,
     PROBE,
     Chunk,
     Dialect,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
 
 LOADER: Final = "streamrl_engine.sglang.load"
+FETCH: Final = "streamrl_fetch "
 OLDEST: Final = (0, 5, 20)
 TELLS_CUTS: Final = (0, 5, 23)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -233,13 +235,25 @@ class SglangDialect(Dialect):
         return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
 
     @override
+    def prefetch(self, version: Version) -> Sequence[Call]:
+        # A setting that our plug-in takes for itself. All else that reaches the schedulers waits for running requests.
+        # The plug-in checks what it has fetched within the update.
+        setting = FETCH + orjson.dumps(describe_version(version)).decode()
+        return [Call("POST", "/set_internal_state", {"server_args": {setting: 1}}, repeatable=True)]
+
+    @override
+    def read_prefetch(self, answer: Any) -> str:
+        if not isinstance(answer, list):
+            raise WireError(f"SGLang answered a setting with {answer!r}")
+        return "" if all(answer) else BUSY
+
+    @override
     def label(self) -> Call:
         return Call("GET", "/model_info", repeatable=True)
 
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
-        # Nothing is fetched before, because SGLang looks at weights only while no request runs or it is paused. The
-        # files are mostly on its host already. It may be repeated: the same bytes are copied again.
+        # It may be repeated: the same bytes are copied again.
         manifest = orjson.dumps(describe_version(version))
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,

@@ -250,6 +250,13 @@ class VllmDialect(Dialect):
         return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
 
     @override
+    def read_prefetch(self, answer: Any) -> str:
+        try:
+            return next(filter(None, answer["results"]), "")
+        except (KeyError, TypeError) as error:
+            raise WireError(f"vLLM answered a check of the weights with {answer!r}") from error
+
+    @override
     def label(self) -> Call:
         return Call("GET", "/weight_info", repeatable=True)
 

@@ -155,9 +155,9 @@ class StagingFolder:
             return None
         return folder if found.pair == manifest.pair and found.shards == manifest.shards else None
 
-    def draft(self, manifest: Manifest, mark: str = "") -> Path:
-        """Folder for a version on its way, continued if there is one; `mark` tells concurrent drafts apart."""
-        folder = self.root / f"{_DRAFT}{manifest.folder}+{mark}"
+    def draft(self, manifest: Manifest) -> Path:
+        """Folder for a version on its way, continued if there is one."""
+        folder = self.root / f"{_DRAFT}{manifest.folder}"
         try:
             if not folder.is_dir():
                 check_room(self._store, manifest.total_bytes + SLACK_BYTES)
@@ -169,11 +169,8 @@ class StagingFolder:
         return folder
 
     def finish(self, manifest: Manifest, draft: Path) -> Path:
-        """Give a draft whose files are proven its name and return the folder; one that is here already stays."""
+        """Give a draft whose files are proven its name and return the folder."""
         folder = self.root / manifest.folder
-        if self.holds(manifest) is not None:  # both broadcast and pulled: an engine may read the first one
-            self.drop(draft)
-            return folder
         try:
             (draft / MANIFEST_FILE).write_bytes(encode(manifest))
             shutil.rmtree(folder, ignore_errors=True)
@@ -182,27 +179,14 @@ class StagingFolder:
             raise CannotCreate(f"cannot finish {folder}: {error}", self._store.hint) from error
         return folder
 
-    def create(self, path: Path, size: int) -> None:
-        """Make a file of a draft and take all its room, because a write into mapped memory without room is fatal."""
-        try:
-            with path.open("xb") as file:
-                file.truncate(size)
-                if size:
-                    os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise CannotCreate(f"no room for {path} ({size >> 20} MiB): {error}", self._store.hint) from error
-
     def drop(self, draft: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
-
-    def count(self) -> int:
-        return sum(parse_folder(entry.name) is not None for entry in self.root.iterdir())
 
     def trim(self, keep: Collection[str]) -> None:
         """Remove every version and draft that is not in `keep` and older than the newest that is."""
         newest = max((pair for name in keep if (pair := parse_folder(name)) is not None), default=(0, 0))
         for entry in self.root.iterdir():
-            folder = entry.name.removeprefix(_DRAFT).partition("+")[0]
+            folder = entry.name.removeprefix(_DRAFT)
             pair = parse_folder(folder)
             if pair is not None and pair < newest and folder not in keep:
                 self.drop(entry)
@@ -213,7 +197,7 @@ class StagingFolder:
 
 def read_token(run_dir: Path) -> str:
     """The token in $STREAMRL_WEIGHTS_TOKEN_FILE, else in RUN_DIR/weights.token; ConfigError when it is missing."""
-    path = _token_path(run_dir)
+    path = token_path(run_dir)
     try:
         token = path.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -228,20 +212,20 @@ def read_token(run_dir: Path) -> str:
 
 def make_token(run_dir: Path, known: str | None = None) -> str:
     """Return the token; a missing file is made with the `known` one or a new one, readable by its owner alone."""
-    if not _token_path(run_dir).exists():
+    if not token_path(run_dir).exists():
         keep_token(run_dir, known or secrets.token_urlsafe(32))
     return read_token(run_dir)
 
 
 def keep_token(run_dir: Path, token: str) -> None:
     """Write the token of a run; CannotCreate if that fails."""
-    path = _token_path(run_dir)
+    path = token_path(run_dir)
     try:
         write_whole(path, f"{token}\n".encode("ascii"), private=True)
     except OSError as error:
         raise CannotCreate(f"cannot write the token of the weights to {path}: {error}") from error
 
 
-def _token_path(run_dir: Path) -> Path:
+def token_path(run_dir: Path) -> Path:
     named = os.environ.get(TOKEN_VARIABLE)
     return Path(named) if named else run_dir / TOKEN_FILE

@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import CannotCreate, ConfigError, StreamrlError, Unreachable, WeightsError, unwrapped
+from streamrl.errors import (
+    CannotCreate,
+    ConfigError,
+    NotFetched,
+    StreamrlError,
+    Unreachable,
+    WeightsError,
+    unwrapped,
+)
 from streamrl.queues.ledgers import WeightsStream
 from streamrl.weight_sync.chain import Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files
 from streamrl.weight_sync.manifest import Manifest, decode, folder_name
 from streamrl.weight_sync.source import Traffic
-from streamrl.weight_sync.tensors import Version
+from streamrl.weight_sync.tensors import Version, announced_version
 from streamrl.weight_sync.transports import open_source
 
 logger = logging.getLogger(__name__)
@@ -48,8 +56,9 @@ class Follower:
     to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
 
     `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
-    the state of weights that it was about to take. `WeightsError` from it means "not applied, the old version stays";
-    any other error ends `run`.
+    the state of weights that it was about to take. `WeightsError` and `NotFetched` from it mean "not applied, the old
+    version stays"; any other error ends `run`. With `fetches` the engine brings whole versions to its host itself, and
+    `apply` gets them without values (`announced_version`).
 
     Attributes:
         traffic: what was fetched over the network since the start, while the engine generated.
@@ -69,9 +78,10 @@ class Follower:
         run: str,
         run_dir: Path,
         name: str = "rollout",
+        fetches: bool = False,
     ) -> None:
         self._stream, self._config, self._apply = stream, config, apply
-        self._run, self._run_dir, self._name = run, run_dir, name
+        self._run, self._run_dir, self._name, self._fetches = run, run_dir, name, fetches
         self._news = asyncio.Event()
         self._took = asyncio.Condition()
         self._known: tuple[int, bytes] | None = None
@@ -110,7 +120,7 @@ class Follower:
                 if self._config.delta.enabled or self._config.pulled:
                     folder.open()
                     stack.callback(folder.close)
-                opened = open_source(self._config, self._run_dir, folder, run=self._run, name=self._name)
+                opened = open_source(self._config, self._run_dir, folder, run=self._run)
                 source = await stack.enter_async_context(opened)
                 self.traffic = source.traffic
                 self._staging = Staging(self._config, source, folder)
@@ -176,7 +186,10 @@ class Follower:
             try:
                 async with asyncio.timeout(None) as limit:
                     self._fetching = manifest, limit
-                    version = await self._staging.bring(manifest)
+                    if self._fetches and manifest.kind == "full":
+                        version = announced_version(manifest)
+                    else:
+                        version = await self._staging.bring(manifest)
             except TimeoutError:
                 if limit.expired():
                     return None  # a newer learner has published
@@ -186,8 +199,7 @@ class Follower:
         except (WeightsError, Unreachable, CannotCreate) as error:
             return error
         except OSError as error:
-            newest = await self._stream.newest()
-            if newest is not None and newest[0] > number:
+            if await self._superseded(number):
                 return None
             problem = WeightsError(
                 f"the files of version {number} cannot be read: {error}",
@@ -198,6 +210,8 @@ class Follower:
         began = time.monotonic()
         try:
             await self._apply(version)
+        except NotFetched as error:
+            return None if await self._superseded(number) else error
         except WeightsError as error:
             self._unfit += self._applied is None
             if self._unfit >= _UNFIT:
@@ -215,6 +229,10 @@ class Follower:
             self._took.notify_all()
         logger.info("weights applied", extra={"version": manifest.version, "epoch": manifest.epoch})
         return None
+
+    async def _superseded(self, number: int) -> bool:
+        newest = await self._stream.newest()
+        return newest is not None and newest[0] > number
 
     def _checked(self, number: int, data: bytes) -> Manifest:
         manifest, applied = decode(data), self._applied

@@ -55,6 +55,14 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return "DoRA" if self.dora else "LoRA"
 
 
+class LanePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where servers join the broadcast of a version (lane.py); its key there is the name of its folder."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    stall: Annotated[float, msgspec.Meta(gt=0)]  # seconds that one piece may take
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     v: int = SCHEMA
     run: str
@@ -64,7 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     base: tuple[_Count, _Count] | None = None  # (epoch, version) that it is a delta of; None: its files are whole
     transport: _FileName
     folder: _FileName  # below the root of the transport
-    sources: list[_Url] = []  # servers that have the files (http), or the rendezvous of the broadcast (collective)
+    sources: list[_Url] = []  # servers that have the files (http, collective)
+    lane: LanePlace | None = None  # collective
     shards: list[Shard]
     tensors: list[TensorEntry]
     adapter: Adapter | None = None  # the tensors are an adapter alone, by the names of peft

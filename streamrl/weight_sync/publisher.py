@@ -28,6 +28,7 @@ from streamrl.weight_sync.files import SLACK_BYTES, check_room, checksum, create
 from streamrl.weight_sync.manifest import (
     MANIFEST_FILE,
     Adapter,
+    LanePlace,
     Manifest,
     Pair,
     Shard,
@@ -99,13 +100,13 @@ class Publisher:
         step: int,
         tensors: Iterable[Named],
         sources: Sequence[str] = (),
+        lane: LanePlace | None = None,
         adapter: Adapter | None = None,
     ) -> bytes:
         """Write one version and return its encoded manifest.
 
         When it fails nothing is left behind, the newest version before it stays, and the next one is whole. The
-        deadline is checked between files only: nothing stops a write to a file system that hangs. Call it in a
-        thread of its own, and hold that thread to a deadline.
+        deadline is checked between files only: hold the calling thread to one, as a file system may hang.
 
         Args:
             epoch: of the learner.
@@ -114,6 +115,7 @@ class Publisher:
             tensors: Hugging Face names and whole tensors, contiguous on the CPU. Without deltas they are taken one by
                 one; with deltas they must not be changed before the version after this one is written.
             sources: for the manifest.
+            lane: for the manifest.
             adapter: the tensors are those of an adapter alone, by the names of peft.
 
         Raises:
@@ -122,7 +124,6 @@ class Publisher:
             ConfigError: a value is not finite.
             DeadlineExceeded: it took longer than the configured deadline.
         """
-        pair = (epoch, version)
         until = time.monotonic() + self._config.deadline
         create_root(self._store)  # a clean-up may have removed it from the shared memory
         self._remove_older()
@@ -135,8 +136,7 @@ class Publisher:
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            given = whole.items() if self._config.delta.enabled else tensors
-            shards, entries = self._write(draft, given, None if base is None else last, until)
+            shards, entries = self._write(draft, whole.items() or tensors, None if base is None else last, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
@@ -144,8 +144,9 @@ class Publisher:
                 step=step,
                 base=base,
                 transport=self._config.transport,
-                folder=folder_name(*pair),
+                folder=folder_name(epoch, version),
                 sources=list(sources),
+                lane=lane,
                 shards=shards,
                 tensors=entries,
                 adapter=adapter,

@@ -13,7 +13,7 @@ import hmac
 import logging
 import re
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
@@ -28,8 +28,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES: Final = 4 << 20
 
 
-def weights_app(root: Path, token: str, routes: Sequence[web.RouteDef] = ()) -> web.Application:
-    """Serves the folders of versions below `root`, and `routes` next to them, to bearers of `token`."""
+def weights_app(root: Path, token: str) -> web.Application:
+    """Serves the folders of versions below `root` to bearers of `token`."""
 
     @web.middleware
     async def guard(
@@ -55,7 +55,7 @@ def weights_app(root: Path, token: str, routes: Sequence[web.RouteDef] = ()) -> 
         return web.FileResponse(path, chunk_size=_CHUNK_BYTES)
 
     app = web.Application(middlewares=[guard])
-    app.add_routes([*routes, web.get("/{folder}/{file}", file)])
+    app.add_routes([web.get("/{folder}/{file}", file)])
     return app
 
 

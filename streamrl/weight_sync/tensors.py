@@ -21,7 +21,7 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.weight_sync.files import Buffer, checksum
-from streamrl.weight_sync.manifest import Adapter, Manifest, Pair, Shard
+from streamrl.weight_sync.manifest import Adapter, LanePlace, Manifest, Pair, Shard
 
 _ALIGNMENT: Final = 64
 _MAX_HEADER_BYTES: Final = 100 << 20
@@ -59,10 +59,11 @@ class Version:
         step: optimizer step of the weights.
         tensors: every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
             mapped files. Only to be read; the files may lose their names before.
-        folder: holds the files; None when the version was made in memory (tests), which only an engine in this
-            process can take.
+        folder: holds the files; None when they are not here (`announced_version`: then the tensors have no values), or
+            when the version was made in memory (tests), which only an engine in this process can take.
         files: safetensors files in `folder`, of whole tensors.
         sources: servers that have the files of this version for other hosts (`Manifest.sources`).
+        lane: where servers join its broadcast (`Manifest.lane`).
         adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
     """
 
@@ -72,6 +73,7 @@ class Version:
     folder: Path | None = None
     files: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    lane: LanePlace | None = None
     adapter: Adapter | None = None
 
     @property
@@ -105,6 +107,27 @@ def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Ve
         files=tuple(shard.file for shard in manifest.shards),
         sources=tuple(manifest.sources),
         adapter=manifest.adapter,
+    )
+
+
+def announced_version(manifest: Manifest) -> Version:
+    """A version for a server that fetches the files itself: they are not on this host, and its tensors have no values.
+
+    `WeightsError`: a type that is not known here.
+    """
+    try:
+        tensors = {
+            entry.name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") for entry in manifest.tensors
+        }
+    except KeyError as error:
+        raise WeightsError(f"version {manifest.version} has tensors of type {error}") from error
+    return Version(
+        pair=manifest.pair,
+        step=manifest.step,
+        tensors=tensors,
+        files=tuple(shard.file for shard in manifest.shards),
+        sources=tuple(manifest.sources),
+        lane=manifest.lane,
     )
 
 

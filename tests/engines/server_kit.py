@@ -20,7 +20,7 @@ import psutil
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request
 from streamrl.http import Call, HttpClient
-from streamrl.servers.dialect import Dialect
+from streamrl.servers.dialect import BUSY, Dialect
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ManagedServer, ServerSettings
 from streamrl.weight_sync.tensors import Version
@@ -79,9 +79,18 @@ class Live:
         await heard.at_least(count)
         return task, heard
 
+    async def prefetch(self, version: Version) -> str:
+        """Have it fetch and check; what it says against the version, empty when nothing."""
+        while True:
+            answers = await self.calls(self.dialect.prefetch(version))
+            said = "; ".join(filter(None, map(self.dialect.read_prefetch, answers)))
+            if said != BUSY:
+                return said
+            await asyncio.sleep(0.05)
+
     async def apply(self, version: Version) -> None:
         """As an engine would: look first, and stand still only for the replacement."""
-        await self.calls(self.dialect.prefetch(version))
+        assert not await self.prefetch(version)
         await self.calls(self.dialect.pause())
         try:
             await self.calls(self.dialect.update(version, str(version.number)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from streamrl.config import RunConfig
+from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.manifest import Manifest, decode
 from streamrl.weight_sync.publisher import Publisher
@@ -36,7 +38,13 @@ class Road:
         self._bench, self._server, self._publisher = bench, server, publisher
         self._stream = Stream()
         self.follower = Follower(
-            self._stream, config.weights, self._apply, run=config.name, run_dir=run_dir, name="engine.0"
+            self._stream,
+            config.weights,
+            self._apply,
+            run=config.name,
+            run_dir=run_dir,
+            name="engine.0",
+            fetches=config.weights.transport == "collective" and bench.kind != "hf",
         )
         self._applied = asyncio.Condition()
 
@@ -57,9 +65,10 @@ class Road:
             step=number,
             tensors=list(weights.items()),
             sources=self._server.sources(),
+            lane=self._server.lane,
         )
         manifest = decode(data)
-        await self._server.announce(manifest)
+        self._server.announce(manifest)
         await self._stream.put(data)
         return manifest
 
@@ -74,6 +83,7 @@ async def road(bench: Bench, run_dir: Path, **weights: object) -> AsyncIterator[
     settings = {"dtype": "bfloat16", "shard_bytes": 100_000, "deadline": 30, **weights}
     config = bench.config.model_copy(update={"weights": RunConfig.model_validate({"weights": settings}).weights})
     publisher = Publisher(config.weights, config.name, run_dir)
+    make_token(run_dir, make_token(bench.folder))  # the server was told where that of its run is
     stop = asyncio.Event()
     try:
         async with open_server(config, run_dir, publisher.root) as server:
@@ -95,8 +105,11 @@ def step(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]
     }
 
 
-@pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
-@pytest.mark.parametrize("transport", ["shm", "directory", "http", "collective"])
+@pytest.mark.parametrize(
+    ("transport", "delta"),
+    [*itertools.product(["shm", "directory", "http"], [False, True]), ("collective", False)],
+    ids=lambda value: value if isinstance(value, str) else "delta" if value else "full",
+)
 async def test_versions_come_by_every_road(bench: Bench, transport: str, delta: bool, tmp_path: Path):
     before, tokens = bench.number, prompt(1)
     async with road(bench, tmp_path, transport=transport, delta={"enabled": delta}) as way:

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 
 from streamrl.config import RunConfig
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost
+from streamrl.servers.dialect import NOT_FETCHED
 from streamrl.servers.kinds import make_dialect
+from streamrl.weight_sync.files import TOKEN_VARIABLE
 from tests.engines import tiny
 from tests.engines.conformance_kit import (
     BF16,
@@ -27,6 +30,7 @@ from tests.engines.conformance_kit import (
     run_config,
     write_version,
 )
+from tests.engines.lane_kit import plain_member, sending
 from tests.engines.server_kit import Live, Owned, owned
 
 pytestmark = [
@@ -53,8 +57,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 async def server(config: RunConfig) -> AsyncIterator[Owned]:
     """The server, started by a process that stands for a role."""
     folder = Path(config.model.path).parent
-    async with owned("server_kit", folder / "logs" / "server.log", "sglang", str(folder), json.dumps(KEYS)) as server:
+    keys = {**KEYS, "variables": {TOKEN_VARIABLE: str(folder / "weights.token")}}
+    async with owned("server_kit", folder / "logs" / "server.log", "sglang", str(folder), json.dumps(keys)) as server:
         yield server
+
+
+@pytest.fixture
+def run_dir(config: RunConfig) -> Path:
+    """Has the token that the server was given."""
+    return Path(config.model.path).parent
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -121,6 +132,51 @@ async def test_a_version_that_does_not_fit_changes_nothing_on_any_rank(live: Liv
     done = await task
     assert [number for _, number in done.runs] == [fresh, good]
     assert tiny.worst_error({fresh: MODELS[0], good: MODELS[1]}, PROMPT, done) < BF16
+
+
+async def test_versions_come_by_the_lane_while_it_generates(live: Live, fresh: int, run_dir: Path):
+    """To a server of two processes, of which one receives."""
+    task, heard = await live.begin(PROMPT, LONG, fresh, name="meanwhile")
+    numbers = [next(_numbers) for _ in range(2)]
+    async with sending(run_dir) as sender:
+        sender.strikes = dict.fromkeys(range(3), lambda: time.sleep(0.2))
+        for number, seed in zip(numbers, (1, 0), strict=True):
+            version, before = sender.publish(number, tiny.random_weights(seed)), len(heard.tokens)
+            assert not await live.prefetch(version)
+            assert len(heard.tokens) > before
+            assert (sender.pieces, sender.asked) == (len(version.files), [])
+            await live.apply(version)
+            await matches(live, number, seed)
+    await live.calls(live.dialect.abort("meanwhile"))
+    assert [number for _, number in (await task).runs] == [fresh, *numbers]
+
+
+async def test_a_member_that_dies_in_the_middle_leaves_the_server_the_files(live: Live, fresh: int, run_dir: Path):
+    async with sending(run_dir) as sender, plain_member(run_dir) as member:
+        for seed, blow in ((1, None), (0, member.process.kill)):
+            version = sender.publish(number := next(_numbers), tiny.random_weights(seed))
+            sender.strikes = {3: blow} if blow else {}
+            member.want(version)
+            assert not await live.prefetch(version)
+            if blow is None:
+                await member.http()  # by whichever way: the next version waits for both
+            await live.apply(version)
+            await matches(live, number, seed)
+        assert 3 <= sender.pieces <= len(version.files)
+        assert sender.asked
+        sender.strikes = {}
+        await live.apply(sender.publish(number := next(_numbers), tiny.random_weights(1)))
+        await matches(live, number, 1)
+        assert not sender.asked
+
+
+async def test_files_that_do_not_come_are_no_fault_of_the_version(live: Live, fresh: int, run_dir: Path):
+    async with sending(run_dir) as sender:
+        version = replace(sender.publish(next(_numbers), tiny.random_weights(1)), pair=(9, 9), lane=None)
+        assert not await live.prefetch(version)
+        with pytest.raises(BadRequest, match=f"{NOT_FETCHED}.*404"):
+            await live.apply(version)
+    await matches(live, fresh, 0)
 
 
 async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import transformers
 from streamrl.errors import StreamrlError
 from streamrl.http import BadAnswer, Call
 from streamrl.servers.launch import PLUGIN
+from streamrl.weight_sync.files import TOKEN_VARIABLE
 from streamrl.weight_sync.tensors import Version
 from tests.engines import tiny
 from tests.engines.conformance_kit import LONG, prompt, run_config, write_version
+from tests.engines.lane_kit import plain_member, sending
 from tests.engines.server_kit import Live, served
 
 pytestmark = [
@@ -68,12 +71,17 @@ class World:
         self.number, self.models = 0, {0: first.float()}
         self._written = 0
 
-    def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Version:
-        """The next version, not yet applied."""
+    def next(self) -> dict[str, torch.Tensor]:
+        """The tensors of the next version."""
         model = untied_model(self.folder / "model", self.number + 1)
         tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        change(tensors)
         self.models[self.number + 1] = model.float()
+        return tensors
+
+    def write(self, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Version:
+        """The next version, not yet applied."""
+        tensors = self.next()
+        change(tensors)
         self._written += 1
         return write_version(self.folder / f"written {self._written}", self.number + 1, tensors)
 
@@ -96,6 +104,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(FAULT)
     variables = {"PYTHONPATH": f"{folder / 'site'}:{PLUGIN}", "FAULT": str(folder / "fault")}
+    variables[TOKEN_VARIABLE] = str(folder / "weights.token")
     config = run_config("vllm", folder, tensor_parallel=2, kv_cache="256MiB", variables=variables)
     model = untied_model(folder / "model", 0)
     model.save_pretrained(folder / "model")
@@ -125,7 +134,7 @@ BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 async def test_a_version_that_does_not_fit_is_refused_before_the_pause(world: World) -> None:
     for change in BAD.values():
-        await world.fails(world.live.dialect.prefetch(world.write(change)), "500")
+        assert await world.live.prefetch(world.write(change))
     await world.matches()
 
 
@@ -135,6 +144,47 @@ async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(wor
     await world.live.apply(world.write())
     world.number += 1
     await world.matches()
+
+
+async def test_versions_come_by_the_lane_while_it_generates(world: World) -> None:
+    """To a server of two processes, of which one receives."""
+    live = world.live
+    task, heard = await live.begin(PROMPT, LONG, world.number, name="meanwhile")
+    async with sending(world.folder) as sender:
+        sender.strikes = dict.fromkeys(range(3), lambda: time.sleep(0.2))
+        for _ in range(2):
+            version, before = sender.publish(world.number + 1, world.next()), len(heard.tokens)
+            assert not await live.prefetch(version)
+            assert len(heard.tokens) > before
+            assert (sender.pieces, sender.asked) == (len(version.files), [])
+            await live.apply(version)
+            world.number += 1
+            await world.matches()
+    await live.calls(live.dialect.abort("meanwhile"))
+    assert [number for _, number in (await task).runs] == [world.number - 2, world.number - 1, world.number]
+
+
+async def test_a_member_that_dies_in_the_middle_leaves_the_server_the_files(world: World) -> None:
+    live = world.live
+    async with sending(world.folder) as sender, plain_member(world.folder) as member:
+        for blow in (None, member.process.kill):
+            version = sender.publish(world.number + 1, world.next())
+            sender.strikes = {3: blow} if blow else {}
+            member.want(version)
+            assert not await live.prefetch(version)
+            if blow is None:
+                await member.http()  # by whichever way: the next version waits for both
+            await live.apply(version)
+            world.number += 1
+            await world.matches()
+        assert 3 <= sender.pieces <= len(version.files)
+        assert sender.asked
+        sender.strikes = {}
+        version = sender.publish(world.number + 1, world.next())
+        await live.apply(version)
+        world.number += 1
+        await world.matches()
+        assert not sender.asked
 
 
 async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what_comes(world: World) -> None:
@@ -156,7 +206,7 @@ async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what
 async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(world: World) -> None:
     """The last one: it ends the server."""
     version, dialect = world.write(), world.live.dialect
-    await world.live.calls(dialect.prefetch(version))
+    assert not await world.live.prefetch(version)
     await world.live.calls(dialect.pause())
     (world.folder / "fault1").touch()  # one half is new then, and both ranks must know
     await world.fails(dialect.update(version, str(version.number)), "the disk is gone")

@@ -8,7 +8,8 @@ import pytest
 from toy import Toy
 from toy_kit import ask, bodies, control_on, held_at, paths, version
 
-from streamrl.errors import ConfigError, Unreachable, WeightsError
+from streamrl.errors import ConfigError, NotFetched, Unreachable, WeightsError
+from streamrl.servers.dialect import BUSY, NOT_FETCHED
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 UPDATE = ["/prefetch", "/pause", "/update", "/finish", "/resume"]
@@ -59,6 +60,25 @@ async def test_the_server_generates_while_it_fetches_and_stands_still_for_the_ch
         await waiting
         assert (await during).runs == [(0, 1)]
         await applying
+
+
+async def test_a_server_that_fetches_is_asked_again_and_generates_meanwhile(tmp_path):
+    toy = Toy()
+    async with control_on(toy, tmp_path / "adapters", seconds=1) as controlled:
+        control = controlled.control
+        toy.fetch = [BUSY, BUSY]
+        await control.apply(version(1))
+        assert paths(toy, *UPDATE) == ["/prefetch", "/prefetch", *UPDATE]
+        toy.fetch = [BUSY, f"rank 1: {NOT_FETCHED}no room"]
+        with pytest.raises(NotFetched, match="no room"):
+            await control.apply(version(2))
+        toy.fetch = [BUSY, "no layers.7"]
+        with pytest.raises(WeightsError, match="refuses version 2: no layers"):
+            await control.apply(version(2))
+        toy.fetch = [BUSY] * 1000
+        with pytest.raises(NotFetched, match="within 1 s"):
+            await control.apply(version(2))
+        assert (toy.calls["/pause"], control.held, control.pair) == (1, False, (1, 1))
 
 
 @pytest.mark.parametrize(("path", "fault"), [("/prefetch", 400), ("/prefetch", 500), ("/update", 400)])

@@ -29,6 +29,11 @@ sys.path.remove(str(PLUGIN))
 NAMES = ["r0", "r1", "r2"]
 
 
+def bring(landing: Any, source: Any, **limit: float) -> Any:
+    """As the only rank."""
+    return landing.bring(source, lambda mine: [mine], **limit)
+
+
 def described(folder: Path | str, names: list[str], url: str = "") -> Any:
     return files.Source(str(folder), names, "s", url)
 
@@ -133,12 +138,12 @@ def landing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_broken_transfer_goes_on(server: Any, landing: Any, tmp_path: Path, ranges: bool) -> None:
     kind, url = server
     kind.breaks, kind.times, kind.ranges = 40, 3, ranges
-    here = landing.bring(described("/nowhere", NAMES, url), deadline=30)
+    here = bring(landing, described("/nowhere", NAMES, url), deadline=30)
     for name in NAMES:
         assert Path(here.folder, name).read_bytes() == (tmp_path / name).read_bytes()
     assert "bytes=40-" in kind.asked
     before = len(kind.asked)
-    assert landing.bring(described("/nowhere", NAMES, url)) == here
+    assert bring(landing, described("/nowhere", NAMES, url)) == here
     assert len(kind.asked) == before + 1  # the manifest alone
 
 
@@ -148,15 +153,15 @@ def test_a_token_a_checksum_and_a_delta_are_looked_at(
     kind, url = server
     kind.token, given = "secret", described("/nowhere", NAMES, url)
     with pytest.raises(files.BadVersion, match="401"):
-        landing.bring(given)
+        bring(landing, given)
     (tmp_path / "token").write_text("secret\n")
     monkeypatch.setenv("STREAMRL_WEIGHTS_TOKEN_FILE", str(tmp_path / "token"))
     (tmp_path / "r1").write_bytes((tmp_path / "r1").read_bytes()[:-1] + b"!")
     with pytest.raises(files.BadVersion, match="not the file that was announced"):
-        landing.bring(given)
+        bring(landing, given)
     (tmp_path / "manifest.json").write_text(json.dumps({"base": [1, 1], "shards": []}))
     with pytest.raises(files.BadVersion, match="delta"):
-        landing.bring(given)
+        bring(landing, given)
 
 
 def test_what_is_not_served_ends_within_the_deadline(server: Any, landing: Any, tmp_path: Path) -> None:
@@ -165,25 +170,25 @@ def test_what_is_not_served_ends_within_the_deadline(server: Any, landing: Any, 
     shards = [{"file": name, "bytes": size, "checksum": "?"} for name, size in sizes.items()]
     (tmp_path / "manifest.json").write_text(json.dumps({"base": None, "shards": shards}))
     with pytest.raises(files.BadVersion, match="404"):
-        landing.bring(described("/nowhere", ["gone"], url))
+        bring(landing, described("/nowhere", ["gone"], url))
     kind.breaks, kind.times = 0, 1000
     with pytest.raises(files.BadVersion, match="stopped at byte"):
-        landing.bring(described("/nowhere", ["r0"], url), deadline=0.2)
+        bring(landing, described("/nowhere", ["r0"], url), deadline=0.2)
     with pytest.raises(files.BadVersion, match="no HTTP"):
-        landing.bring(described("/nowhere", ["r0"], "file:///etc"))
+        bring(landing, described("/nowhere", ["r0"], "file:///etc"))
     for name in ("r9", "../r1"):  # no name leads out of the folder
         with pytest.raises(files.BadVersion, match="does not announce"):
-            landing.bring(described("/nowhere", [name], url))
+            bring(landing, described("/nowhere", [name], url))
 
 
 def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(server: Any, landing: Any, tmp_path: Path) -> None:
     _, url = server
     visible = described(tmp_path, NAMES, url)
-    assert landing.bring(visible) is visible
+    assert bring(landing, visible).folder == visible.folder
     with pytest.raises(files.BadVersion, match="does not see /nowhere"):
-        landing.bring(described("/nowhere", NAMES))
-    first = landing.bring(described("/nowhere", NAMES, url))
-    second = landing.bring(described("/nowhere", NAMES, url.replace("v-1-1", "v-1-2")))
+        bring(landing, described("/nowhere", NAMES))
+    first = bring(landing, described("/nowhere", NAMES, url))
+    second = bring(landing, described("/nowhere", NAMES, url.replace("v-1-1", "v-1-2")))
     assert first.folder != second.folder
     landing.clear(keep=second)
     assert not Path(first.folder).exists()
@@ -199,7 +204,7 @@ def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
     """As a run does that begins anew under the name and the port of the one before, at a server that went on."""
     _, url = server
     source = described("/nowhere", NAMES, url)
-    first = landing.bring(source)
+    first = bring(landing, source)
     before = dict(files.Opened(first).tensors())["t1"].clone()
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for shard in manifest["shards"]:
@@ -209,5 +214,5 @@ def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
         shard["checksum"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert torch.equal(dict(files.Opened(first).tensors())["t1"], before)  # what was brought stays
-    after = dict(files.Opened(landing.bring(source)).tensors())["t1"]
+    after = dict(files.Opened(bring(landing, source)).tensors())["t1"]
     assert torch.equal(after, before + 1)

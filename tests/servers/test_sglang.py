@@ -21,8 +21,9 @@ from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import BadAnswer
 from streamrl.servers import environments, sglang
+from streamrl.servers.dialect import BUSY, NOT_FETCHED
 from streamrl.servers.launch import PLUGIN
-from streamrl.servers.sglang import LOADER, SglangDialect
+from streamrl.servers.sglang import FETCH, LOADER, SglangDialect
 from streamrl.weight_sync.tensors import Version
 
 TRIPLES = [[-4.690021514892578, 2, None], [-4.580459117889404, 22, None], [-4.856745719909668, 74, None]]
@@ -278,7 +279,12 @@ def test_an_update_is_one_call_with_a_description_of_the_files():
     ((name, tensor),) = _Listed(io.BytesIO(base64.b64decode(one))).load()
     assert orjson.loads(name) == {"folder": "/v", "files": ["a.st", "b.st"], "structure": version.structure}
     assert tensor.numel() == 0
-    assert not dialect().prefetch(version)
+    (fetch,) = dialect().prefetch(version)
+    assert fetch.path == "/set_internal_state"
+    assert fetch.body == {"server_args": {f"{FETCH}{name}": 1}}
+    assert [dialect().read_prefetch(answer) for answer in ([True], [False])] == ["", BUSY]
+    with pytest.raises(WireError):
+        dialect().read_prefetch({"detail": "?"})
 
 
 def test_a_server_on_another_host_hears_where_the_files_are_served():
@@ -458,5 +464,10 @@ def test_the_plug_in_is_whole():
     assert "streamrl_engine.cpu:prepare" in points
     assert (PLUGIN / "sglang_cpu" / "sitecustomize.py").is_file()
     assert (PLUGIN / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
-    for module in (PLUGIN / "streamrl_engine").glob("*.py"):
-        assert "streamrl." not in module.read_text().replace("streamrl_engine.", "")
+    texts = {module.stem: module.read_text() for module in (PLUGIN / "streamrl_engine").glob("*.py")}
+    for text in texts.values():
+        assert "streamrl." not in text.replace("streamrl_engine.", "")
+    assert f'BUSY = "{BUSY}"' in texts["vllm"]
+    assert f'NOT_FETCHED = "{NOT_FETCHED}"' in texts["files"]
+    assert f'FETCH = "{FETCH}"' in texts["sglang"]
+    assert f'LOADER = "{LOADER}"' in texts["sglang"]

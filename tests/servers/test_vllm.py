@@ -20,10 +20,11 @@ from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import BadAnswer
 from streamrl.servers import environments
-from streamrl.servers.dialect import Dialect, read_spans
+from streamrl.servers.dialect import BUSY, Dialect, read_spans
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
+from streamrl.weight_sync.manifest import LanePlace
 from streamrl.weight_sync.tensors import Version
 
 FIRST = orjson.loads(
@@ -286,10 +287,16 @@ def test_an_update_names_files_and_version() -> None:
     )
     assert replace.body == {"update_info": {"source": source}}
     assert finish.body == {"weight_version": "17.run-a"}
-    served = Version((2, 17), 9, {}, Path("/x"), ("a",), ("http://h:1/",))
+    served = Version((2, 17), 9, {}, None, ("a",), ("http://h:1/",), LanePlace("h", 2, 1.5))
     found = dialect().prefetch(served)[0].body
     assert found is not None
-    assert found["kwargs"]["source"]["url"] == "http://h:1/v-2-17"
+    source = found["kwargs"]["source"]
+    assert (source["folder"], source["url"]) == ("", "http://h:1/v-2-17")
+    assert source["lane"] == {"host": "h", "port": 2, "stall": 1.5}
+    results = [{"results": each} for each in (["", ""], [BUSY, BUSY], ["no foo", "no foo"])]
+    assert [dialect().read_prefetch(answer) for answer in results] == ["", BUSY, "no foo"]
+    with pytest.raises(WireError):
+        dialect().read_prefetch(None)
     assert not any(call.repeatable for call in (start, replace, finish))
     with pytest.raises(WeightsError, match="no files"):
         dialect().prefetch(Version((1, 1), 1, {}))

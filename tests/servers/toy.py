@@ -47,6 +47,7 @@ class Toy:
         self.tell_runs = True
         self.cached: int | None = None  # told after the last token
         self.key: str | None = None
+        self.fetch: list[str] = []  # what the next prefetches answer
         self._changed = asyncio.Condition()
 
     def app(self) -> web.Application:
@@ -88,6 +89,9 @@ class Toy:
 
     async def _fine(self, _: web.Request) -> web.Response:
         return web.json_response({})
+
+    async def _prefetch(self, _: web.Request) -> web.Response:
+        return web.json_response({"state": self.fetch.pop(0) if self.fetch else ""})
 
     async def _ready(self, _: web.Request) -> web.Response:
         return web.json_response({}, status=503 if self.paused else 200)
@@ -325,6 +329,9 @@ def make_dialect() -> Any:
 
         def prefetch(self, version):
             return [Call("POST", "/prefetch", {"version": version.number}, repeatable=True)]
+
+        def read_prefetch(self, answer):
+            return answer["state"]
 
         def update(self, version, label):
             return [Call("POST", "/update", {"version": version.number, "label": label}), Call("POST", "/finish", {})]

@@ -27,12 +27,12 @@ class Learner:
 
     def write(self, version, tensors=None, **options):
         sources = [self.via] if self.via else self.server.sources()
-        return publish(self.publisher, version, tensors, sources=sources, **options)
+        return publish(self.publisher, version, tensors, sources=sources, lane=self.server.lane, **options)
 
     async def publish(self, version, **options):
         data = await asyncio.to_thread(self.write, version, **options)
         await asyncio.to_thread(self.server.store, decode(data))
-        await self.server.announce(decode(data))
+        self.server.announce(decode(data))
         await self.stream.put(data)
         return decode(data)
 
@@ -70,7 +70,7 @@ async def staged_source(config, run_dir, name):
     folder = StagingFolder(run_dir, name)
     folder.open()
     try:
-        async with open_source(config, run_dir, folder, run="r", name=name) as source:
+        async with open_source(config, run_dir, folder, run="r") as source:
             yield source, folder
     finally:
         folder.close()

@@ -11,14 +11,15 @@ import torch
 from sync_kit import Replica, Stream, both_folders, folders, publish, same, tensors, until
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import ConfigError, Unreachable, WeightsError
+from streamrl.errors import ConfigError, NotFetched, Unreachable, WeightsError
 from streamrl.weight_sync.chain import Staging
 from streamrl.weight_sync.files import make_token
 from streamrl.weight_sync.follower import Follower
-from streamrl.weight_sync.manifest import decode, encode
+from streamrl.weight_sync.manifest import LanePlace, decode, encode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.pull import PullSource
 from streamrl.weight_sync.serve import listen, weights_app
+from streamrl.weight_sync.tensors import map_version
 
 
 @both_folders
@@ -344,6 +345,33 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
         assert replica.follower.traffic.seconds > 0
         stop.set()
     assert same(replica.applied[0][1], tensors(1))
+    publisher.close(unlink=True)
+
+
+async def test_a_server_that_fetches_gets_no_files_and_is_not_blamed_for_those_that_did_not_come(
+    tmp_path, stream, monkeypatch
+):
+    monkeypatch.setattr("streamrl.weight_sync.follower._FIRST_PAUSE", 0.01)
+    config = WeightsConfig(transport="collective", deadline=5)
+    publisher, place = Publisher(config, "r", tmp_path), LanePlace("127.0.0.1", 9, 1.0)
+    make_token(tmp_path)
+    given, problems = [], [NotFetched("no room")] * 5
+
+    async def apply(version):
+        given.append(version)
+        if problems:
+            raise problems.pop()
+
+    follower = Follower(stream, config, apply, run="r", run_dir=tmp_path, fetches=True)
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(follower.run(stop))
+        await stream.put(publish(publisher, 1, sources=["http://127.0.0.1:9"], lane=place))
+        await until(lambda: follower.version == 1)  # after more failures than an engine with another model may have
+        assert (len(given), follower.refused) == (6, 1)
+        assert (given[-1].folder, given[-1].lane, given[-1].sources) == (None, place, ("http://127.0.0.1:9",))
+        assert given[-1].structure == map_version(publisher.root / "v-1-1", publisher.manifest).structure
+        stop.set()
     publisher.close(unlink=True)
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .lane import Member, device_in_use
+
+logger = logging.getLogger(__name__)
 xxhash: Any
 try:
     import xxhash
@@ -46,6 +52,10 @@ _BLOCK = 4 << 20
 _PATIENCE = 20.0  # seconds of silence after which a connection counts as broken
 _ATTEMPTS = 5  # connections in a row that bring nothing
 _DEADLINE = 600.0  # seconds for one version
+NOT_FETCHED = "not fetched: "
+"""With this begins the message of a `BadVersion` of which nothing is known but that its files did not come."""
+Everyone = Callable[[Any], "list[Any]"]
+"""Returns what each rank gives, in the order of the ranks; all must call it."""
 
 
 class BadVersion(Exception):
@@ -64,10 +74,15 @@ class Head:
 class Source:
     """Where one version lies. Travels as JSON with these names."""
 
-    folder: str  # on this host
+    folder: str  # on this host; empty: the files are only served
     files: Sequence[str]  # safetensors files of whole tensors
     structure: str  # digest of all names, types and shapes: what was found out of one version holds for the next
     url: str = ""  # `url/FILE` serves the files to hosts that do not see the folder; empty: not served
+    lane: Mapping[str, Any] | None = None  # where the learner broadcasts the version, too
+
+    @property
+    def visible(self) -> bool:
+        return bool(self.folder) and Path(self.folder).is_dir()
 
 
 class Opened:
@@ -116,22 +131,69 @@ def torch_dtype(name: str) -> torch.dtype:
 class Landing:
     """Brings the files of versions to this host: uses a visible folder as it is, otherwise fetches into one of its own.
 
-    Fetched files go to `$STREAMRL_LANDING`, or shared memory, or the temporary folder.
+    The first rank of each host fetches, in a thread, by the lane or over HTTP, while the engine generates. Fetched
+    files go to `$STREAMRL_LANDING`, or shared memory, or the temporary folder.
     """
 
     def __init__(self) -> None:
         self._root: Path | None = None
+        self._member = Member()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="landing")
+        self._wanted: Source | None = None
+        self._fetching: Future[str] | None = None
+        self._first = -1  # rank that fetches for this host
 
-    def bring(self, source: Source, deadline: float = _DEADLINE) -> Source:
-        """Return the version as files of this host; a whole file is not fetched again.
+    def begin(self, source: Source, everyone: Everyone, deadline: float = _DEADLINE) -> bool:
+        """Begin to bring a version here, once; whether that has ended on all ranks, well or not. All ranks must call.
+
+        What was begun before is given up.
+        """
+        if source != self._wanted:
+            me = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text(), os.getpid()]
+            ranks = everyone(me)
+            self._first = next(rank for rank, other in enumerate(ranks) if other[:2] == me[:2])
+            self._wanted, self._fetching = source, None
+            if not source.visible and ranks[self._first] == me:
+                end = time.monotonic() + deadline
+                self._fetching = self._thread.submit(self._fetch, source, end, device_in_use())
+        return all(everyone(self._fetching is None or self._fetching.done()))
+
+    def bring(self, source: Source, everyone: Everyone, deadline: float = _DEADLINE) -> Source:
+        """Wait for what was begun, and return the version as files of this host. All ranks must call it.
 
         `BadVersion`: not served, wrong size or checksum, or not complete within `deadline` seconds.
         """
-        if Path(source.folder).is_dir():
-            return source
+        self.begin(source, everyone, deadline)
+        folder, problem = source.folder, ""
+        if self._fetching is not None:
+            if error := self._fetching.exception():
+                problem = f"{NOT_FETCHED}{str(error) or type(error).__name__}"
+            else:
+                folder = self._fetching.result()
+        ranks = everyone([folder, problem])
+        if not source.visible:
+            folder, problem = ranks[self._first]
+        self._wanted = None  # another try begins anew, as what is served there may be another run's then
+        if problem:
+            raise BadVersion(problem)
+        return replace(source, folder=folder, url="", lane=None)
+
+    def clear(self, keep: Source | None = None) -> None:
+        if keep is None:
+            self._wanted = None
+        if self._root is None:
+            return
+        for folder in self._root.iterdir():
+            if keep is None or folder != Path(keep.folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        if keep is None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+
+    def _fetch(self, source: Source, end: float, device: tuple[int, str]) -> str:
+        """Return the folder of the files, which appear under their names whole; those that are there stay."""
         if not source.url:
             raise BadVersion(f"the server does not see {source.folder}: it is on another host, or the version is gone")
-        end = time.monotonic() + deadline
         shards = _announced(source.url)
         # Another run may serve other bytes at the same address.
         folder = self._made() / hashlib.sha256(json.dumps([source.url, shards]).encode()).hexdigest()[:24]
@@ -139,18 +201,42 @@ class Landing:
         for name in source.files:
             if name not in shards or "/" in name:
                 raise BadVersion(f"{source.url} does not announce {name}")
-            _fetch(f"{source.url}/{name}", folder / name, *shards[name], end)
-        return replace(source, folder=str(folder), url="")
+        files = [(folder / name, *shards[name]) for name in source.files]
 
-    def clear(self, keep: Source | None = None) -> None:
-        if self._root is None:
-            return
-        for folder in self._root.iterdir():
-            if keep is None or folder != Path(keep.folder):
-                shutil.rmtree(folder, ignore_errors=True)
-        if keep is None:
-            self._root.rmdir()
-            self._root = None
+        def given_up() -> bool:
+            return time.monotonic() > end or source is not self._wanted
+
+        if source.lane is not None and xxhash is not None and not all(path.exists() for path, *_ in files):
+            try:
+                self._receive(source, files, device, given_up)
+            except (BadVersion, RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
+                logger.warning("lane missed, the files are fetched: %s", error)
+        for path, size, checksum in files:
+            _download(f"{source.url}/{path.name}", path, size, checksum, given_up)
+        return str(folder)
+
+    def _receive(
+        self,
+        source: Source,
+        files: Sequence[tuple[Path, int, str]],
+        device: tuple[int, str],
+        given_up: Callable[[], bool],
+    ) -> None:
+        drafts = [path.with_name(f".{path.name}.lane") for path, *_ in files]
+        assert source.lane is not None
+        try:
+            for draft, (_, size, _) in zip(drafts, files, strict=True):
+                with draft.open("wb") as file:
+                    if size:  # a write into mapped memory without room would kill the process
+                        os.posix_fallocate(file.fileno(), 0, size)
+            self._member.receive(source.lane, source.url.rpartition("/")[2], drafts, device, given_up)
+            for draft, (path, _, checksum) in zip(drafts, files, strict=True):
+                if _checksum(draft) != checksum:
+                    raise BadVersion(f"{path.name} came with other bytes than announced")
+                draft.replace(path)
+        finally:
+            for draft in drafts:
+                draft.unlink(missing_ok=True)
 
     def _made(self) -> Path:
         if self._root is None:
@@ -171,7 +257,7 @@ def _announced(url: str) -> dict[str, tuple[int, str]]:
         raise BadVersion(f"{url}/manifest.json cannot be read: {error}") from error
 
 
-def _fetch(url: str, target: Path, size: int, checksum: str, end: float) -> None:
+def _download(url: str, target: Path, size: int, checksum: str, given_up: Callable[[], bool]) -> None:
     """Bring one file, which appears whole under its name; a broken connection goes on where it ended."""
     if target.exists():
         return
@@ -180,10 +266,10 @@ def _fetch(url: str, target: Path, size: int, checksum: str, end: float) -> None
     idle, have = 0, partial.stat().st_size
     cause: OSError | None = None
     while have < size:
-        if idle >= _ATTEMPTS or time.monotonic() > end:
-            raise BadVersion(f"{url} stopped at byte {have} of {size}: {cause or 'the deadline is over'}")
+        if idle >= _ATTEMPTS or given_up():
+            raise BadVersion(f"{url} stopped at byte {have} of {size}: {cause or 'it was given up'}")
         try:
-            _append(url, partial, have, end)
+            _append(url, partial, have, given_up)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
                 raise BadVersion(f"{url} answers {error.code}") from error
@@ -198,13 +284,13 @@ def _fetch(url: str, target: Path, size: int, checksum: str, end: float) -> None
     partial.replace(target)
 
 
-def _append(url: str, partial: Path, have: int, end: float) -> None:
+def _append(url: str, partial: Path, have: int, given_up: Callable[[], bool]) -> None:
     with _open(url, have) as answer, partial.open("ab") as file:
         if have and answer.status != 206:
             file.truncate(0)
         while block := answer.read(_BLOCK):
             file.write(block)
-            if time.monotonic() > end:
+            if given_up():
                 return
 
 

@@ -20,7 +20,9 @@ from .sglang_spans import renamed
 
 LOADER = "streamrl_engine.sglang.load"
 _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_RENAMING = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+FETCH = "streamrl_fetch "
+"""With this begins the name of a setting that is none: the rest is the description of a version."""
 
 _log = logging.getLogger(__name__)
 _landing = Landing()
@@ -38,22 +40,20 @@ def register() -> None:
         ("resume_memory_occupation", _memory("ResumeMemoryOccupationReqOutput", released=True)),
     ):
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
-    HookRegistry.register(_RENAMING, renamed, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", renamed, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.set_internal_state", _fetch, HookType.AROUND)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Replace the weights of `model`, whole or not at all.
 
-    Files that this host does not see are fetched first. `named_tensors` is one pair; its name is the description of the
-    version (`files.Source` as JSON). `BadVersion`: nothing was changed. `RuntimeError`: the weights may be half
-    replaced, and the process must end.
+    Files that this host does not see should have been fetched before. `named_tensors` is one pair; its name is the
+    description of the version (`files.Source` as JSON). `BadVersion`: nothing was changed. `RuntimeError`: the weights
+    may be half replaced, and the process must end.
     """
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
     problem, known, heads, copied = "", False, {}, []
     try:
-        source = _landing.bring(Source(**json.loads(named_tensors[0][0])))
+        source = _landing.bring(Source(**json.loads(named_tensors[0][0])), _everyone)
         opened = Opened(source)
         known = _rehearsed.get(model) == source.structure
         if not known:
@@ -61,16 +61,36 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             copied = rehearse(model, heads)
     except BadVersion as error:
         problem = str(error)
-    if problem := next(filter(None, gathered(problem, group)), ""):
+    if problem := next(filter(None, _everyone(problem)), ""):
         raise BadVersion(problem)
     if not known:
-        check_used(heads, [sum(counts) for counts in zip(*gathered(copied, group), strict=True)])
+        check_used(heads, [sum(counts) for counts in zip(*_everyone(copied), strict=True)])
         _rehearsed[model] = source.structure
     try:
         model.load_weights(opened.tensors())
     except Exception as error:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
     _landing.clear(keep=source)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    from sglang.srt.distributed import get_tp_group
+
+    return gathered(mine, get_tp_group())
+
+
+def _fetch(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Bring a version here while the server generates: the one road to its schedulers that waits for no request.
+
+    The answer says whether that has ended; `load` tells how.
+    """
+    name = next(iter(request.server_args), "")
+    if not name.startswith(FETCH):
+        return original(scheduler, request)
+    from sglang.srt.managers import io_struct
+
+    ended = _landing.begin(Source(**json.loads(name.removeprefix(FETCH))), _everyone)
+    return io_struct.SetInternalStateReqOutput(updated=ended)
 
 
 def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:

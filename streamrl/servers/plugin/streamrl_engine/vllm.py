@@ -5,9 +5,9 @@
 Loaded with `--worker-extension-cls streamrl_engine.vllm.WorkerExt` and
 `--weight-transfer-config '{"backend":"streamrl"}'`; importing it registers the backend.
 
-The order of calls: `/collective_rpc streamrl_check` while the server generates, then, paused, `/start_weight_update`,
-`/update_weights`, `/finish_weight_update`. A refused check has changed nothing. After a failed `/update_weights` the
-server dies in its first step instead of sampling from a mixture.
+The order of calls: `/collective_rpc streamrl_check` while the server generates, until the files are here, then, paused,
+`/start_weight_update`, `/update_weights`, `/finish_weight_update`. A refused check has changed nothing. After a failed
+`/update_weights` the server dies in its first step instead of sampling from a mixture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from .files import BadVersion, Head, Landing, Opened, Source, gathered, torch_dtype
 
 logger = logging.getLogger(__name__)
-
+BUSY = "busy"
+"""The files are on their way: the client asks again."""
 Table = Mapping[str, Head]
 
 
@@ -50,10 +51,6 @@ class Update(WeightTransferUpdateInfo):
     """One whole version; `source` has the fields of `streamrl_engine.files.Source`."""
 
     source: dict[str, Any]
-
-
-class _FailedElsewhere(Exception):
-    """Another rank reports its error to the client."""
 
 
 class StreamrlEngine(WeightTransferEngine[Init, Update]):
@@ -83,16 +80,17 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
     def shutdown(self) -> None:
         self._landing.clear()
 
-    def check(self, source: Mapping[str, Any]) -> None:
-        """Bring the files here and open them; the model is not changed.
+    def check(self, source: Mapping[str, Any]) -> str:
+        """Bring the files here, in a thread, and open them; the model is not changed. Returns "", `BUSY`, or a problem.
 
         The first version of a structure is also shown to the model's loaders, which must take all of it.
         """
-        with suppress(_FailedElsewhere):
-            self._together(lambda: self._check(source))
+        if not self._landing.begin(Source(**source), _everyone):
+            return BUSY
+        return _together(lambda: self._check(source))
 
     def _check(self, source: Mapping[str, Any]) -> None:
-        local = self._landing.bring(Source(**source))
+        local = self._landing.bring(Source(**source), _everyone)
         opened = Opened(local)
         if local.structure != self._rehearsed:
             quantised = self.vllm_config.quant_config is not None
@@ -109,11 +107,15 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         """Load the version that was checked last. After a `BadVersion` the model samples no more, on no rank."""
         # Graphs do not call `forward`; without it a rank that is whole would wait in a layer for the one that is not.
         self.model.forward = self.model.compute_logits = _no_step
-        with suppress(_FailedElsewhere):
-            self._together(lambda: self._load(update_info.source))
-            del self.model.forward, self.model.compute_logits
-            self._opened = None
-            self._landing.clear(keep=self._local)
+        if problem := _together(lambda: self._load(update_info.source)):
+            # vLLM reads the ranks' answers in turn and stops at the first error, so answers of later ranks would be
+            # taken as answers to the next call. Therefore only the last rank ever raises, for whichever rank it was.
+            if all(group.is_last_rank for group in (get_tp_group(), get_pp_group())):
+                raise BadVersion(problem)
+            return
+        del self.model.forward, self.model.compute_logits
+        self._opened = None
+        self._landing.clear(keep=self._local)
 
     def _load(self, source: Mapping[str, Any]) -> None:
         if source != self._checked or self._opened is None:
@@ -126,25 +128,21 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         else:
             torch.accelerator.synchronize()
 
-    def _together(self, work: Callable[[], None]) -> None:
-        """Do the same on all ranks; when one fails, all stop.
 
-        vLLM reads the ranks' answers in turn and stops at the first error, so answers of later ranks would be taken as
-        answers to the next call. Therefore only the last rank ever raises, for whichever rank it was.
-        """
-        problem = ""
-        try:
-            work()
-        except Exception as error:
-            problem = str(error) if isinstance(error, BadVersion) else f"{type(error).__name__}: {error}"
-            logger.warning("refused on this rank: %s", problem, exc_info=not isinstance(error, BadVersion))
-            problem = problem or type(error).__name__
-        last = True
-        for group in (get_tp_group(), get_pp_group()):
-            problem = next(filter(None, gathered(problem, group)), "")
-            last = last and group.rank_in_group == group.world_size - 1
-        if problem:
-            raise (BadVersion(problem) if last else _FailedElsewhere)
+def _everyone(mine: Any) -> list[Any]:
+    return [each for stage in gathered(gathered(mine, get_tp_group()), get_pp_group()) for each in stage]
+
+
+def _together(work: Callable[[], None]) -> str:
+    """Do the same on all ranks; returns the first problem that one of them has, empty when none."""
+    problem = ""
+    try:
+        work()
+    except Exception as error:
+        problem = str(error) if isinstance(error, BadVersion) else f"{type(error).__name__}: {error}"
+        logger.warning("refused on this rank: %s", problem, exc_info=not isinstance(error, BadVersion))
+        problem = problem or type(error).__name__
+    return next(filter(None, _everyone(problem)), "")
 
 
 def _no_step(*_: Any, **__: Any) -> Any:
@@ -158,11 +156,11 @@ class WorkerExt:
     vllm_config: Any
     _weight_update_active: bool
 
-    def streamrl_check(self, source: dict[str, Any]) -> None:
+    def streamrl_check(self, source: dict[str, Any]) -> str:
         # The session of a client that did not come back is forgotten: vLLM would refuse the next one because of it.
         self._weight_update_active = False
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.check(source)
+            return str(self.weight_transfer_engine.check(source))
 
 
 @torch.no_grad()

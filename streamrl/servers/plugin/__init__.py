@@ -1,0 +1,1 @@
+"""What servers load, by the path of this folder; the learner imports the fast lane from here: both sides have one."""
