@@ -72,7 +72,7 @@ class WeightServer:
             return
         root, store = self._stored
         try:
-            for file in [*(shard.file for shard in manifest.shards), MANIFEST_FILE]:
+            for file in [*(shard.file for shard in manifest.files), MANIFEST_FILE]:
                 store.put(root / manifest.folder / file, f"{manifest.folder}/{file}")
             self._copied.add(manifest.folder)
             for name in store.names():
@@ -91,7 +91,7 @@ class WeightServer:
         announced before the one before it was sent takes its place. A repeat of the newest version does nothing.
         """
         if self._broadcaster is not None:
-            self._broadcaster.announce(manifest)
+            self._broadcaster.announce(manifest.offered)
 
 
 @contextlib.asynccontextmanager
