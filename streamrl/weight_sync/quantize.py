@@ -1,7 +1,7 @@
 """Quantised versions (`weights.quantize`): which weights, how, and what a server is told of it when it starts.
 
-A projection (`QUANTISED`) becomes two tensors, values of 8 bits and scales in float32; embeddings, heads, norms, biases
-and routers stay as they are. The server quantises its activations by itself, token by token.
+A projection (`QUANTISED`) becomes two tensors, values of 8 bits and scales in float32; embeddings, heads, norms and
+biases stay as they are. The server quantises its activations by itself, token by token.
 
 ```
 int8         NAME.weight int8, NAME.weight_scale [out, 1]              compressed-tensors W8A8

@@ -178,14 +178,14 @@ def check_types(model: Any, heads: Table) -> bool:
     offered = {torch_dtype(head.dtype) for head in heads.values()} & _SMALL
     if offered != held:
         raise BadVersion(
-            f"the version has weights of type {_types(offered)}, this server was started for {_types(held)}: start it"
-            " with the flags that weights.quantize needs (docs/guides/speed-and-memory.md)"
+            f"the version has {_types(offered)} weights, this server was started for {_types(held)} ones: start it with"
+            " the flags of the run's weights.quantize (docs/guides/speed-and-memory.md)"
         )
     return bool(offered)
 
 
 def _types(found: set[torch.dtype]) -> str:
-    return ", ".join(str(each).removeprefix("torch.") for each in found) or "its dtype"
+    return ", ".join(str(each).removeprefix("torch.") for each in found) or "unquantised"
 
 
 @torch.no_grad()
@@ -193,8 +193,8 @@ def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     """Let the model's own loaders load tensors of these types and shapes into nothing, and count what they took.
 
     Runs between two steps and puts back every parameter as it was. A tensor may be spread over `ranks`. With `strict`
-    (not where others quantised the model) every element of every parameter must be covered. `BadVersion`: an unknown name,
-    another shape, a missing tensor, or a part of a fused one.
+    (not where others quantised the model) every element of every parameter must be covered. `BadVersion`: an unknown
+    name, another shape, a missing tensor, or a part of a fused one.
     """
     loaded: dict[int, int] = {}
     wanted = _parameters(model)
