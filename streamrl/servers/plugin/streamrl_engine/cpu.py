@@ -34,7 +34,8 @@ def _int8_layer(make: Any, ops: Any) -> Any:
 
     @cache
     def saturates() -> bool:
-        most, scales, found = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64, 1), torch.empty(64, 64)
+        most, scales = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64, 1, dtype=torch.float32)
+        found = torch.empty(64, 64, dtype=torch.float32)
         ops.onednn_scaled_mm(make(most.t(), scales, found.dtype, True, False), most, found, scales, None, None, None)
         return bool((found < 64 * 127 * 127).any())
 
