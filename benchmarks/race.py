@@ -96,13 +96,14 @@ def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ours(seed: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run as `make demo` makes it."""
+def ours(seed: int, steps: int, settings: dict[str, Any], *more: str) -> dict[str, Any]:
+    """One run as `make demo` makes it, with `more` settings of the run file."""
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         run_dir = Path(folder) / "run"
         words = ["up", str(EXAMPLE / "run.yaml"), "--run", str(run_dir), "--screen", "plain"]
         sets = [f"seed={seed}", f"learner.steps={steps}", f"learner.stop_at_accuracy={GOAL}"]
         sets += [f"evaluation.{key}={settings[key]}" for key in ("prompts", "final_prompts") if key in settings]
+        sets += more
         command = [sys.executable, "-m", "streamrl", *words, *(word for one in sets for word in ("--set", one))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
         if done.returncode:
@@ -125,7 +126,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "steps": last["step"],
         "late": last["version"] - reached["version"] if reached else 0,
         "curve": [(line["version"], line["mono"] - began, line["accuracy"]) for line in rounds],
-        **{key: found[key] for key in ("accuracy_after", "learner_idle_fraction", "rollout_idle_fraction")},
+        **{
+            key: found[key]
+            for key in ("accuracy_after", "engine_gap", "learner_idle_fraction", "rollout_idle_fraction")
+        },
         "overlap": found["share_of_tokens_sampled_during_learner_steps"],
     }
 

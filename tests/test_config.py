@@ -59,6 +59,7 @@ def test_wrong_keys_and_values_name_themselves(override, message):
     assert caught.value.exit_code == 78
 
 
+INT8 = ["engine.kind=vllm", "weights.quantize=int8"]
 OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
 
 
@@ -93,6 +94,11 @@ OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
         (["cluster.resources={agent: {gpus: 1}}"], "names no role by agent"),
         (["engine.kind=vllm", "cluster.resources={rollout: {gpus: 1}}"], "name engine instead"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
+        ([*INT8, "engine.kind=hf"], "weights.quantize: engine.kind hf takes no such weights"),
+        ([*INT8, "engine.kind=sglang"], "weights.quantize int8: sglang transposes .* use fp8_block"),
+        ([*INT8, "weights.delta.enabled=true"], "leave out weights.delta"),
+        ([*INT8, "learner.lora={rank: 4, publish: adapter}"], "set learner.lora.publish merged"),
+        ([*INT8, "learner.preset=on_policy"], "weights.quantize: .*base uncorrected ignores that; use decoupled"),
         (["sampling.top_p=0"], "sampling.top_p"),
         (["sampling.stop=['']"], "sampling.stop"),
         (["sampling.min_tokens=257"], "sampling.min_tokens is more than sampling.max_new_tokens"),

@@ -160,6 +160,7 @@ def show(config: RunConfig, run_dir: Path, summary: dict[str, Any], found: Audit
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     groups = " / ".join(str(summary[f"groups_{name}"]) for name in ("admitted", "trained", "dropped", "dead"))
+    gap = summary["engine_gap"]
     sampled = percent(summary["share_of_tokens_sampled_during_learner_steps"])
     return [
         ("held-out accuracy before", _accuracy(summary, "before")),
@@ -171,6 +172,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("rollouts waited", percent(summary["rollout_idle_fraction"])),
         ("tokens sampled during learner steps", sampled),
         ("staleness, mean / max", f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}"),
+        ("engine off the learner's log-probabilities by", "not measured" if gap is None else f"{gap:.4f}"),
         ("samples that span versions", str(summary["samples_spanning_versions"])),
         ("groups admitted / trained / dropped / dead", groups),
         ("responses dead", str(summary["samples_dead"])),

@@ -67,7 +67,7 @@ def show(version: VersionArgument, run: RunOption = None, json: JsonOption = Fal
         if (adapter := manifest.adapter) is not None:
             data["adapter"] = f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
         data["base"] = None if manifest.base is None else manifest.base[1]
-        data["shards"] = [{"file": s.file, "bytes": s.bytes} for s in manifest.shards]
+        data["shards"] = [{"file": s.file, "bytes": s.bytes} for s in manifest.files]
         data["tensors"] = [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in manifest.tensors]
     output.answer("streamrl.weights.show/1", data, _lines(data), json=json)
     if manifest is None and not json:

@@ -194,6 +194,9 @@ class LeaseConfig(Section):
     )
 
 
+Quantize = Literal["fp8_block", "fp8_channel", "int8"]
+
+
 class DeltaConfig(Section):
     """Versions that carry only the changed values (docs/internals/weights.md)."""
 
@@ -211,6 +214,11 @@ class WeightsConfig(Section):
         " http, and broadcast by gloo or NCCL to vLLM and SGLang servers",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type on the way")
+    quantize: Quantize | None = Field(
+        None,
+        description="servers generate with weights and activations of 8 bits, made when a version is published"
+        " (docs/guides/speed-and-memory.md); empty: with weights as they are trained",
+    )
     shard_bytes: Size = Field(256 << 20, description="largest shard file, which is also a bucket of the transports")
     deadline: Duration = Field(120.0, description="longest time to publish or apply a version, and of a decode step")
     delta: DeltaConfig = Field(default_factory=DeltaConfig)
@@ -230,9 +238,11 @@ class WeightsConfig(Section):
         return keys
 
     @model_validator(mode="after")
-    def _check_url(self) -> WeightsConfig:
+    def _check_keys(self) -> WeightsConfig:
         if self.url is not None and self.transport != "http":
             raise ValueError(f"weights.url is for transport http, not {self.transport}")
+        if self.quantize is not None and self.delta.enabled:
+            raise ValueError("weights.quantize makes whole versions: leave out weights.delta")
         return self
 
     @model_validator(mode="after")
@@ -484,6 +494,27 @@ class RunConfig(Section):
             raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
         if kind == "vllm" and lora.rank > 512:
             raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantize(self) -> RunConfig:
+        kind, engine = self.weights.quantize, self.engine.kind
+        if kind is None:
+            return self
+        if engine not in SERVER_KINDS:
+            raise ValueError(f"weights.quantize: engine.kind {engine} takes no such weights; use vllm, or leave it out")
+        if engine == "sglang" and kind != "fp8_block":
+            raise ValueError(
+                f"weights.quantize {kind}: sglang transposes such weights when it starts and takes no second version;"
+                " use fp8_block, or engine.kind vllm"
+            )
+        if self.learner.lora.alone:
+            raise ValueError("weights.quantize: an adapter alone is not quantised; set learner.lora.publish merged")
+        if self.learner.correction.base == "uncorrected":
+            raise ValueError(
+                "weights.quantize: the policy that samples is not the one that is trained, and"
+                " learner.correction.base uncorrected ignores that; use decoupled, which truncates ratios at 2"
+            )
         return self
 
     @model_validator(mode="after")

@@ -123,6 +123,7 @@ def _learnt(stats: StepStats) -> dict[str, Any]:
         "ess": sums.ess,
         "response_ess": sums.response_ess,
         "mean_squared_log_ratio": sums.mean("squared_log_ratio"),
+        "engine_gap": sums.mean("engine_gap") if sums.tokens_0 else None,
         "clip_fraction": sums.mean("clipped"),
         "capped_fraction": sums.mean("capped"),
         "masked_fraction": sums.mean("masked"),

@@ -243,10 +243,10 @@ def model_bytes(config: RunConfig, dtype: str) -> int:
 def shared_memory_copies(config: RunConfig) -> int:
     """Most copies of the weights in /dev/shm at the same time, with all replicas on this host.
 
-    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), and two in
-    the staging folder of each replica that fetches versions or completes deltas.
+    Three where the learner puts its versions (two are kept, or an anchor and its deltas; one is written), half as much
+    again of quantised ones, and two in the staging folder of each replica that fetches versions or completes deltas.
     """
     weights = config.weights
     followers = config.engines or config.rollout.replicas
     staging_folders = followers if weights.pulled or weights.delta.enabled else 0
-    return (0 if weights.transport == "directory" else 3) + 2 * staging_folders
+    return (0 if weights.transport == "directory" else 5 if weights.quantize else 3) + 2 * staging_folders

@@ -358,8 +358,28 @@ def look_at_way(config: RunConfig) -> str:
     weights = config.weights
     if weights.pulled and weights.url is None:
         _bindable(weights.host, weights.port)
-    deltas = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
-    return f"{weights.url or weights.transport}, {weights.dtype}{deltas}"
+    _check_quantize(config)
+    more = f", deltas between every {weights.delta.every}" if weights.delta.enabled else ""
+    more += f", {weights.quantize} for the engines" if weights.quantize else ""
+    return f"{weights.url or weights.transport}, {weights.dtype}{more}"
+
+
+def _check_quantize(config: RunConfig) -> None:
+    kind, engine = config.weights.quantize, config.engine
+    if kind is None:
+        return
+    if kind == "fp8_block" and not engine.url and environments.on_cpu(engine):
+        raise ConfigError(
+            f"weights.quantize fp8_block: {engine.kind} has no kernel for it on a CPU, where this run generates",
+            "use int8 or fp8_channel, with engine.kind vllm",
+        )
+    from transformers import AutoConfig  # takes a second, and other runs do not need it
+
+    described: Any = AutoConfig.from_pretrained(config.model.path).get_text_config()
+    if any("experts" in key and value for key, value in described.to_dict().items()):
+        raise ConfigError(
+            f"weights.quantize: {config.model.path} is a mixture of experts, which is not quantised", "leave it out"
+        )
 
 
 def look_at_stores(config: RunConfig) -> str:

@@ -111,6 +111,7 @@ def summarize(
         "samples_spanning_versions": int(learner.total("samples_spanning_versions")),
         "staleness_max": max(learner.staleness, default=0),
         "staleness_mean": round(staleness / stale_tokens, 4) if stale_tokens else 0.0,
+        "engine_gap": learner.mean("engine_gap"),
         **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
         "samples_dead": int(counts["dead_samples"]),
         **{f"{name}_before": value for name, value in accuracies.before.items() if "_at_" in name},
@@ -211,6 +212,11 @@ class LearnerFigures:
     @property
     def idle_fraction(self) -> float:
         return 1 - length(self.busy) / self.train_seconds if self.train_seconds else 0.0
+
+    def mean(self, key: str) -> float | None:
+        """Over the steps that have it; None where none has."""
+        values = [line[key] for line in self.steps.values() if line.get(key) is not None]
+        return round(sum(values) / len(values), 6) if values else None
 
     def total(self, key: str) -> float:
         return float(sum(line.get(key, 0) for line in self.steps.values()))

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from streamrl.config import Quantize
 from streamrl.config.base import ServerKind
 from streamrl.errors import ConfigError
 from streamrl.http import Call
+from streamrl.weight_sync.quantize import quantization_config
 
 PLUGIN: Final = Path(__file__).parent / "plugin"
 """For the PYTHONPATH of vLLM and SGLang servers."""
@@ -77,6 +79,7 @@ class LaunchProfile:
     cpu_flags: Mapping[str, Any]
     sleep_flags: Mapping[str, Any]
     scoring: Mapping[str, Any]
+    overrides: str  # the flag with what replaces entries of config.json
     environ: Mapping[str, str]
     cpu_environ: Mapping[str, str]
     sleep_environ: Mapping[str, str]
@@ -92,6 +95,11 @@ class LaunchProfile:
         """The flags of a server on the loopback interface, without a key."""
         more = self.cpu_flags if cpu else self.sleep_flags if sleeps else {}
         return {self.model: model, "host": LOOPBACK, "port": port, self.seed: seed, **self.flags, **more}
+
+    def quantised(self, kind: Quantize | None) -> dict[str, Any]:
+        """Flags for weights that come quantised; those of the model's files are not, so none are read."""
+        overrides = {"quantization_config": quantization_config(kind)} if kind else {}
+        return {"load-format": "dummy", self.overrides: overrides} if kind else {}
 
     def environ_for(self, model: str, *, cpu: bool, sleeps: bool, plugin: bool = False) -> dict[str, str]:
         """The variables; with `plugin` also the path of what replaces weights."""
@@ -122,6 +130,7 @@ VLLM: Final = LaunchProfile(
     cpu_flags={"enforce-eager": True, "kv-cache-memory-bytes": 1 << 30},
     sleep_flags={"enable-sleep-mode": True},
     scoring={"runner": "pooling"},
+    overrides="hf-overrides",
     environ={"VLLM_NO_USAGE_STATS": "1"},
     # Bound threads of several servers and of the learner would all run on the same first cores. Some functions are
     # compiled in spite of `enforce-eager`, which takes a compiler and many seconds. Its third process binds threads to
@@ -154,6 +163,7 @@ SGLANG: Final = LaunchProfile(
     cpu_flags={"device": "cpu", "max-total-tokens": 1 << 16},
     sleep_flags={"enable-memory-saver": True, "enable-weights-cpu-backup": True},
     scoring={"is-embedding": True},
+    overrides="json-model-override-args",
     # A look at /health is then only a look: no token is sampled for it.
     environ={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
     cpu_environ={"SGLANG_USE_CPU_ENGINE": "1"},

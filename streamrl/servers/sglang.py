@@ -75,6 +75,7 @@ class SglangDialect(Dialect):
         config, engine = self._config, self._config.engine
         flags: dict[str, Any] = {
             **SGLANG.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=_wants_memory_saver(config)),
+            **SGLANG.quantised(config.weights.quantize),
             "dtype": engine.dtype,
             "context-length": config.model.context,
             "max-running-requests": engine.slots,

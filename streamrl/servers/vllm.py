@@ -71,6 +71,7 @@ class VllmDialect(Dialect):
         engine = self._config.engine
         flags: dict[str, Any] = {
             **VLLM.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=self._sleeps),
+            **VLLM.quantised(self._config.weights.quantize),
             "served-model-name": MODEL,
             "enable-scale-out": True,
             "worker-extension-cls": EXTENSION,

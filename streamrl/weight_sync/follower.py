@@ -244,4 +244,7 @@ class Follower:
             raise WeightsError(f"version {number} came by {manifest.transport}, not by {self._config.transport}")
         if applied is not None and manifest.pair <= applied.pair:
             raise WeightsError(f"version {manifest.pair} is not newer than {applied.pair}, which is applied")
-        return manifest
+        found = manifest.quantised.kind if manifest.quantised else None
+        if found != self._config.quantize:
+            raise WeightsError(f"version {number} has quantize {found}, this run has {self._config.quantize}")
+        return manifest.offered

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from streamrl.config import Quantize
 from streamrl.errors import WeightsError
 
 SCHEMA: Final = 3
@@ -63,6 +64,14 @@ class LanePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall: Annotated[float, msgspec.Meta(gt=0)]  # seconds that one piece may take
 
 
+class Quantised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same weights once more, quantised, in files of their own beside the others (quantize.py)."""
+
+    kind: Quantize
+    shards: list[Shard]
+    tensors: list[TensorEntry]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     v: int = SCHEMA
     run: str
@@ -77,14 +86,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     shards: list[Shard]
     tensors: list[TensorEntry]
     adapter: Adapter | None = None  # the tensors are an adapter alone, by the names of peft
+    quantised: Quantised | None = None  # what servers take in the place of `shards` and `tensors`
 
     def __post_init__(self) -> None:
+        if self.quantised is not None and not self.offered.tensors:  # which keeps these rules too
+            raise ValueError("a quantised version without tensors")
         names = {entry.name for entry in self.tensors}
         if len(names) != len(self.tensors):
             raise ValueError("a tensor is named twice")
         if any(entry.shard >= len(self.shards) for entry in self.tensors):
             raise ValueError("a tensor lies in a shard that the manifest does not list")
-        if len({shard.file for shard in self.shards} - {MANIFEST_FILE}) != len(self.shards):
+        if len({shard.file for shard in self.files} - {MANIFEST_FILE}) != len(self.files):
             raise ValueError("a file is named twice, or like the manifest")
         if any((shard.makes is None) != (self.base is None) for shard in self.shards):
             raise ValueError("a delta without a base or without the checksum of what it makes")
@@ -103,8 +115,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
         return "full" if self.base is None else "delta"
 
     @property
+    def files(self) -> list[Shard]:
+        """All files of the version."""
+        return self.shards if self.quantised is None else self.shards + self.quantised.shards
+
+    @property
+    def offered(self) -> Manifest:
+        """The manifest of what engines take, and only of that: the quantised tensors where there are any."""
+        if self.quantised is None:
+            return self
+        shards, tensors = self.quantised.shards, self.quantised.tensors
+        return msgspec.structs.replace(self, shards=shards, tensors=tensors, quantised=None)
+
+    @property
     def total_bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
+        return sum(shard.bytes for shard in self.files)
 
 
 class _Schema(msgspec.Struct):

@@ -31,6 +31,7 @@ from streamrl.weight_sync.manifest import (
     LanePlace,
     Manifest,
     Pair,
+    Quantised,
     Shard,
     TensorEntry,
     encode,
@@ -38,6 +39,7 @@ from streamrl.weight_sync.manifest import (
     parse_folder,
     versions,
 )
+from streamrl.weight_sync.quantize import quantise_all
 from streamrl.weight_sync.tensors import DTYPE_NAMES, Named, buckets, encode_tensors, is_finite, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -136,7 +138,8 @@ class Publisher:
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            shards, entries = self._write(draft, whole.items() or tensors, None if base is None else last, until)
+            given = whole.items() or tensors
+            shards, entries, quantised = self._write(draft, given, None if base is None else last, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
@@ -150,6 +153,7 @@ class Publisher:
                 shards=shards,
                 tensors=entries,
                 adapter=adapter,
+                quantised=quantised,
             )
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)
@@ -196,10 +200,11 @@ class Publisher:
 
     def _write(
         self, draft: Path, tensors: Iterable[Named], last: Mapping[str, torch.Tensor] | None, until: float
-    ) -> tuple[list[Shard], list[TensorEntry]]:
+    ) -> tuple[list[Shard], list[TensorEntry], Quantised | None]:
         """Write the files of a version; with `last`, what differs from that."""
         shards: list[Shard] = []
         entries: list[TensorEntry] = []
+        quantised = None if self._config.quantize is None else Quantised(self._config.quantize, [], [])
         for bucket in buckets(tensors, self._config.shard_bytes):
             if time.monotonic() > until:
                 raise DeadlineExceeded(
@@ -208,10 +213,14 @@ class Publisher:
                 )
             for name, tensor in bucket:
                 _check_finite(name, tensor)
-                entries.append(TensorEntry(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), len(shards)))
+                entries.append(_entry(name, tensor, len(shards)))
             path = draft / f"{len(shards):05}.safetensors"
+            if quantised is not None:
+                small = list(quantise_all(quantised.kind, bucket))
+                quantised.tensors.extend(_entry(name, tensor, len(shards)) for name, tensor in small)
+                quantised.shards.append(self._full(path.with_name(f"{quantised.kind}-{path.name}"), small))
             shards.append(self._full(path, bucket) if last is None else self._delta(path, bucket, last))
-        return shards, entries
+        return shards, entries, quantised
 
     def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:
         check_room(self._store, sum(tensor.nbytes for _, tensor in bucket) + SLACK_BYTES)
@@ -302,6 +311,10 @@ def _changed(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -
     """Values that differ; None when there is no delta from one to the other."""
     heads = [[(name, tensor.shape, tensor.dtype) for name, tensor in each.items()] for each in (old, new)]
     return sum(delta.changed(old[name], new[name]) for name in new) if heads[0] == heads[1] else None
+
+
+def _entry(name: str, tensor: torch.Tensor, shard: int) -> TensorEntry:
+    return TensorEntry(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), shard)
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class WeightServer:
             return
         root, store = self._stored
         try:
-            for file in [*(shard.file for shard in manifest.shards), MANIFEST_FILE]:
+            for file in [*(shard.file for shard in manifest.files), MANIFEST_FILE]:
                 store.put(root / manifest.folder / file, f"{manifest.folder}/{file}")
             self._copied.add(manifest.folder)
             for name in store.names():
@@ -82,7 +82,7 @@ class WeightServer:
     def announce(self, manifest: Manifest) -> None:
         """Say, once, that the files of a version are there under their final names; returns at once."""
         if self._lane is not None:
-            self._lane.announce(manifest)
+            self._lane.announce(manifest.offered)
 
 
 @contextlib.asynccontextmanager

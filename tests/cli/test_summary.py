@@ -39,6 +39,7 @@ KEYS = [
     "samples_spanning_versions",
     "staleness_max",
     "staleness_mean",
+    "engine_gap",
     "groups_admitted",
     "groups_trained",
     "groups_dropped",
@@ -80,8 +81,10 @@ def run_dir(tmp_path: Path) -> Path:
     write(
         tmp_path / "metrics" / "learner.0.jsonl",
         [
-            step(1, [[2.0, 3.0], [10.0, 14.0]], mono=14.0, step_seconds=4.0),  # what is before is loading, no training
-            step(2, [[15.0, 16.0], [17.0, 20.0]], staleness={"1": 500, "2": 500}),
+            step(
+                1, [[2.0, 3.0], [10.0, 14.0]], mono=14.0, step_seconds=4.0, engine_gap=0.03
+            ),  # what is before is loading, no training
+            step(2, [[15.0, 16.0], [17.0, 20.0]], staleness={"1": 500, "2": 500}, engine_gap=None),
         ],
     )
     ticks = [[10 + 0.05 * n, 10] for n in range(1, 201)]
@@ -121,6 +124,7 @@ def test_the_summary_by_hand(run_dir: Path):
         "samples_spanning_versions": 6,
         "staleness_max": 2,
         "staleness_mean": 0.95,  # (400 + 500 + 1000) / 2000
+        "engine_gap": 0.03,  # of the one step that had tokens of the newest version
         "groups_admitted": 30,
         "groups_trained": 8,
         "groups_dropped": 1,

@@ -173,3 +173,29 @@ def test_the_way_of_the_weights(unused_port: int):
 def test_copies_in_shared_memory(transport: str, deltas: bool, replicas: int, copies: int):
     weights = {"transport": transport, "delta": {"enabled": deltas}}
     assert shared_memory_copies(config(weights=weights, rollout={"replicas": replicas})) == copies
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantize", "there"),
+    [
+        ("vllm", "int8", True),
+        ("vllm", "fp8_channel", True),
+        ("vllm", "fp8_block", False),
+        ("sglang", "fp8_block", False),
+    ],
+)
+def test_quantised_rollouts_are_for_what_the_engine_can_do_there(kind, quantize, there, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    asked = config(engine={"kind": kind}, weights={"quantize": quantize}, model={"path": str(tmp_path)})
+    if there:
+        assert look_at_way(asked) == f"shm, float32, {quantize} for the engines"
+    else:
+        with pytest.raises(ConfigError, match=f"{kind} has no kernel for it on a CPU"):
+            look_at_way(asked)
+    assert shared_memory_copies(asked) == 5
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
+    assert f"{quantize} for the engines" in look_at_way(asked)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        look_at_way(asked)

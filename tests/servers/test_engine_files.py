@@ -117,7 +117,8 @@ def server(tmp_path: Path) -> Iterator[tuple[type[Served], str]]:
         {"file": f.name, "bytes": f.stat().st_size, "checksum": xxhash.xxh3_128_hexdigest(f.read_bytes())}
         for f in sorted(tmp_path.iterdir())
     ]
-    (tmp_path / "manifest.json").write_text(json.dumps({"base": None, "shards": shards}))
+    manifest = {"base": None, "shards": shards[:-1], "quantised": {"kind": "int8", "shards": shards[-1:]}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     kind = type("Kind", (Served,), {"asked": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=str(tmp_path))) as one:
         thread = threading.Thread(target=one.serve_forever, args=(0.01,))

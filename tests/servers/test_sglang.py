@@ -406,6 +406,9 @@ def test_an_accelerator_gets_none_of_that(environment, tmp_path, monkeypatch):
     assert "sglang_cpu" not in launch.environ["PYTHONPATH"]
     assert "OMP_NUM_THREADS" not in launch.environ
     assert "--enable-memory-saver" not in flags(dialect(engine=engine).launch(model="hub/name", port=1, seed=9))
+    blocks = flags(dialect(engine=engine, weights={"quantize": "fp8_block"}).launch(model="hub/name", port=1, seed=9))
+    assert blocks["--load-format"] == "dummy"
+    assert '"weight_block_size": [128, 128]' in blocks["--json-model-override-args"]
 
 
 def test_flags_of_the_user_win(environment):

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import RunConfig
+from streamrl.config import Quantize, RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import BadAnswer
@@ -25,6 +25,7 @@ from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
 from streamrl.servers.vllm import VllmDialect
 from streamrl.weight_sync.manifest import LanePlace
+from streamrl.weight_sync.quantize import quantization_config
 from streamrl.weight_sync.tensors import Version
 
 FIRST = orjson.loads(
@@ -427,6 +428,16 @@ def test_a_server_of_our_own_on_a_cpu(environment: Path, monkeypatch: pytest.Mon
     assert launch.environ["PYTHONPATH"] == f"{PLUGIN}{os.pathsep}/mine"
     assert launch.environ["VLLM_SERVER_DEV_MODE"] == "1"
     assert launch.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_server_for_quantised_versions_reads_no_others(environment: Path) -> None:
+    engine = {"kind": "vllm", "environment": str(environment), "device": "cpu"}
+    for kind in get_args(Quantize):
+        flags = flags_of(dialect(engine=engine, weights={"quantize": kind}).launch(model="/m", port=1, seed=0).argv)
+        assert flags["load-format"] == "dummy"
+        assert orjson.loads(flags["hf-overrides"]) == {"quantization_config": quantization_config(kind)}
+    plain = dialect(engine=engine).launch(model="/m", port=1, seed=0)
+    assert not {"load-format", "hf-overrides"} & set(flags_of(plain.argv))
 
 
 @pytest.mark.parametrize("engine", [{}, {"flags": {"logprobs-mode": "raw_logprobs"}}, {"url": ["http://x"]}])

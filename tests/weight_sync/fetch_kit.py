@@ -40,7 +40,7 @@ class Learner:
 @contextlib.asynccontextmanager
 async def open_learner(config, run_dir):
     root = Publisher(config, "r", run_dir).root
-    async with open_server(RunConfig(name="r", weights=config), run_dir, root) as server:
+    async with open_server(RunConfig(name="r", weights=config, engine={"kind": "vllm"}), run_dir, root) as server:
         learner = Learner(config, run_dir, server)
         try:
             yield learner

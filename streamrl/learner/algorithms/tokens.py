@@ -143,6 +143,7 @@ class TokenSums(Sums):
         response_weight: sum over responses of the product of their w.
         response_weight_squared: sum over responses of its square.
         squared_log_ratio: sum of (log w)^2.
+        engine_gap: sum of |log w| of the measured tokens of staleness 0: engine and learner had the same weights.
         clipped: tokens on which the trust region of the loss acted.
         capped: tokens whose weight a gate cut.
         masked: tokens that a gate dropped.
@@ -163,6 +164,7 @@ class TokenSums(Sums):
     response_weight: float = 0.0
     response_weight_squared: float = 0.0
     squared_log_ratio: float = 0.0
+    engine_gap: float = 0.0
     clipped: float = 0.0
     capped: float = 0.0
     masked: float = 0.0
@@ -185,7 +187,12 @@ class TokenSums(Sums):
     masked_8_15: float = 0.0
     masked_16: float = 0.0
     _WIDTH: ClassVar[str] = "measured"
-    _WIDTHS: ClassVar[Mapping[str, str]] = {"loss": "tokens", "age": "tokens", "kl_reference": "kl_tokens"}
+    _WIDTHS: ClassVar[Mapping[str, str]] = {
+        "loss": "tokens",
+        "age": "tokens",
+        "engine_gap": "tokens_0",
+        "kl_reference": "kl_tokens",
+    }
 
     def __add__(self, other: TokenSums) -> TokenSums:
         """Sums over both."""
@@ -260,6 +267,7 @@ def token_sums(
         "weight": measured * weight,
         "weight_squared": measured * weight * weight,
         "squared_log_ratio": measured * wide * wide,
+        "engine_gap": measured * (ages == 0) * wide.abs(),
         "clipped": measured * clipped,
         "capped": measured * cut,
         "masked": measured * masked,

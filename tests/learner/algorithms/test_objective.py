@@ -73,6 +73,7 @@ def test_by_hand():
     assert sums.weight == sums.response_weight == pytest.approx(sum(w))
     assert sums.ess == sums.response_ess == pytest.approx(sum(w) ** 2 / (4 * sum(x * x for x in w)))
     assert sums.mean("squared_log_ratio") == pytest.approx(sum(ln(x) ** 2 for x in w) / 4)
+    assert sums.mean("engine_gap") == pytest.approx(sum(abs(ln(x)) for x in w) / 4)
     assert sums.mean("kl_k1") == pytest.approx(-sum(ln(x) for x in w) / 4)
     assert sums.mean("kl_k3") == pytest.approx(sum(x - 1 - ln(x) for x in w) / 4)
 

@@ -252,7 +252,8 @@ def _announced(url: str) -> dict[str, tuple[int, str]]:
             manifest = json.load(answer)
         if manifest["base"] is not None:
             raise BadVersion(f"{url} is a delta, which only a replica on this server's own host can put together")
-        return {shard["file"]: (shard["bytes"], shard["checksum"]) for shard in manifest["shards"]}
+        quantised = (manifest.get("quantised") or {"shards": []})["shards"]
+        return {shard["file"]: (shard["bytes"], shard["checksum"]) for shard in [*manifest["shards"], *quantised]}
     except (OSError, ValueError, KeyError) as error:
         raise BadVersion(f"{url}/manifest.json cannot be read: {error}") from error
 

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, restore_layer_on_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from .files import BadVersion, Head, Landing, Opened, Source, gathered, torch_dtype
 
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 BUSY = "busy"
 """The files are on their way: the client asks again."""
 Table = Mapping[str, Head]
+_SMALL = {torch.int8, torch.float8_e4m3fn}
 
 
 @dataclass
@@ -93,9 +95,9 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
         local = self._landing.bring(Source(**source), _everyone)
         opened = Opened(local)
         if local.structure != self._rehearsed:
-            quantised = self.vllm_config.quant_config is not None
-            ranks = self.parallel_config.tensor_parallel_size
-            rehearse(self.model, opened.heads(), ranks, strict=not quantised)
+            heads, ranks = opened.heads(), self.parallel_config.tensor_parallel_size
+            ours = check_types(self.model, heads)
+            rehearse(self.model, heads, ranks, strict=ours or self.vllm_config.quant_config is None)
             self._rehearsed = local.structure
         self._checked, self._local, self._opened = source, local, opened
 
@@ -120,9 +122,10 @@ class StreamrlEngine(WeightTransferEngine[Init, Update]):
     def _load(self, source: Mapping[str, Any]) -> None:
         if source != self._checked or self._opened is None:
             raise BadVersion("this version is not the one that was checked last")
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(self._opened.tensors())
-        finalize_layerwise_reload(self.model, self.model_config)
+        with set_default_torch_dtype(self.model_config.dtype):  # oneDNN's int8 layers are made for it
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(self._opened.tensors())
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack(self.model)
         else:
@@ -163,13 +166,33 @@ class WorkerExt:
             return str(self.weight_transfer_engine.check(source))
 
 
+def check_types(model: Any, heads: Table) -> bool:
+    """Whether the version is quantised by us; `BadVersion` when the model is not made for that, or for something else.
+
+    A loader would cast what has the right shape.
+    """
+    layers = [get_layerwise_info(layer).restore_metadata[0] for layer in model.modules()]
+    held = {tensor.dtype for params in layers for tensor in params.values()} & _SMALL
+    offered = {torch_dtype(head.dtype) for head in heads.values()} & _SMALL
+    if offered != held:
+        raise BadVersion(
+            f"the version has {_types(offered)} weights, this server was started for {_types(held)} ones: start it with"
+            " the flags of the run's weights.quantize (docs/guides/speed-and-memory.md)"
+        )
+    return bool(offered)
+
+
+def _types(found: set[torch.dtype]) -> str:
+    return ", ".join(str(each).removeprefix("torch.") for each in found) or "unquantised"
+
+
 @torch.no_grad()
 def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     """Let the model's own loaders load tensors of these types and shapes into nothing, and count what they took.
 
     Runs between two steps and puts back every parameter as it was. A tensor may be spread over `ranks`. With `strict`
-    (models without quantisation) every element of every parameter must be covered. `BadVersion`: an unknown name,
-    another shape, a missing tensor, or a part of a fused one.
+    (not where others quantised the model) every element of every parameter must be covered. `BadVersion`: an unknown
+    name, another shape, a missing tensor, or a part of a fused one.
     """
     loaded: dict[int, int] = {}
     wanted = _parameters(model)
@@ -195,8 +218,8 @@ def _parameters(model: torch.nn.Module) -> list[tuple[list[str], list[tuple[int,
     for prefix, layer in model.named_modules():
         params, _ = get_layer_params_buffers(layer)
         blank, _ = get_layerwise_info(layer).restore_metadata
-        for name, param in params.items():
-            size = blank[name].numel() if name in blank else param.numel()
+        for name, template in blank.items():  # what was derived from the weights is not here
+            param, size = params.get(name, template), template.numel()
             if size <= 1:
                 continue  # filled, not copied, by vLLM's loaders
             if hasattr(layer, "num_embeddings_padded"):
@@ -215,7 +238,9 @@ def _on_nothing(model: torch.nn.Module, loaded: dict[int, int], ranks: int) -> I
     try:
         for layer in model.modules():
             transient = set(layer._non_persistent_buffers_set)  # noqa: SLF001 - as vLLM's own reload does
-            before.append((layer, get_layer_params_buffers(layer), transient))
+            # A weight that oneDNN has packed is None, and has to be that again.
+            tensors = dict(layer._parameters), get_layer_params_buffers(layer)[1]  # noqa: SLF001
+            before.append((layer, tensors, transient))
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for name, tensor in get_layer_tensors(layer).items():
                 original = getattr(tensor, "weight_loader", None)
