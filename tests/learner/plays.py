@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, lay_out, make_batch, run_config
+from tiny_policy import count_tokens, lay_out, make_batch, run_config, untried
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
-from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, sizes
+from streamrl.learner.batch import TrainSample, sizes
 from streamrl.learner.checkpoint import Checkpoints, Meta
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
@@ -58,12 +58,8 @@ def rows(model: Path, out: Path, ranks: Ranks) -> None:
 def loading(model: Path, out: Path, ranks: Ranks) -> None:
     """Most bytes of its own that a rank takes while it loads a frozen model; pages of the files are not its own.
 
-    Of the twenty passes with which a start tries its layouts of rows it makes two: each gathers one layer after another.
+    Of the twenty passes of a start it makes two: each gathers one layer after another.
     """
-
-    def one_pass(limits: RowLimits, states: Callable[[Microbatch], object], **_: object) -> RowLimits:
-        states(dummy())
-        return limits
 
     def own() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -77,7 +73,7 @@ def loading(model: Path, out: Path, ranks: Ranks) -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    with mock.patch("streamrl.learner.sharding.checked", one_pass):
+    with mock.patch("streamrl.learner.sharding.checked", untried):
         Frozen(run_config(model, ranks=ranks.world, reference={"kind": "frozen"}), ranks)
     done.set()
     watching.join()
