@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,16 +17,26 @@ from tests.durations import pytest_terminal_summary  # noqa: F401  (hook)
 from tests.redis_kit import ForeignRedis, RedisRun
 from tests.skipped import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
+gc.disable()  # until all is collected: imports and tests make no garbage worth a look, and each look takes longer
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
     """With `--dist loadscope` a scope is a server."""
     return ByServer(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are asked for, a file that has none need not be imported: most have none."""
+    if "slow or engines" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    return None if re.search(r"\b(slow|engines)\b", collection_path.read_text()) else True
+
+
 def pytest_collection_finish() -> None:
     """What five thousand collected tests and torch are made of is no garbage: each collection need not look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import functools
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,7 +44,9 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 BLOWS = int(os.environ.get("CHAOS_BLOWS", "12"))
 
 
-def write_run(folder: Path, cache: Path, reward: str, poison: dict[int, str], **sections: dict[str, Any]) -> Path:
+def write_run(
+    folder: Path, cache: Path, reward: str, poison: dict[int, str], ranks: int = 2, **sections: dict[str, Any]
+) -> Path:
     """A run whose prompts at these places have their poison."""
     prompts = [json.loads(line) for line in (cache / "train.jsonl").read_text().splitlines()]
     lines = [row | ({"poison": poison[place]} if place in poison else {}) for place, row in enumerate(prompts)]
@@ -55,7 +56,7 @@ def write_run(folder: Path, cache: Path, reward: str, poison: dict[int, str], **
     config["data"] |= {"train": "train.jsonl", "held_out": str(cache / "held_out.jsonl"), "shuffle": False}
     config["sampling"] |= {"group_size": 4}
     config["rewards"] = [{"use": f"poisoned_reward:{reward}", "name": "poisoned"}]
-    config["learner"] |= {"ranks": 2, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
+    config["learner"] |= {"ranks": ranks, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
     config["learner"] |= {"collective_deadline": 30}
     config["redis"] = {**config.get("redis", {}), "patience": 20}
     config["checkpoint"] = {"every": 2}
@@ -223,7 +224,8 @@ def check_turns(run_dir: Path, archived: list) -> list[wire.Sample]:
     for sample in flat:
         told = 0
         for turn in [turn for turn in sample.turns if turn.role == "tool"]:
-            texts = re.findall(r"<\|tool\|>([^<]*)", tokenizer.decode(turn.observed_ids, special=True))
+            ids = turn.observed_ids  # an answer that quotes `<|tool|>` has its letters, and not the token
+            texts = [tokenizer.decode(part) for part in np.split(ids, np.flatnonzero(ids == ids[0])[1:])]
             told += sum(int(text) for text, use in zip(texts, turn.tools, strict=True) if use.outcome == "ok")
         if sample.stop == "completed":  # or else a tool ran after the last turn
             assert told == sample.score.value

@@ -58,9 +58,13 @@ async def test_temperature_0_is_greedy_beside_requests_that_draw(bench: Bench):
     bench.judge(tokens, drawn)
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 320, "top_p": 0.4}, {"top_k": 320, "min_p": 0.6}])
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 320, "top_p": 0.4}, {"top_k": 320, "min_p": 0.8}])
 async def test_log_probabilities_are_those_of_the_cut_distribution(bench: Bench, cut: dict[str, Any]):
-    """SGLang tells them with a `top_k` alone; here that may be the whole vocabulary."""
+    """SGLang tells them with a `top_k` alone; here that may be the whole vocabulary.
+
+    Of these weights `min_p` 0.8 leaves about three tokens, with room between them; at 0.6 those at the border are so
+    dense that rounding moves it by more of them than the judge allows, once in some hundred responses.
+    """
     tokens = prompt(11)
     done = await asyncio.gather(
         *(bench.generate(tokens, 24, temperature=1.5, affinity="group", **cut) for _ in range(4)),
