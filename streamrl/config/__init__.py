@@ -472,9 +472,11 @@ class RunConfig(Section):
         lora, kind = self.learner.lora, self.engine.kind
         if not lora.alone:
             return self
+        if kind not in SERVER_KINDS:
+            raise ValueError(f"learner.lora.publish adapter: engine.kind {kind} loads no adapters; set publish: merged")
         if self.weights.delta.enabled:
             raise ValueError("learner.lora.publish adapter: such versions are small; weights.delta is for merged ones")
-        if kind in SERVER_KINDS and lora.dora:
+        if lora.dora:
             raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
         if kind == "vllm" and lora.rank > 512:
             raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")

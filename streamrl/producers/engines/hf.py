@@ -138,8 +138,7 @@ class HfEngine(Generator):
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
         weights. Requests that begin later see nothing that older weights computed. The present version again does
-        nothing. Cancelling the call does not stop an update that has begun. A version that is an adapter
-        (`Version.adapter`) changes the weights that the engine began with.
+        nothing. Cancelling the call does not stop an update that has begun.
 
         WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
