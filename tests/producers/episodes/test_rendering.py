@@ -424,11 +424,6 @@ def test_the_first_difference_is_told_with_the_text_around_it():
     assert probe.first_difference(ours, ours[:-1]).endswith("rendered its end")
 
 
-def test_the_probe_compares_a_renderer_with_the_chat_template():
-    said = examine_chat(make_tokenizer(kit.STRIPS_THINKING), KNOWN).why
-    assert re.search(r"servers use, differs from .*: token \d+: recorded .*# Tool.*, rendered .*<tools", said)
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
