@@ -170,6 +170,7 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("learner.share_prompts=false", "share_prompts is gone: leave it out"),
         ("learner.correction.gates=[{use: m2po, args: {over: step}}]", "over of m2po is gone: leave it out"),
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
+        ("episode.agent={command: [a], keep: used}", "keep is gone, .*leave it out, and mark"),
         ("weights.relay=false", "relay is gone: leave it out, and set url"),
         ("weights.url=s3://bucket", "weights.url is for transport http, not shm"),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),
