@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -254,7 +255,12 @@ class HfEngine(Generator):
                 self._fail(error)
                 raise _death(error) from error
 
-        return await asyncio.shield(self._loop.create_task(result()))
+        task = self._loop.create_task(result())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(_log_failure, work.__name__))
+            raise
 
     def _fail(self, cause: BaseException) -> None:
         """Mark the engine as dead; the first cause counts."""
@@ -296,6 +302,12 @@ class HfEngine(Generator):
             logger.warning("engine closed after its death")
         self._decoder.stop()
         return ended
+
+
+def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
+    """Say how a control failed whose caller has left."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 
 
 def _death(failure: BaseException) -> Unreachable:
