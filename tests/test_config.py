@@ -171,6 +171,8 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("learner.correction.gates=[{use: m2po, args: {over: step}}]", "over of m2po is gone: leave it out"),
         ("engine.decode=continuous", "decode is gone, there is one decode loop: leave it out, or use kind vllm"),
         ("episode.agent={command: [a], keep: used}", "keep is gone, .*leave it out, and mark"),
+        ("reward_models.critic={model: m, wake_at: 3}", "wake_at is gone, .*leave it out"),
+        ("reward_models.critic={model: m, sleep: true}", "critic.sleep is for rollout.placement colocated"),
         ("weights.relay=false", "relay is gone: leave it out, and set url"),
         ("weights.url=s3://bucket", "weights.url is for transport http, not shm"),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),

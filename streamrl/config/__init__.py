@@ -431,6 +431,12 @@ class RunConfig(Section):
             raise ValueError("cluster.resources.rollout asks for GPUs, and role engine generates: name engine instead")
         if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
+        sleeping = [name for name, model in self.reward_models.items() if model.sleep]
+        if sleeping and self.rollout.placement != "colocated":
+            raise ValueError(
+                f"reward_models.{sleeping[0]}.sleep is for rollout.placement colocated: servers no longer sleep without"
+                " work, so leave it out"
+            )
         return self
 
     def untold(self, draw: DrawConfig) -> tuple[str, str]:
