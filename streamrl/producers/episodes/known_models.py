@@ -47,17 +47,10 @@ def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
 
 
-def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> probe.Findings:
-    """Probe how episodes extend the chats of a model; `why` says all of it in words. Errors as `renderer_of`."""
-
-    def decode(ids: Ids) -> str:
-        return tokenizer.decode(ids, special=True)
-
-    findings = probe.examine(renderer_of(tokenizer, tool_format), decode)
-    said = ["prefix-stable" if findings.stable else "not prefix-stable, so episodes fork"]
-    if findings.why:
-        said.append(findings.why)
-    return probe.Findings(findings.stable, "; ".join(said))
+def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> str:
+    """Whether episodes extend the chats of a model, in words. Errors as `renderer_of`."""
+    why = probe.examine(renderer_of(tokenizer, tool_format))
+    return f"not prefix-stable, so episodes fork: {why}" if why else "prefix-stable"
 
 
 def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:
