@@ -76,7 +76,6 @@ class HfEngine(Generator):
         await self._run(LOAD_SECONDS, self._build)
         self._looked_at = self._loop.time()
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
-        self._watcher.add_done_callback(self._watched)
 
     async def close(self) -> None:
         """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
@@ -213,11 +212,6 @@ class HfEngine(Generator):
                 self._fail_open(_death(self._failure))
                 return
             await asyncio.sleep(WATCH_SECONDS)
-
-    def _watched(self, watcher: asyncio.Task[None]) -> None:
-        if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._fail(error)
-            self._fail_open(_death(error))
 
     def _look(self) -> None:
         """Record a decode loop that is dead, or that has a step to make and makes none for too long."""
