@@ -447,6 +447,12 @@ class RunConfig(Section):
             raise ValueError("cluster.resources.rollout asks for GPUs, and role engine generates: name engine instead")
         if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
+        sleeping = [name for name, model in self.reward_models.items() if model.sleep]
+        if sleeping and self.rollout.placement != "colocated":
+            raise ValueError(
+                f"reward_models.{sleeping[0]}.sleep is for rollout.placement colocated: servers no longer sleep without"
+                " work, so leave it out"
+            )
         return self
 
     def untold(self, draw: DrawConfig) -> tuple[str, str]:
@@ -488,9 +494,11 @@ class RunConfig(Section):
         lora, kind = self.learner.lora, self.engine.kind
         if not lora.alone:
             return self
+        if kind not in SERVER_KINDS:
+            raise ValueError(f"learner.lora.publish adapter: engine.kind {kind} loads no adapters; set publish: merged")
         if self.weights.delta.enabled:
             raise ValueError("learner.lora.publish adapter: such versions are small; weights.delta is for merged ones")
-        if kind in SERVER_KINDS and lora.dora:
+        if lora.dora:
             raise ValueError(f"learner.lora.publish adapter: {kind} loads no DoRA adapters; set publish: merged")
         if kind == "vllm" and lora.rank > 512:
             raise ValueError("learner.lora.publish adapter: vllm loads ranks up to 512; set publish: merged")

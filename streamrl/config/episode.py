@@ -47,11 +47,6 @@ class AgentConfig(Section):
     directory: Path | None = Field(None, description="working directory; empty: a new one for each sample")
     variables: dict[str, str] = Field(default_factory=dict, description="environment variables besides our own")
     answer: bool = Field(False, description="the agent's task holds the answer of the data set, too")
-    keep: Literal["all", "used"] = Field(
-        "all",
-        description="replies that are trained; used: not those that a later one to the same messages replaced, and not"
-        " those to calls without tools beside calls with tools (titles, but planners and critics, too)",
-    )
     ignore: tuple[str, ...] = Field(
         ("strict",),
         description="options of calls that are ignored instead of refused, by name; many packages set `strict` by"
@@ -75,13 +70,18 @@ class AgentConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_remote(cls, values: object) -> object:
+    def _refuse_old_keys(cls, values: object) -> object:
         """Keys of an earlier version; runs that were saved with their defaults can be looked at."""
         if not isinstance(values, dict):
             return values
         if any(values.get(name) for name in _GONE):
             raise ValueError("programs no longer fetch tasks: use `agent: {command: [ssh, HOST, PROGRAM]}`")
-        return {name: value for name, value in values.items() if name not in _GONE}
+        if values.get("keep", "all") != "all":
+            raise ValueError(
+                "keep is gone, all replies that an agent got are trained: leave it out, and mark calls for titles and"
+                " summaries with the header `X-Streamrl-Auxiliary: 1`"
+            )
+        return {name: value for name, value in values.items() if name not in {*_GONE, "keep"}}
 
     @model_validator(mode="after")
     def _check_failed(self) -> AgentConfig:

@@ -120,15 +120,25 @@ class RewardModelConfig(Section):
     concurrency: Positive = Field(64, description="requests in flight at one server, from one worker")
     requests_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
     tokens_per_minute: Positive | None = Field(None, description="of all workers together; empty: no limit")
-    sleep: bool = Field(False, description="servers that streamrl starts sleep while there is nothing to score")
-    wake_at: Positive = Field(32, description="samples without a score that wake them")
-    wake_after: Duration = Field(5.0, description="longest time that fewer samples let them sleep on")
+    sleep: bool = Field(
+        False, description="colocated: servers that streamrl starts leave the devices while the learner has its turn"
+    )
     max_answer: Size = Field(8 << 20, description="largest answer that is read")
 
     @property
     def managed(self) -> bool:
         """Whether streamrl starts the servers."""
         return not self.url
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_wakes(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        old = {"wake_at": 32, "wake_after": 5.0}  # a saved configuration names every key
+        if changed := [name for name, usual in old.items() if values.get(name, usual) != usual]:
+            raise ValueError(f"{changed[0]} is gone, servers no longer sleep without work: leave it out")
+        return {name: value for name, value in values.items() if name not in old}
 
     @model_validator(mode="after")
     def _check(self) -> RewardModelConfig:

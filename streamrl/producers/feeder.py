@@ -22,7 +22,7 @@ from streamrl.errors import unwrapped
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, DropGuard, SameFailureGuard, VersionWatcher
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
-from streamrl.producers.tokenizer import Tokenizer, check_tokenizer, vocabulary_of
+from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
 
@@ -41,7 +41,7 @@ async def run_feeder(role: Role) -> None:
     A restart, also after kill -9, continues at the cursor in Redis. Groups in flight need no feeder.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, or is another model's.
+        ConfigError: the tokenizer cannot be loaded.
         DataError: a prompt file is missing or has a line that cannot be used.
         Refused: the run holds groups of other data, another seed or another group size; or `max_dead` dead letters; or
             all responses fail with the same error.
@@ -49,7 +49,6 @@ async def run_feeder(role: Role) -> None:
     """
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
-    await asyncio.to_thread(check_tokenizer, tokenizer, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
     limits = PromptLimits.of(config, vocabulary)
     data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)

@@ -115,28 +115,6 @@ class Tokenizer:
         return [{"role": "system", "content": prompt}, *messages]
 
 
-def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Check that the configured tokenizer gives the ids of the model's own; `ConfigError` when not. Slow.
-
-    That ids lie within the vocabulary proves nothing: a model reads those of another tokenizer as other words.
-    """
-    if config.tokenizer is None or config.tokenizer == config.path:
-        return
-    from streamrl.servers.dialect import PROBE  # with an HTTP client, which few need here
-
-    try:
-        own = Tokenizer.load(config.model_copy(update={"tokenizer": None}))
-    except ConfigError:
-        return  # a model without a tokenizer of its own
-    ours, theirs = tokenizer.plain_ids(PROBE), own.plain_ids(PROBE)
-    if theirs and ours != theirs:  # transformers makes an empty one where there is none
-        raise ConfigError(
-            f"model.tokenizer {config.tokenizer} is another model's: it writes {PROBE!r} as {ours}, the tokenizer of"
-            f" model.path {config.path} as {theirs}",
-            "leave model.tokenizer out, or name the one that the model was trained with",
-        )
-
-
 def vocabulary_of(config: ModelConfig) -> int | None:
     """Return how many token ids the model knows, from its configuration alone; None when that does not say."""
     from transformers import AutoConfig

@@ -135,10 +135,9 @@ class LearnerDevices:
 
 
 class EngineDevices:
-    """An engine's side: moves it off the devices when the learner asks or it is not `wanted`, and back afterwards.
+    """An engine's side: moves it off the devices when the learner asks, and back afterwards.
 
-    Repeats of `wake` and `sleep` do nothing. `lock` is None where the learner does not share the devices; `wanted` is
-    None where the engine always is.
+    Repeats of `wake` and `sleep` do nothing. `lock` is None where the learner does not share the devices.
     """
 
     def __init__(
@@ -148,11 +147,9 @@ class EngineDevices:
         *,
         wake: Callable[[], Awaitable[None]],
         sleep: Callable[[], Awaitable[None]],
-        wanted: Callable[[], bool] | None = None,
     ) -> None:
         self._lock, self._name = lock, name
-        self._wake, self._sleep, self._wanted = wake, sleep, wanted or (lambda: True)
-        self._moves = lock is not None or wanted is not None
+        self._wake, self._sleep = wake, sleep
 
     @asynccontextmanager
     async def engine(
@@ -184,10 +181,9 @@ class EngineDevices:
         caller ends the engine and then calls `DeviceLock.leave`.
         """
         awake = True
-        while self._moves:
+        while self._lock is not None:
             if awake:
-                granted = self._lock is None or await self._lock.use(self._name, on_devices=True)
-                if not (granted and self._wanted()):
+                if not await self._lock.use(self._name, on_devices=True):
                     await self._renewing(self._sleep)
                     awake = False
                     await self._leave()
@@ -198,7 +194,7 @@ class EngineDevices:
 
     async def _may_come(self) -> bool:
         lock = self._lock
-        return self._wanted() and (lock is None or (lock.settled and await lock.use(self._name, on_devices=False)))
+        return lock is None or (lock.settled and await lock.use(self._name, on_devices=False))
 
     async def _leave(self) -> None:
         if self._lock is not None:

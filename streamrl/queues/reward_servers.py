@@ -14,7 +14,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from streamrl.config.rewards import REWARD_MODEL_ROLE
-from streamrl.queues.keys import Keys
 from streamrl.queues.ledgers import Ledgers
 from streamrl.queues.replies import pairs, text
 
@@ -35,7 +34,7 @@ class RewardServer:
 class RewardServers:
     def __init__(self, ledgers: Ledgers) -> None:
         self._connection = ledgers.connection
-        self._train, self._held_out = ledgers.train.keys, ledgers.evaluation.keys
+        self._train = ledgers.train.keys
         self._roles = ledgers.roles
 
     async def present(self, model: str, configured: Sequence[str] = ()) -> list[RewardServer]:
@@ -73,18 +72,6 @@ class RewardServers:
         """Servers that people added (True) or removed. Old runs have numbers behind the signs, and a counter `#`."""
         fields = pairs(await self._connection.read("HGETALL", self._train.reward_servers(model)))
         return {text(name): sign[:1] == b"+" for name, sign in fields.items() if sign[:1] in {b"+", b"-"}}
-
-    async def waiting(self, group: int, held_out: int) -> int:
-        """Samples of the run without a score, training and held-out, leased ones included.
-
-        `group` and `held_out` are the group sizes: an entry of `rollouts` is a group while groups are scored whole.
-        """
-
-        async def of(keys: Keys, size: int) -> int:
-            entries: int = await self._connection.read("XLEN", keys.rollouts)
-            return entries * (size if entries and await self._connection.read("HEXISTS", keys.state, "whole") else 1)
-
-        return sum(await asyncio.gather(of(self._train, group), of(self._held_out, held_out)))
 
 
 def _reachable(url: str, host: str) -> bool:

@@ -195,9 +195,9 @@ def look_at_episode(config: RunConfig) -> str:
     episode = episode_of(config)
     if isinstance(episode, ToolEpisode):
         asyncio.run(episode.open())
-    findings = examine_chat(Tokenizer.load(config.model), config.episode.tool_format)
+    chats = examine_chat(Tokenizer.load(config.model), config.episode.tool_format)
     _check_context(config.model)
-    return f"{config.episode.kind}: {type(episode).__name__}, chats are {findings.why}"
+    return f"{config.episode.kind}: {type(episode).__name__}, chats are {chats}"
 
 
 def _check_context(model: ModelConfig) -> None:

@@ -13,14 +13,11 @@ import numpy as np
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import BadAnswer, HttpClient, Lost
+from streamrl.http import BadAnswer, HttpClient
 from streamrl.servers.dialect import PROBE, Dialect
 from streamrl.servers.request import Response, read_response
 
 logger = logging.getLogger(__name__)
-PATIENCE: Final = 15.0
-"""Seconds in which a server that streamrl did not start has to answer."""
-_KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
 
@@ -73,22 +70,12 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
 
 
 async def _reach(client: HttpClient, dialect: Dialect) -> None:
-    """Wait for any answer; a server that is not ready now (503) may be paused, and counts."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + PATIENCE
-    while True:
-        try:
-            await client.call(dialect.ready(), PATIENCE, retry=False)
-        except BadAnswer as error:
-            if error.status != 503:
-                raise
-            return
-        except Lost:
-            if loop.time() + _KNOCK_PAUSE > end:
-                raise
-        else:
-            return
-        await asyncio.sleep(_KNOCK_PAUSE)
+    """Any answer will do: a server that is not ready now (503) may be paused."""
+    try:
+        await client.call(dialect.ready(), _ABOUT_SECONDS, retry=False)
+    except BadAnswer as error:
+        if error.status != 503:
+            raise
 
 
 def _sizes(model: ModelConfig) -> tuple[int | None, int | None]:

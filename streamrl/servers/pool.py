@@ -42,6 +42,10 @@ _COUNT_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 2.0
 """Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
 _CONNECT_SECONDS: Final = 1.0
+_SILENT_SECONDS: Final = 10.0
+"""Without a token for any of its requests, after which an engine has to show that it answers here."""
+_CUT_SECONDS: Final = 4.0
+"""Without any answer, after which its requests go to others."""
 _REFUSED_SECONDS: Final = 10.0
 """For which an engine may answer 503 to a request."""
 _DEADLY: Final = 3
@@ -124,12 +128,16 @@ class AnnouncedEngine:
         self.fields = fields
         self.missing_since: float | None = None
         self.answers = False
+        self.away_since: float | None = None
+        self.cut_off = False
         self.tokens = 0
         self._dialect = make_dialect(config)
         self._client = HttpClient(self.url, key, f"see logs/{name}.log")
         self._gone = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
         self._told = False
+        self._responses: dict[str, Response] = {}
+        self._progress = (0, 0.0)
 
     @property
     def step(self) -> int:
@@ -151,19 +159,32 @@ class AnnouncedEngine:
     def usable(self) -> bool:
         return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
 
+    def is_silent(self, now: float) -> bool:
+        """Whether it has requests, and has sent no token for a while."""
+        sampled = sum(len(response.tokens) for response in self._responses.values())
+        if not self._responses or sampled != self._progress[0]:
+            self._progress = sampled, now
+        return now - self._progress[1] > _SILENT_SECONDS
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether it has requests and does not answer, although it says in its heartbeat that it is ready."""
+        return bool(self._responses) and self.away_since is not None and now - self.away_since > _CUT_SECONDS
+
     async def knock(self) -> None:
         """Find out whether it answers here."""
+        now = asyncio.get_running_loop().time()
         try:
             await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
         except BadAnswer as error:
-            self.answers = error.status == 503  # while its weights change
+            self.answers, self.away_since = error.status == 503, None  # while its weights change
         except StreamrlError as error:
+            self.answers, self.away_since = False, self.away_since or now
             if not self._told:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
                 logger.warning("an engine does not answer", extra=extra)
             self._told = True
         else:
-            self.answers, self._told = True, False
+            self.answers, self._told, self.away_since = True, False, None
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
@@ -176,7 +197,7 @@ class AnnouncedEngine:
             salt=self.life,
             adapter=self.fields["adapter"] or None,
         )
-        response = Response(request, self.version, self.fields["adapter"])
+        response = self._responses[wire_id] = Response(request, self.version, self.fields["adapter"])
         cost = len(request.tokens) + limit
         self.tokens += cost
         reading = asyncio.create_task(
@@ -185,7 +206,7 @@ class AnnouncedEngine:
         try:
             await first_of(asyncio.wait([reading]), self._gone.wait())
             if not reading.done():
-                raise LostResponse(f"{self.name} is gone", begun=not response.tokens)
+                raise LostResponse(f"{self.name} is gone", begun=not response.tokens and not self.cut_off)
             return reading.result()
         except Lost as error:
             raise LostResponse(error.message, begun=error.sent and not response.tokens) from error
@@ -195,6 +216,7 @@ class AnnouncedEngine:
             raise LostResponse(error.message, begun=False) from error
         finally:
             self.tokens -= cost
+            del self._responses[wire_id]
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
@@ -412,7 +434,11 @@ class ServerPool(Generator):
             engine.missing_since = engine.missing_since or now
             if engine.missing_since + _GONE_SECONDS <= now:
                 await self._part_with(engine)
-        await asyncio.gather(*(engine.knock() for engine in self._known.values() if not engine.answers))
+        asked = [each for each in self._known.values() if not each.answers or (each.usable and each.is_silent(now))]
+        await asyncio.gather(*(engine.knock() for engine in asked))
+        for engine in [each for each in asked if each.is_cut_off(now)] if self._usable() else []:
+            engine.cut_off = True
+            await self._part_with(engine)  # what is announced of it makes it known anew
 
     async def _count_workers(self) -> None:
         """The workers share the slots of the engines."""

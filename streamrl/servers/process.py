@@ -34,12 +34,9 @@ _SAY_SECONDS: Final = 10.0
 """Between two lines that say how long a server starts already."""
 _CAUSE_BYTES: Final = 1 << 20
 _USAGE: Final = 2  # the exit code of argparse for a bad command line
-_PREFIX: Final = re.compile(
-    r"(?:\((?P<process>[^()]*pid=\d+[^()]*)\) ?)?(?:(?P<level>[A-Z]+) [\d-]+ [\d:.]+ \[[^]]*\] ?)?"
-)
-_TRACEBACK: Final = "Traceback (most recent call last):"
+_PREFIX: Final = re.compile(r"(?:\([^()]*pid=\d+[^()]*\) ?)?(?:ERROR [\d-]+ [\d:.]+ \[[^]]*\] ?)?")
 _CHAINED: Final = "The above exception was the direct cause of the following exception:"
-_ERROR: Final = re.compile(r"(?:\w+\.)*[A-Z]\w*[a-z]\w*(?:: .*)?$")
+_ERROR: Final = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?$")
 _POINTS_BACK: Final = re.compile(
     r"root cause|stack trace|messages above|relevant logs|is dead|EngineDeadError"
     r"|^(?:EOFError|SystemExit|(?:asyncio\.\S*)?CancelledError)\b"
@@ -239,33 +236,19 @@ def points_back(error: str) -> bool:
 
 
 def root_cause(log: str) -> str:
-    """The exception that began the last failure in a log of vLLM or SGLang; empty: there is none.
+    """The newest exception in a log of vLLM or SGLang that does not point back to another; empty: there is none.
 
     Their processes end one after the other, and each reports the end of the one before it: "see root cause above". Of a
     chain of exceptions it is the first.
     """
-    errors: list[str] = []
-    inside: set[str] = set()  # processes whose traceback has begun
-    chained: set[str] = set()  # processes whose next exception comes of the last one
-    named = None  # the process whose exception was the last line
+    found, chained, named = "", False, False
     for line in log.splitlines():
         prefix = _PREFIX.match(line)
-        assert prefix is not None
-        process, text = prefix["process"] or "", line[prefix.end() :].rstrip()
-        if named == process and text.startswith("  "):
-            errors[-1] += f" {text.strip()}"  # pydantic says there what is wrong
-        named = None
-        if text.endswith(_TRACEBACK) and prefix["level"] not in {"DEBUG", "INFO", "WARNING"}:
-            inside.add(process)
-        elif text == _CHAINED:
-            chained.add(process)
-        elif process in inside and _ERROR.match(text):
-            inside.discard(process)
-            if process in chained:
-                chained.discard(process)
-            else:
-                errors.append(text)
-                named = process
-    while len(errors) > 1 and points_back(errors[-1]):
-        errors.pop()
-    return errors[-1][:_LONGEST] if errors else ""
+        text = line[prefix.end() if prefix else 0 :].rstrip()
+        if named and text.startswith("  "):
+            found += f" {text.strip()}"  # pydantic says there what is wrong
+        error = _ERROR.match(text) is not None and not points_back(text)
+        named = error and not chained
+        found = text if named else found
+        chained = text == _CHAINED or (chained and not error)
+    return found[:_LONGEST]

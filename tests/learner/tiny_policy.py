@@ -103,6 +103,7 @@ def run_config(
             "model": {"path": str(model), "dtype": dtype, "context": 128, "attention": "eager"},
             "sampling": {"temperature": temperature, "max_new_tokens": 64},
             "learner": {"lr": 1e-2, "threads": 1, "ranks": ranks, "collective_deadline": 90, **learner},
+            "engine": {"kind": "vllm"},  # which takes versions of every kind
         }
     )
 

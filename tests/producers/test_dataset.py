@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.producers.dataset import PromptLimits, examine_prompts, fingerprint_of, load_prompts, permutation
-from streamrl.producers.tokenizer import Tokenizer, check_tokenizer
+from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, decode
 
 TEMPLATE = (
@@ -229,24 +229,6 @@ def test_a_saved_tokenizer_loads_and_encodes_alike(tmp_path, chat_tokenizer):
         assert [ids.tolist() for ids in loaded.encode(texts, special=True)] == [
             ids.tolist() for ids in chat_tokenizer.encode(texts, special=True)
         ]
-
-
-def test_the_tokenizer_of_another_model_whose_ids_the_model_knows_too(tmp_path):
-    """Its ids are within the vocabulary, so nothing else would ever notice."""
-    own, other = make_backend(), make_backend()
-    vocabulary = {token: 159 - code if code > 31 else code for token, code in other.get_vocab().items()}
-    other.backend_tokenizer.model = models.WordLevel(vocabulary, unk_token="<unk>")
-    for name, backend in (("own", own), ("same", make_backend(TEMPLATE)), ("other", other)):
-        backend.save_pretrained(tmp_path / name)
-    for path, name in (("own", None), ("own", "own"), ("own", "same"), ("nothing", "other")):
-        named = None if name is None else str(tmp_path / name)
-        (tmp_path / path).mkdir(exist_ok=True)
-        config = ModelConfig(path=str(tmp_path / path), tokenizer=named)
-        check_tokenizer(Tokenizer.load(config), config)
-    config = ModelConfig(path=str(tmp_path / "own"), tokenizer=str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"model\.tokenizer .*other is another model's.*model\.path .*own") as caught:
-        check_tokenizer(Tokenizer.load(config), config)
-    assert "leave model.tokenizer out" in caught.value.hint
 
 
 @given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))

@@ -6,7 +6,6 @@ import socket
 
 from streamrl.queues import Ledgers
 from streamrl.queues.reward_servers import RewardServer, RewardServers
-from tests.queues.ledger_kit import admit, lease
 
 A, B = "http://a:1", "http://b:1"
 
@@ -59,28 +58,3 @@ async def test_the_loopback_interface_of_another_host_is_out_of_reach(ledgers: L
     await ledgers.roles.beat("reward_model.critic.0", {"host": "elsewhere", "url": "http://127.0.0.1:1"}, 10)
     await ledgers.roles.beat("reward_model.critic.1", {"host": "elsewhere", "url": "http://10.0.0.7:1"}, 10)
     assert [server.name for server in await RewardServers(ledgers).present("critic")] == ["reward_model.critic.1"]
-
-
-async def test_samples_wait_until_they_have_a_score_or_died(ledgers: Ledgers):
-    assert await RewardServers(ledgers).waiting(8, 2) == 0
-    for ledger in (ledgers.train, ledgers.evaluation):
-        await admit(ledger, 0, samples=2)
-        (prompt,) = await lease(ledger, "prompts")
-        for sample in range(2):
-            await ledger.emit(prompt, sample, b"payload")
-    assert await RewardServers(ledgers).waiting(8, 2) == 4
-    first, second = await lease(ledgers.train, "rollouts", count=2)
-    assert await RewardServers(ledgers).waiting(8, 2) == 4
-    await ledgers.train.score(first, b"score")
-    await ledgers.train.fail_score(second, "reward raised")
-    assert await RewardServers(ledgers).waiting(8, 2) == 2
-
-
-async def test_work_that_waits_is_counted_in_samples_when_groups_are_scored_whole(ledgers: Ledgers):
-    for ledger, samples in ((ledgers.train, 3), (ledgers.evaluation, 1)):
-        await ledger.set_group_scored(True)
-        await admit(ledger, 0, samples=samples)
-        (prompt,) = await lease(ledger, "prompts")
-        for k in range(samples):
-            await ledger.emit(prompt, k, b"x")
-    assert await RewardServers(ledgers).waiting(3, 1) == 4

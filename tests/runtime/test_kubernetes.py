@@ -392,12 +392,6 @@ def judges(*names: str) -> dict[str, Any]:
     ("more", "words"),
     [
         ({"rollout": {"placement": "colocated"}, "engine": {"kind": "vllm"}}, "shares the devices of one host"),
-        (
-            {"reward_models": {"critic": {"model": "m", "sleep": True}}, "rewards": [
-                {"use": "reward_model", "args": {"model": "critic"}}
-            ]},
-            "reward_models.critic.sleep",
-        ),
         ({"redis": {"url": "redis://:secret@q:6379"}}, r"redis://:\*\*\*@q:6379 has a password"),
         (judges("a" * 60), "is no name of Kubernetes"),
         (judges("a_b", "A-b"), "another has the same name"),

@@ -105,8 +105,7 @@ async def test_a_server_that_samples_nothing(toy, tiny_dir):
         await checked(toy, run)
 
 
-async def test_nobody_is_there(tiny_dir, monkeypatch):
-    monkeypatch.setattr(check, "PATIENCE", 0.5)
+async def test_nobody_is_there(tiny_dir):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(Unreachable, match="/ready"):

@@ -251,6 +251,31 @@ async def test_kill_9_in_mid_response_and_all_of_it_comes_from_another(redis_run
         assert made.pool.load().servers == 1, "the dead one is not asked"
 
 
+async def test_an_engine_that_is_cut_off_costs_its_requests_a_try_elsewhere(redis_run, monkeypatch):
+    """It says that it lives, and nothing comes from it any more: the path is cut, or the process is stopped."""
+    monkeypatch.setattr(pools, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(pools, "_CUT_SECONDS", 0.1)
+    monkeypatch.setattr(pools, "_CONNECT_SECONDS", 0.2)
+    async with process(TOY_STEPS="2") as (child, client), field(redis_run) as made:
+        await made.beat("engine.0", client.url)
+        await asyncio.wait_for(made.pool.first(), 30)
+        task = made.ask()
+
+        async def sampled():
+            return (await client.call(Call("GET", "/figures"), 5))["tokens_sampled"] == 2
+
+        await until(sampled)
+        os.kill(child.pid, signal.SIGSTOP)
+        await asyncio.sleep(1)
+        assert not task.done(), "there is no other engine"
+        async with serving(Toy()) as url:
+            await made.beat("engine.1", url)
+            assert (await answer(task)).tokens.tolist() == [1, 2, 3, 4, 5, 6]
+            assert made.pool.figures() == {"lost_calls": 1}
+            os.kill(child.pid, signal.SIGCONT)
+            await until(lambda: made.pool.load().servers == 2)
+
+
 async def test_an_engine_whose_heartbeat_ends_is_left(redis_run, caplog):
     first, second = Toy(free=False), Toy()
     async with field(redis_run, first) as made:

@@ -115,7 +115,8 @@ def test_a_directory_of_peft_replaces_the_one_before_or_leaves_it(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"weights": {"delta": {"enabled": True}}}, "weights.delta"),
+        ({"engine": {"kind": "vllm"}, "weights": {"delta": {"enabled": True}}}, "weights.delta"),
+        ({"engine": {"kind": "hf"}}, "engine.kind hf loads no adapters; set publish: merged"),
         ({"engine": {"kind": "vllm"}, "learner": {"lora": {"dora": True}}}, "DoRA"),
         ({"engine": {"kind": "sglang"}, "learner": {"lora": {"dora": True}}}, "DoRA"),
         ({"engine": {"kind": "vllm"}, "learner": {"lora": {"rank": 513}}}, "512"),

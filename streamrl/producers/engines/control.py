@@ -10,8 +10,7 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.producers.engines.slots import Job, SlotDecoder
-from streamrl.weight_sync.adapter import Names, adapted, merge
-from streamrl.weight_sync.manifest import Adapter, Pair
+from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
 
 _HINT: Final = "learner and engine must load the same model (model.path)"
@@ -25,7 +24,6 @@ class Control:
         self._decoder = decoder
         self._fail = fail
         self._device: torch.device = model.device
-        self._base = BaseWeights(model)
         self._structure = ""  # what the model was found to take
         self._hold = ExitStack()
         self._asleep = False
@@ -41,13 +39,10 @@ class Control:
             return
         if pair < self.pair or pair[1] < self.pair[1]:
             raise WeightsError(f"version {pair} of the weights is older than {self.pair}, which is in force")
-        whole = version.adapter is None
-        pairs = self._match(version) if whole else self._base.match(version)
+        pairs = self._match(version)
         with self._decoder.exclusive():
             try:
                 copy_weights(pairs)
-                if whole:
-                    self._base.replaced()
                 self._decoder.swapped(version.number)
             except BaseException as error:
                 self._fail(error)
@@ -116,81 +111,3 @@ def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-class BaseWeights:
-    """The weights of `model` that adapters are merged into, as they were before the first adapter.
-
-    They are kept on the host, as many as the adapter changes, so that rounding errors do not add up: the weights under
-    version N do not depend on the versions before it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._kept: dict[str, torch.Tensor] = {}
-        self._replaced = False
-
-    def match(self, version: Version) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each weight that an adapter version changes with its new values; no weight is written.
-
-        `WeightsError`: modules that this model lacks, other shapes, or the model holds weights of a version that was
-        no adapter.
-        """
-        adapter = version.adapter
-        assert adapter is not None
-        if self._replaced:
-            raise WeightsError(
-                f"version {version.number} is an adapter, and this engine has got whole weights before",
-                "an adapter belongs to the weights of model.path: start the replicas anew",
-            )
-        found = adapted(adapter, version.tensors)
-        parameters = dict(self._model.named_parameters())
-        for module, names in found.items():
-            _check_adapter(module, names, version, adapter, parameters)
-        if self._kept and self._kept.keys() != found.keys():
-            raise WeightsError(f"version {version.number} adapts other modules than the versions before it")
-        for module in found if not self._kept else ():
-            self._kept[module] = parameters[f"{module}.weight"].detach().to("cpu", copy=True)
-        return [
-            (parameters[f"{module}.weight"], self._merged(module, names, version)) for module, names in found.items()
-        ]
-
-    def replaced(self) -> None:
-        """Whole weights were written over the model, so adapters cannot be merged any more."""
-        self._replaced = True
-        self._kept.clear()
-
-    def _merged(self, module: str, names: Names, version: Version) -> torch.Tensor:
-        assert version.adapter is not None
-        target = self._model.get_parameter(f"{module}.weight")
-        tensors = version.tensors
-        merged = merge(
-            self._kept[module].to(target.device),
-            tensors[names.low].to(target.device),
-            tensors[names.high].to(target.device),
-            scale=version.adapter.scale,
-            magnitude=None if names.magnitude is None else tensors[names.magnitude].to(target.device),
-        )
-        return merged.to(target.dtype)
-
-
-def _check_adapter(
-    module: str, names: Names, version: Version, adapter: Adapter, parameters: dict[str, torch.nn.Parameter]
-) -> None:
-    weight = parameters.get(f"{module}.weight")
-    if weight is None or weight.ndim != 2:
-        raise WeightsError(
-            f"the adapter changes {module}, which is not a linear layer of this model",
-            _HINT,
-        )
-    rows, columns = weight.shape
-    expected: dict[str, tuple[int, ...]] = {names.low: (adapter.rank, columns), names.high: (rows, adapter.rank)}
-    if names.magnitude is not None:
-        expected[names.magnitude] = (rows,)
-    for name, shape in expected.items():
-        tensor = version.tensors[name]
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise WeightsError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model wants {shape}",
-                _HINT,
-            )

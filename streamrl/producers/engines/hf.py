@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -75,7 +76,6 @@ class HfEngine(Generator):
         await self._run(LOAD_SECONDS, self._build)
         self._looked_at = self._loop.time()
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
-        self._watcher.add_done_callback(self._watched)
 
     async def close(self) -> None:
         """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
@@ -138,8 +138,7 @@ class HfEngine(Generator):
         Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
         the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
         weights. Requests that begin later see nothing that older weights computed. The present version again does
-        nothing. Cancelling the call does not stop an update that has begun. A version that is an adapter
-        (`Version.adapter`) changes the weights that the engine began with.
+        nothing. Cancelling the call does not stop an update that has begun.
 
         WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
         """
@@ -214,11 +213,6 @@ class HfEngine(Generator):
                 return
             await asyncio.sleep(WATCH_SECONDS)
 
-    def _watched(self, watcher: asyncio.Task[None]) -> None:
-        if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._fail(error)
-            self._fail_open(_death(error))
-
     def _look(self) -> None:
         """Record a decode loop that is dead, or that has a step to make and makes none for too long."""
         if self._decoder is None or self._failure is not None:
@@ -255,7 +249,12 @@ class HfEngine(Generator):
                 self._fail(error)
                 raise _death(error) from error
 
-        return await asyncio.shield(self._loop.create_task(result()))
+        task = self._loop.create_task(result())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(_log_failure, work.__name__))
+            raise
 
     def _fail(self, cause: BaseException) -> None:
         """Mark the engine as dead; the first cause counts."""
@@ -297,6 +296,12 @@ class HfEngine(Generator):
             logger.warning("engine closed after its death")
         self._decoder.stop()
         return ended
+
+
+def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
+    """Say how a control failed whose caller has left."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 
 
 def _death(failure: BaseException) -> Unreachable:

@@ -202,18 +202,14 @@ class History:
         parents = Counter(max(place.parent, -1) for place in places)
         return self.forks + sum(n - (not self._continued_before(parent)) for parent, n in parents.items())
 
-    def drop(self, turns: Collection[int], *, replaced: bool) -> set[int]:
+    def drop(self, turns: Collection[int]) -> set[int]:
         """Take out `turns`, as far as nothing continued them and they have no reward; return those that are gone.
 
-        With `replaced` also such replies that a later one to the same messages replaced; one of `turns` replaces
-        nothing. What was observed for them alone goes, too. The rest gets new numbers, and the tree takes no more
-        turns.
+        What was observed for them alone goes, too. The rest gets new numbers, and the tree takes no more turns.
         """
-        newest = {turn.parent: at for at, turn in enumerate(self.turns) if turn.sampled and at not in turns}
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
-            unwanted = number in turns or (replaced and newest.get(turn.parent) != number)
-            if not turn.children and (not turn.sampled or (unwanted and turn.reward is None)):
+            if not turn.children and (not turn.sampled or (number in turns and turn.reward is None)):
                 gone.add(number)
                 if turn.parent >= 0:
                     self.turns[turn.parent].children -= 1

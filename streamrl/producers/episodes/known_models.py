@@ -7,7 +7,6 @@ the class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,30 +47,10 @@ def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
 
 
-def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> probe.Findings:
-    """Probe how episodes extend the chats of a model; `why` says all of it in words. Errors as `renderer_of`."""
-
-    def decode(ids: Ids) -> str:
-        return tokenizer.decode(ids, special=True)
-
-    renderer = renderer_of(tokenizer, tool_format)
-    findings = probe.examine(renderer, decode)
-    said = ["prefix-stable" if findings.stable else "not prefix-stable, so episodes fork"]
-    if findings.why:
-        said.append(findings.why)
-    if not isinstance(renderer, TemplateRenderer):
-        said += _unlike_template(renderer, TemplateRenderer(tokenizer), decode)
-    return probe.Findings(findings.stable, "; ".join(said))
-
-
-def _unlike_template(renderer: ChatRenderer, template: TemplateRenderer, decode: Callable[[Ids], str]) -> list[str]:
-    """What a server would render differently, in words: none or one."""
-    try:
-        ours, theirs = (each.render(probe.MESSAGES, probe.TOOLS) for each in (renderer, template))
-        other = probe.first_difference(ours, theirs, decode)
-    except DataError as error:
-        return [f"not compared with its chat template: {error.message}"]
-    return [f"its chat template, which servers use, differs from the renderer of episodes: {other}"] if other else []
+def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> str:
+    """Whether episodes extend the chats of a model, in words. Errors as `renderer_of`."""
+    why = probe.examine(renderer_of(tokenizer, tool_format))
+    return f"not prefix-stable, so episodes fork: {why}" if why else "prefix-stable"
 
 
 def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:

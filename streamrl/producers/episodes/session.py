@@ -152,6 +152,11 @@ class EpisodeSession:
         return self._history.forks
 
     @property
+    def turns_left(self) -> int:
+        """Turns that may be begun."""
+        return self._config.episode.max_turns - self._turns
+
+    @property
     def replied(self) -> bool:
         """Whether the record has a sampled turn."""
         return any(turn.sampled for turn in self._history.turns)
@@ -310,9 +315,9 @@ class EpisodeSession:
         if self.overflowed:
             self.end("context_overflow")
 
-    def drop(self, auxiliary: Collection[int], unheard: Collection[int], *, replaced: bool) -> None:
+    def drop(self, auxiliary: Collection[int], unheard: Collection[int]) -> None:
         """After the last call: take out turns as `History.drop` does, and count them."""
-        gone = self._history.drop({*auxiliary, *unheard}, replaced=replaced)
+        gone = self._history.drop({*auxiliary, *unheard})
         self.auxiliary = len(gone & set(auxiliary))
         self.dropped = len(gone) - self.auxiliary
 
@@ -460,19 +465,24 @@ class EpisodeSession:
         async def sampled() -> Completion:
             return ends.cut(await self._generate(place.ids, longest, number, options))
 
-        async with self._faults():
+        async with self._faults(schema="json_schema" in own):
             completion = await self.journal.reply(key, sampled)
         self._tokens += len(completion.tokens)
         return completion, ends
 
     @asynccontextmanager
-    async def _faults(self) -> AsyncIterator[None]:
-        """Keep errors of the engine and the ledger, whatever the user's code makes of them."""
+    async def _faults(self, *, schema: bool = False) -> AsyncIterator[None]:
+        """Keep errors of the engine and the ledger, whatever the user's code makes of them.
+
+        An engine that refuses a call with a `schema`, which may not compile there, is no fault: the next one may do.
+        """
         try:
             yield
         except EpisodeOver:
             raise
         except Exception as error:
+            if schema and isinstance(error, DataError):
+                raise DataError(f"`response_format`: the engine refuses the call: {error.message}") from error
             self.fault = error
             raise
 

@@ -1,4 +1,4 @@
-"""How tools and agents of a replica's episodes fare: the newest calls of each, and in words what is wrong."""
+"""Which tools and agents of a worker's episodes fail: the newest calls of each, in words for `streamrl status`."""
 
 from __future__ import annotations
 
@@ -6,60 +6,41 @@ from collections import deque
 from typing import Final
 
 from streamrl.producers.episodes.tools import left_behind
-from streamrl.wire import Sample, StopReason, ToolUse
+from streamrl.wire import Sample, StopReason
 
 _NEWEST: Final = 32
-"""Calls of a tool, and samples, that are looked at."""
+"""Calls of a tool, and runs of the agent, that are looked at."""
 _LEAST: Final = 8
-"""Fewer calls or samples say nothing."""
-_SLOW_SECONDS: Final = 1.0
+"""Fewer say nothing."""
 _LASTING_SECONDS: Final = 10.0
 _MOST_TOOLS: Final = 256
 """Agents name their tools themselves."""
 
 
 class ToolFigures:
-    """Hears of each sample that was made; `trouble` is for `streamrl status`, `agents_failed` counts failed agents."""
+    """Hears of each sample and of the end of any episode; `agents_failed` counts failed agents."""
 
     def __init__(self) -> None:
         self.agents_failed = 0
-        self._stops: deque[StopReason | None] = deque(maxlen=_NEWEST)
-        self._uses: dict[str, deque[ToolUse]] = {}
-        self._seconds: deque[tuple[float, float]] = deque(maxlen=_NEWEST)
+        self._failed: dict[str, deque[bool]] = {}
 
     def add(self, sample: Sample) -> None:
-        turns = sample.turns
-        self._seconds.append((sum(turn.tool_seconds for turn in turns), sum(turn.model_seconds for turn in turns)))
-        for use in (use for turn in turns for use in turn.tools if use.outcome not in {"unknown", "malformed"}):
-            if use.name in self._uses or len(self._uses) < _MOST_TOOLS:
-                self._uses.setdefault(use.name, deque(maxlen=_NEWEST)).append(use)
+        for use in (use for turn in sample.turns for use in turn.tools if use.outcome not in {"unknown", "malformed"}):
+            self._note(f"tool {use.name}", use.outcome != "ok")
 
     def ended(self, stop: StopReason | None) -> None:
-        """Hear of the end of any episode."""
-        self._stops.append(stop)
         self.agents_failed += stop == "agent_failed"
+        self._note("the agent", stop == "agent_failed")
 
     def trouble(self) -> str:
-        """Name the tools that fail in half of their newest calls; empty: none.
-
-        Those that are slow are named while episodes wait for tools most of their time, and code that was given up while
-        it goes on.
-        """
-        tools, model = (sum(part) for part in zip(*self._seconds, strict=True)) if self._seconds else (0.0, 0.0)
-        wait = len(self._seconds) >= _LEAST and tools > model
+        """Name what fails in half of its newest calls, and code that was given up and goes on; empty: none."""
         hanging = left_behind.lasting(_LASTING_SECONDS)
         found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
-        failed = self._stops.count("agent_failed")
-        if len(self._stops) >= _LEAST and failed * 2 >= len(self._stops):
-            found.append(f"the agent failed in {failed} of the last {len(self._stops)} episodes")
-        for name, uses in sorted(self._uses.items()):
-            if len(uses) < _LEAST:
-                continue
-            failed = sum(use.outcome != "ok" for use in uses)
-            mean = sum(use.seconds for use in uses) / len(uses)
-            if failed * 2 >= len(uses):
-                found.append(f"tool {name}: {failed} of the last {len(uses)} calls failed")
-            elif wait and mean >= _SLOW_SECONDS:
-                share = tools / (tools + model)
-                found.append(f"tool {name}: {mean:.1f} s a call, and tools are {share:.0%} of the episodes' time")
+        for name, calls in sorted(self._failed.items()):
+            if len(calls) >= _LEAST and 2 * sum(calls) >= len(calls):
+                found.append(f"{name}: {sum(calls)} of the last {len(calls)} calls failed")
         return "; ".join(found)
+
+    def _note(self, name: str, failed: bool) -> None:
+        if name in self._failed or len(self._failed) < _MOST_TOOLS:
+            self._failed.setdefault(name, deque(maxlen=_NEWEST)).append(failed)

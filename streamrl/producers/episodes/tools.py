@@ -14,11 +14,9 @@ import textwrap
 import threading
 import time
 import typing
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -324,30 +322,10 @@ async def in_thread(work: Callable[[], Any], what: str) -> Any:
     A pool would be full after some calls that never return, and the process could not end.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    _run_in_thread(partial(contextvars.copy_context().run, run_for, future, work))
+    threading.Thread(
+        target=contextvars.copy_context().run, args=(run_for, future, work), name="tool", daemon=True
+    ).start()
     return await result_of(future, what)
-
-
-_IDLE: Final = 64
-_idle: Final[deque[SimpleQueue[Callable[[], None]]]] = deque()
-"""Inboxes of at most `_IDLE` threads that wait for work: to start a thread takes as long as a short turn."""
-
-
-def _run_in_thread(work: Callable[[], None]) -> None:
-    try:
-        _idle.pop().put(work)
-    except IndexError:
-        inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        inbox.put(work)
-        threading.Thread(target=_serve, args=(inbox,), name="tool", daemon=True).start()
-
-
-def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        inbox.get()()  # without a name here: what the work holds is free while the thread waits
-        if len(_idle) >= _IDLE:
-            return
-        _idle.append(inbox)
 
 
 def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:

@@ -612,11 +612,6 @@ def _service_of(model: str) -> str:
 def _reward_model(config: RunConfig, model: str, folder: Path) -> tuple[list[Manifest], dict[str, Any]]:
     """The servers of a reward model, each with an address of its own; and the settings of a run with them."""
     served, name = config.reward_models[model], _service_of(model)
-    if served.sleep:
-        raise ConfigError(
-            f"reward_models.{model}.sleep: nobody tells a server in a pod of its own to sleep",
-            f"leave out reward_models.{model}.sleep",
-        )
     kind = ModelServer(model, served, Path(), cpu=False)
     asked = config.resources(REWARD_MODEL_ROLE)
     wanted = asked.model_copy(update={"gpus": asked.gpus or 1.0})

@@ -295,6 +295,27 @@ async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller
     free.set()
 
 
+async def test_a_control_that_fails_after_its_caller_has_left_is_logged(start, monkeypatch, caplog):
+    engine = await start()
+    caplog.clear()
+    free = threading.Event()
+
+    def refuse(*_: object) -> None:
+        free.wait(60)
+        raise WeightsError("it does not fit")
+
+    monkeypatch.setattr("streamrl.producers.engines.control.check_weights", refuse)
+    task = asyncio.create_task(engine.apply(held((1, 1), {})))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    free.set()
+    await until(lambda: caplog.records)
+    [record] = caplog.records
+    assert (record.control, record.error) == ("apply", "it does not fit")
+
+
 async def test_a_version_is_the_pair_of_epoch_and_number(start):
     """Two learners may use one number; what counts is who is newer, and a number never goes down."""
     engine = await start()

@@ -13,7 +13,7 @@ from producer_kit import until
 from streamrl.errors import Unreachable
 from streamrl.producers.episodes.endpoint import server
 from streamrl.producers.episodes.endpoint.server import AgentEndpoint
-from streamrl.wire import NOTHING, PROMPT
+from streamrl.wire import PROMPT
 
 from .chat_kit import KEEPS_THINKING, LOOK_UP, answered, asked, make_tokenizer
 from .endpoint_kit import ASKED, Served, post
@@ -21,7 +21,6 @@ from .episode_kit import call
 
 CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
 BROKEN = call('{"name": "look_up", "arguments": {"word": ')
-USED = {"keep": "used"}
 FLAT = {"type": "function", **LOOK_UP["function"]}
 
 
@@ -590,35 +589,18 @@ async def test_a_stream_that_its_client_has_left_is_dropped(serve, monkeypatch):
     assert (await served.said())[0] == ["six"]
 
 
-async def test_siblings_that_nobody_used_are_dropped_on_demand_unless_rewarded(serve):
-    served = await serve("lost", "liked", "kept", "lost, too", "end", agent=USED)
-    await served.ask()
-    liked = await served.ask()
+async def test_auxiliary_calls_are_not_recorded_unless_rewarded(serve):
+    served = await serve("a title", "main", "liked", "end")
+    marked = {"X-Streamrl-Auxiliary": "1"}
+    await served.ask([asked("a title?")], extra_headers=marked)
+    main = (await served.ask()).choices[0].message
+    liked = await served.ask([asked("a summary?")], extra_headers=marked)
     await reward(served, 0.5, turn=liked.streamrl["turn"])
-    message = (await served.ask()).choices[0].message
-    for _ in range(2):
-        await served.ask([*ASKED, message, asked("more")])
-    assert (await served.said())[0] == ["liked", "kept", "end"]
+    await served.ask([*ASKED, main, asked("more")], extra_headers={"X-Streamrl-Auxiliary": "0"})
+    assert (await served.said())[0] == ["main", "liked", "end"]
     sample = served.session.sample()
-    assert [turn.parent for turn in sample.turns] == [PROMPT, PROMPT, 1, 2]
-    assert sample.turns[0].reward == 0.5
-    assert (sample.dropped, sample.auxiliary) == (2, 0)
-
-
-async def test_what_looks_like_a_title_generator_is_not_recorded_on_demand(serve):
-    served = await serve("a title", "main", "marked", "part of it", "end", agent=USED)
-    title = [{"role": "system", "content": "write a title"}, asked()]
-    await served.ask(title)  # it comes first, as those of coding agents do
-    main = (await served.ask(tools=[LOOK_UP])).choices[0].message
-    await served.ask([*ASKED, main, asked("x")], tools=[LOOK_UP], extra_headers={"X-Streamrl-Auxiliary": "1"})
-    await served.ask([asked("a sub-agent")], extra_headers={"X-Streamrl-Auxiliary": "0"})
-    await served.ask([*ASKED, main, asked("more")], tools=[LOOK_UP])
-    sampled, observed = await served.said()
-    assert sampled == ["main", "part of it", "end"]
-    assert len(observed) == 3
-    assert not any("write a title" in said for said in observed)
-    assert [turn.parent for turn in served.session.sample().turns] == [NOTHING, 0, NOTHING, 2, 1, 4]
-    assert (served.session.sample().dropped, served.session.sample().auxiliary) == (0, 2)
+    assert [turn.reward for turn in sample.turns if turn.sampled] == [None, 0.5, None]
+    assert (sample.dropped, sample.auxiliary) == (0, 1)
 
 
 async def test_without_tools_anywhere_every_conversation_counts(serve):

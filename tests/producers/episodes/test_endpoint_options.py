@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from streamrl.errors import DataError
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.endpoint import server
 from streamrl.producers.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from .episode_kit import call, config_of, save_talker
 
 CALLED = call('{"name": "look_up", "arguments": {"word": "zebra", "deep": false}}', text="wait")
 BROKEN = call('{"name": "look_up", "arguments": {"word": ')
-USED = {"keep": "used"}
 FLAT = {"type": "function", **LOOK_UP["function"]}
 HI = {"messages": ASKED, "max_tokens": 9}
 
@@ -114,11 +114,22 @@ async def test_several_answers_of_one_call_are_branches(serve, stream):
 
 
 async def test_if_one_of_several_answers_cannot_be_sampled_none_is_kept(serve):
-    served = await serve("six", "a", "b", max_turns=2)
-    await served.ask()
-    with pytest.raises(openai.APIStatusError, match="max_turns 2"):
-        await served.ask([asked("more")], n=2)
+    served = await serve("six", "a", "b", max_sampled_tokens=5)
+    await served.ask(max_tokens=3)
+    with pytest.raises(openai.APIStatusError, match="max_sampled_tokens 5"):
+        await served.ask([asked("more")], n=2, max_tokens=3)
     assert (await served.said())[0] == ["six"]
+
+
+async def test_more_answers_than_the_episode_has_turns_left_are_refused_and_it_goes_on(serve):
+    served = await serve("six", "seven", "eight", max_turns=3)
+    await served.ask()
+    with pytest.raises(openai.BadRequestError, match=r"`n` .*2 turns left \(episode.max_turns\)"):
+        await served.ask([asked("more")], n=3)
+    await served.ask([asked("more")], n=2)
+    with pytest.raises(openai.APIStatusError, match="max_turns 3"):
+        await served.ask([asked("more")], n=2)
+    assert (await served.said())[0] == ["six", "seven", "eight"]
 
 
 async def test_log_probabilities_of_the_sampled_tokens(serve):
@@ -215,6 +226,16 @@ async def test_a_schema_goes_to_servers_that_keep_replies_to_it(serve):
     await served.client.responses.create(model="any", input="x", text={"format": form})
     schemas = [json.loads(request.json_schema) for request in served.engine.requests]
     assert schemas == [schema, {"type": "object"}, schema]
+
+
+async def test_a_schema_that_does_not_compile_is_refused_and_the_episode_goes_on(serve):
+    refused = DataError("the server refuses the request: no such type")
+    served = await serve(refused, "six", sections={"engine": {"kind": "vllm"}}, max_turns=1)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integr"}}}
+    with pytest.raises(openai.BadRequestError, match=r"`response_format`: the engine refuses .*no such type"):
+        await served.ask(response_format=form)
+    await served.ask()
+    assert (await served.said())[0] == ["six"]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])

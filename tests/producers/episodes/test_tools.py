@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from dataclasses import replace
 from typing import Literal
 
@@ -307,26 +306,7 @@ async def test_waiting_for_a_slot_is_not_time_of_the_call():
     assert (await second).use.seconds >= 0.4
 
 
-async def test_threads_of_tools_are_used_again_and_hold_nothing():
-    class Environment:
-        def move(self) -> str:
-            return threading.current_thread().name
-
-    environment = Environment()
-    held = weakref.ref(environment)
-    assert await in_thread(environment.move, "move") == "tool"
-    del environment
-    await until(lambda: held() is None)
-    before = tool_threads()
-    for _ in range(20):
-        await in_thread(str, "str")
-        await until(lambda: tools._idle)
-    assert tool_threads() <= before
-
-
-async def test_threads_above_the_limit_end_with_their_work(monkeypatch):
-    monkeypatch.setattr(tools, "_IDLE", 0)
-    monkeypatch.setattr(tools, "_idle", deque())
+async def test_threads_of_tools_end_with_their_work():
     before, together = tool_threads(), threading.Barrier(9)
     calls = [asyncio.create_task(in_thread(together.wait, "wait")) for _ in range(8)]
     await until(lambda: together.n_waiting == 8)

@@ -46,7 +46,6 @@ class MCPEpisode(Episode):
         tools: names of the tools that the model may call; None: all.
         variables: names of environment variables of the replica that `command` gets.
         token_file: file with the token that is sent to `url` as `Authorization: Bearer`; it is in no argv and no log.
-        shared: no longer taken.
     """
 
     def __init__(
@@ -57,11 +56,8 @@ class MCPEpisode(Episode):
         tools: Sequence[str] | None = None,
         variables: Sequence[str] = (),
         token_file: str | None = None,
-        shared: bool | None = None,
     ) -> None:
         need_packages("MCPEpisode", "mcp", extra="mcp")
-        if shared is not None:
-            raise ConfigError("each sample has its own process of `command`", "start one for all, and name its `url`")
         if isinstance(command, str) or bool(command) == (url is not None):
             raise ConfigError("an MCP server has a command or a url", "write command: [PROGRAM, ARGUMENT, ...]")
         if url is not None and (urlsplit(url).username or urlsplit(url).password):

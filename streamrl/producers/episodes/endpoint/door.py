@@ -6,13 +6,7 @@ asked before have left without an answer. Any other call with the same body is a
 several times from one conversation.
 
 All replies that the agent got are kept, except those to auxiliary calls (a title, a summary for people), whose header
-`X-Streamrl-Auxiliary` says `1`. With `episode.agent.keep: used` two more are dropped at the end:
-
-* replies that nothing continued and that a later one to the same messages replaced;
-* replies to what looks auxiliary: no header, no tools while other calls have some, another first message than they
-  have, no reply in it, and nothing continued it.
-
-A reply that was rewarded is always kept.
+`X-Streamrl-Auxiliary` says `1`. A reply that was rewarded is always kept.
 """
 
 from __future__ import annotations
@@ -25,12 +19,9 @@ from hashlib import blake2b
 from secrets import token_hex
 from typing import Final, TypeAlias
 
-import orjson
-
 from streamrl.errors import unwrapped
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, refuse
-from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn
 from streamrl.score import finite
 from streamrl.wire import Outcome, ToolUse
@@ -46,25 +37,26 @@ _ALWAYS_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
+    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it.
 
-    task: asyncio.Task[list[SampledTurn]]
+    `turns` are the numbers of its answers, also of those that are lost because another one failed. Those to an
+    `auxiliary` call are no part of the record.
+    """
+
+    call: AgentCall
+    auxiliary: bool
+    task: asyncio.Task[list[SampledTurn]] = field(init=False)
     clients: list[Gone] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
     heard: bool = False
 
     @property
     def left(self) -> bool:
         return not self.heard and all(gone() for gone in self.clients)
 
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """What tells whether a turn is auxiliary: the mark of its call, whether it had tools, how its messages began."""
-
-    mark: str
-    tools: bool
-    first: bytes
-    fresh: bool
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class AgentDoor:
@@ -82,14 +74,11 @@ class AgentDoor:
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
         self._waiting = 0
         self._asked: dict[bytes, list[PendingCall]] = {}
-        self._tasks: set[asyncio.Task[list[SampledTurn]]] = set()
-        self._lost: set[int] = set()
-        self._answered: dict[int, _Answered] = {}
+        self._calls: list[PendingCall] = []
         self._closed = False
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
         self.idle.set()
         agent = session.limits.agent
-        self._used = agent is not None and agent.keep == "used"
         self.ignored = agent.ignore if agent is not None else ignored
         self.name = token_hex(4)
 
@@ -118,6 +107,8 @@ class AgentDoor:
         """
         self._check_length(body)
         option, why = self._session.refused(call.options)
+        if 1 <= self._session.turns_left < call.answers:  # with none left the episode ends, as for any call
+            option, why = "n", f"the episode has {self._session.turns_left} turns left (episode.max_turns)"
         refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
         known = self._asked.setdefault(key, [])
@@ -153,7 +144,7 @@ class AgentDoor:
             raise CallRefused(400, str(error)) from error
         if turn is None:
             self._session.posted = value
-        elif turn in self._answered:
+        elif any(turn in asked.turns for asked in self._calls):
             self._session.reward(value, turn)
         else:
             raise CallRefused(400, f"turn {turn} is no answer to a call; the answers say theirs in `streamrl`")
@@ -161,46 +152,31 @@ class AgentDoor:
     async def close(self) -> None:
         """Refuse further calls, give up those that are being sampled, and drop what is no part of the record."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for asked in self._calls:
+            asked.task.cancel()
+        await asyncio.gather(*(asked.task for asked in self._calls), return_exceptions=True)
         self._session.check_overflow()
-        auxiliary = {
-            number
-            for number, said in self._answered.items()
-            if said.mark == "1" or (self._used and said.mark != "0" and self._looks_auxiliary(said))
-        }
-        self._session.drop(auxiliary, self._unheard(), replaced=self._used)
+        unheard = {number for asked in self._calls if asked.left or asked.failed for number in asked.turns}
+        self._session.drop({number for asked in self._calls if asked.auxiliary for number in asked.turns}, unheard)
 
     def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
-        mark = headers.get("X-Streamrl-Auxiliary", "").strip()
-        task = asyncio.create_task(self._sampled(call, mark), name="agent-call")
-        asked = PendingCall(task)
+        asked = PendingCall(call, headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
+        asked.task = asyncio.create_task(self._sampled(asked), name="agent-call")
+        # a repeat of one that failed may fare better
+        asked.task.add_done_callback(lambda _: known.remove(asked) if asked.failed else None)
         known.append(asked)
-        self._tasks.add(task)
-
-        def ended(_: asyncio.Task[list[SampledTurn]]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled() or task.exception() is not None:
-                known.remove(asked)  # a repeat may fare better
-
-        task.add_done_callback(ended)
+        self._calls.append(asked)
         return asked
 
-    async def _sampled(self, call: AgentCall, mark: str) -> list[SampledTurn]:
+    async def _sampled(self, asked: PendingCall) -> list[SampledTurn]:
         """All answers to a call; those that are there when another one fails are lost."""
-        tasks: list[asyncio.Task[SampledTurn]] = []
-        try:
-            with unwrapped():
-                async with asyncio.TaskGroup() as group:
-                    tasks += [group.create_task(self._sample(call, mark)) for _ in range(call.answers)]
-        except BaseException:
-            done = [task for task in tasks if not task.cancelled() and task.exception() is None]
-            self._lost |= {task.result().number for task in done}
-            raise
+        with unwrapped():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(asked)) for _ in range(asked.call.answers)]
         return [task.result() for task in tasks]
 
-    async def _sample(self, call: AgentCall, mark: str) -> SampledTurn:
+    async def _sample(self, asked: PendingCall) -> SampledTurn:
+        call = asked.call
         try:
             turn = await self._session.sampled(
                 call.messages, call.tools, call.max_tokens, most_calls=call.most_calls, **call.options
@@ -214,8 +190,7 @@ class AgentDoor:
             if self._session.fault is not None:
                 self.over.set()
         self._note_bad_calls(call, turn)
-        fresh = not any(message["role"] == "assistant" for message in call.messages)
-        self._answered[turn.number] = _Answered(mark, bool(call.tools), _first(call.messages), fresh)
+        asked.turns.append(turn.number)
         return replace(turn, pieces=self._session.pieces(turn)) if call.logprobs else turn
 
     def _note_bad_calls(self, call: AgentCall, turn: SampledTurn) -> None:
@@ -233,24 +208,12 @@ class AgentDoor:
         on.set()
         off.clear()
 
-    def _looks_auxiliary(self, said: _Answered) -> bool:
-        begun = {other.first for other in self._answered.values() if other.tools}
-        return said.fresh and not said.tools and bool(begun) and said.first not in begun
-
-    def _unheard(self) -> set[int]:
-        done = (asked for known in self._asked.values() for asked in known if asked.task.done())
-        return self._lost | {turn.number for asked in done if asked.left for turn in asked.task.result()}
-
 
 def _repeated(known: Sequence[PendingCall], headers: Mapping[str, str]) -> PendingCall | None:
     """Which of the calls with the same body one repeats: one that nobody waits for, else the newest if it says so."""
     left = next((asked for asked in known if asked.left), None)
     says = headers.get("x-stainless-retry-count", "") not in _NO_TRIES or "Idempotency-Key" in headers
     return left or (known[-1] if known and says else None)
-
-
-def _first(messages: list[Message]) -> bytes:
-    return _digest(orjson.dumps(messages[0]), "")
 
 
 def _digest(body: bytes, name: str) -> bytes:

@@ -206,7 +206,6 @@ async def test_a_server_that_says_nothing_is_given_up_and_ended(pids, monkeypatc
         ({"url": "http://me:hush@host/mcp"}, "token_file"),
         ({"command": ["x"], "variables": ["ABSENT_VARIABLE"]}, "no ABSENT_VARIABLE"),
         ({"command": ["x"], "token_file": "t"}, "variables"),
-        ({"command": ["x"], "shared": True}, "its own process"),
     ],
 )
 def test_arguments_that_fit_no_server_are_refused(args, why):
