@@ -138,8 +138,7 @@ class Publisher:
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            given = whole.items() or tensors
-            shards, entries, quantised = self._write(draft, given, None if base is None else last, until)
+            shards, entries, small = self._write(draft, whole.items() or tensors, None if base is None else last, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
@@ -153,7 +152,7 @@ class Publisher:
                 shards=shards,
                 tensors=entries,
                 adapter=adapter,
-                quantised=quantised,
+                quantised=small,
             )
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)

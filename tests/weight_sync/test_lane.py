@@ -194,7 +194,7 @@ def downloaded(monkeypatch):
 async def test_bytes_and_edges(tmp_path, landing, downloaded, monkeypatch):
     """Tensors of no byte, one byte, one piece, one less and one more."""
     monkeypatch.setattr(lane, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(lane, "GRACE", 1.0)
+    monkeypatch.setattr("streamrl.weight_sync.lane.GRACE", 0.5)
     before = torch.distributed.group.WORLD
     async with open_learner(config(shard_bytes=5000), tmp_path) as learner:
         given = {f"t{size}": torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (0, 1, 4095, 4097, 30000)}
