@@ -116,8 +116,7 @@ class Publisher:
             step: optimizer step of the weights.
             tensors: Hugging Face names and whole tensors, contiguous on the CPU. Without deltas they are taken one by
                 one; with deltas they must not be changed before the version after this one is written.
-            sources: for the manifest.
-            lane: for the manifest.
+            sources, lane: for the manifest.
             adapter: the tensors are those of an adapter alone, by the names of peft.
 
         Raises:
