@@ -220,9 +220,10 @@ class AnnouncedEngine:
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-                abort = asyncio.create_task(self._abort(wire_id))  # nobody waits for it
-                self._aborts.add(abort)
-                abort.add_done_callback(self._aborts.discard)
+                if not self._gone.is_set():
+                    abort = asyncio.create_task(self._abort(wire_id))  # nobody waits for it
+                    self._aborts.add(abort)
+                    abort.add_done_callback(self._aborts.discard)
 
     async def _abort(self, wire_id: str) -> None:
         """Tell an engine that does not notice a closed connection."""

@@ -1,5 +1,6 @@
 """Promise 1 with engines of vLLM under fire: their servers and roles are killed or hang, one and all, in training.
 
+The samples are episodes of several turns, whose tools hang now and then; a turn that was lost is sampled elsewhere.
 Seed and order are printed. `ENGINE=sglang` takes the other kind, `CHAOS_BLOWS=24` also kills what is not a server.
 """
 
@@ -16,7 +17,20 @@ import pytest
 import redis
 
 from tests.chaos.fire import Fire, over, until
-from tests.chaos.test_chaos import BLOWS, SEED, Blow, check, live_groups_end, shuffled, write_run
+from tests.chaos.test_chaos import (
+    BLOWS,
+    EPISODE,
+    HANGING,
+    SEED,
+    Blow,
+    check,
+    check_trained,
+    check_turns,
+    live_groups_end,
+    recorded,
+    shuffled,
+    write_run,
+)
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
 KIND = os.environ.get("ENGINE", "vllm")
@@ -72,9 +86,10 @@ class EngineFire(Fire):
         self.kills["all engines"] += 1
 
 
-def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Path, sort_cache: Path):
-    weights = {"deadline": HANG_SECONDS, "dtype": "bfloat16"}
-    run = write_run(tmp_path, sort_cache, "Poisoned", {}, engine=ENGINE, weights=weights)
+def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Path, tools_cache: Path):
+    sections = {"episode": EPISODE, "archive": {"enabled": True}, "engine": ENGINE}
+    sections["weights"] = {"deadline": HANG_SECONDS, "dtype": "bfloat16"}
+    run = write_run(tmp_path, tools_cache, "PoisonedGroup", dict.fromkeys(HANGING, "hang tool"), **sections)
     fire = EngineFire(run, tmp_path / "run", SEED)
     blows: list[Blow] = [fire.lose_both]
     if BLOWS > 12:  # each start of a server takes half a minute
@@ -92,7 +107,7 @@ def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Pat
         fire.all_there()
         live_groups_end(fire)
         assert fire.drain() == 0
-        check(fire)
+        audit = check(fire)
     finally:
         fire.close()
         print(f"\nseed {SEED}, kills {dict(fire.kills)}, {fire.steps()} steps")
@@ -100,3 +115,6 @@ def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Pat
         print(fire.last_words())
     _, letters = fire.streamrl("dead", "ls")
     assert letters["letters"] == []
+    archived = list(recorded(fire.run_dir))
+    check_trained(fire.run_dir, archived, audit["trained"])
+    check_turns(fire.run_dir, archived)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -275,7 +276,7 @@ async def test_an_engine_that_is_cut_off_costs_its_requests_a_try_elsewhere(redi
             await until(lambda: made.pool.load().servers == 2)
 
 
-async def test_an_engine_whose_heartbeat_ends_is_left(redis_run):
+async def test_an_engine_whose_heartbeat_ends_is_left(redis_run, caplog):
     first, second = Toy(free=False), Toy()
     async with field(redis_run, first) as made:
         task = made.ask()
@@ -286,6 +287,9 @@ async def test_an_engine_whose_heartbeat_ends_is_left(redis_run):
             assert (await answer(task)).finish == "length"
             await first.idle()
             assert (second.calls["/generate"], made.pool.load().servers) == (1, 1)
+    assert first.calls["/abort"] == 0, "it is called no more"
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_redis_that_began_anew_takes_no_engine_away(redis_run, monkeypatch):
