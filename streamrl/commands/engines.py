@@ -75,16 +75,20 @@ def check(
 
     logging.getLogger("streamrl").setLevel(logging.CRITICAL)  # a finding says what failed
 
-    def heard(finding: Finding) -> None:
-        if not json:
-            output.write(f"{finding.verdict:6}  {finding.name:23}  {finding.detail}")
+    async def found() -> list[Finding]:
+        findings = []
+        async for finding in check_engine(kind, folder, environment):
+            findings.append(finding)
+            if not json:
+                output.write(f"{finding.verdict:6}  {finding.name:23}  {finding.detail}")
+        return findings
 
     if not json:
         output.write(f"{kind} in {environment or 'this process'}")
     folder = Path(tempfile.mkdtemp(prefix=f"streamrl-check-{kind}-"))
     with contextlib.ExitStack() as left:
         left.callback(shutil.rmtree, folder, ignore_errors=True)
-        findings = asyncio.run(check_engine(kind, folder, environment, heard))
+        findings = asyncio.run(found())
         failed = any(finding.verdict == "failed" for finding in findings)
         if failed:
             left.pop_all()  # the log that a finding names is in it

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,10 +42,8 @@ class Finding:
     detail: str
 
 
-async def check_engine(
-    kind: Kind, folder: Path, environment: Path | None, heard: Callable[[Finding], None]
-) -> list[Finding]:
-    """Start an engine, sample, and update its weights, until a step fails; `heard` is called with each finding.
+async def check_engine(kind: Kind, folder: Path, environment: Path | None) -> AsyncGenerator[Finding]:
+    """Start an engine, sample, and update its weights, until a step fails; yields what is found of each.
 
     `folder` is empty, for the model, a version of its weights and the server's log.
     """
@@ -56,23 +54,21 @@ async def check_engine(
     disable_progress_bar()
     models[0].save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    engine = _make_engine(kind, config, folder)
+    engine = HfEngine(config, seed=0) if kind == "hf" else Server(config, folder, "check", seed=0)
     steps: list[tuple[str, Callable[[], Awaitable[str | None]], float]] = [
         ("start", engine.start, config.engine.start_deadline + 60),
         ("log-probabilities", partial(_sample, engine, models[0], 0), _STEP_DEADLINE),
         ("new weights", partial(engine.apply, _version(folder, models[1])), _STEP_DEADLINE),
         ("their log-probabilities", partial(_sample, engine, models[1], 1), _STEP_DEADLINE),
     ]
-    findings: list[Finding] = []
     try:
         for name, step, deadline in steps:
-            findings.append(await _finding(name, step(), deadline))
-            heard(findings[-1])
-            if findings[-1].verdict == "failed":
+            finding = await _finding(name, step(), deadline)
+            yield finding
+            if finding.verdict == "failed":
                 break
     finally:
         await engine.close()
-    return findings
 
 
 async def _finding(name: str, step: Awaitable[str | None], deadline: float) -> Finding:
@@ -103,10 +99,6 @@ async def _sample(engine: HfEngine | Server, model: Any, version: int) -> str:
     if not worst <= TOLERANCE:
         raise StreamrlError(f"log-probabilities are off by {worst:.3f}, {TOLERANCE} is allowed")
     return f"off by at most {worst:.4f} over {count} tokens"
-
-
-def _make_engine(kind: Kind, config: RunConfig, folder: Path) -> HfEngine | Server:
-    return HfEngine(config, seed=0) if kind == "hf" else Server(config, folder, "check", seed=0)
 
 
 def _random_model(seed: int) -> Any:
