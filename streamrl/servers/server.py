@@ -83,7 +83,7 @@ class Server:
         if not config.engine.url:
             devices = config.engine.devices
             settings = ServerSettings.of_engine(config, key)
-            token = {TOKEN_VARIABLE: str(token_path(run_dir))}
+            token = {TOKEN_VARIABLE: str(token_path(run_dir).absolute())}
             self.process = ManagedServer(
                 self.dialect,
                 replace(settings, variables=token | dict(settings.variables)),

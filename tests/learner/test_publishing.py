@@ -31,7 +31,9 @@ class Outlet:
     def sources(self) -> list[str]:
         return []
 
-    async def announce(self, manifest) -> None:
+    lane = None
+
+    def announce(self, manifest) -> None:
         assert manifest is MANIFEST
         self.announced += 1
 

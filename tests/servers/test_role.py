@@ -24,7 +24,7 @@ from streamrl.servers import server as servers
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.engine import run_engine
 from streamrl.servers.role import Liveness
-from streamrl.weight_sync.files import make_token
+from streamrl.weight_sync.files import TOKEN_VARIABLE, make_token
 
 IDLE, BUSY, MORE = ServerMetrics(), ServerMetrics(running=1), ServerMetrics(running=1, tokens_sampled=9)
 
@@ -112,6 +112,18 @@ async def engine_on(run):
             await asyncio.wait([task], timeout=60)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_with_the_lane_its_server_brings_the_files(run, dialect):
+    """The role has none of them, as the version names nobody who serves them; the server knows the token."""
+    run.set("weights", transport="collective")
+    async with engine_on(run) as engine:
+        learner = await Learner.of(run, engine.role.ledgers, None)
+        await learner.publish(1)
+        await engine.announced(version="1")
+        children = psutil.Process().children(recursive=True)
+        named = [child.environ().get(TOKEN_VARIABLE) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        assert str(run.run_dir / "weights.token") in named
 
 
 async def test_it_is_announced_with_its_first_version_and_with_each_other_one(run, dialect):

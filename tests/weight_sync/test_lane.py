@@ -271,7 +271,7 @@ async def test_a_newer_version_takes_the_place_of_one_that_waits(tmp_path, monke
 
 async def test_a_version_that_is_given_up_does_not_stand_in_the_way(tmp_path, landing, downloaded, monkeypatch):
     """A look returns at once, whatever the thread waits for; the next version comes when that has ended."""
-    monkeypatch.setattr(lane, "GRACE", 0.5)
+    monkeypatch.setattr(lane, "GRACE", 1.0)
     async with open_learner(config(), tmp_path) as learner:
         monkeypatch.setattr(learner.server._lane, "_send", lambda *_: None)  # there is never a decision
         first, second = [described(await learner.publish(version, tensors=some(version))) for version in (1, 2)]
