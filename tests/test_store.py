@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError
-from streamrl.runtime.preflight import look_at_stores
+from streamrl.runtime.preflight import check_stores
 from streamrl.store import ObjectStore
 
 
@@ -116,27 +116,27 @@ def test_a_store_that_cannot_be_written_is_found_before_anything_starts(tmp_path
         ("archive", "refusing://bucket", "RuntimeError: AccessDenied"),
     ):
         with pytest.raises(CannotCreate, match=rf"{key}\.store .*cannot be written: .*({word})") as error:
-            look_at_stores(config(**{key: {"store": url, **({"enabled": True} if key == "archive" else {})}}))
+            check_stores(config(**{key: {"store": url, **({"enabled": True} if key == "archive" else {})}}))
         assert "resume.md" in error.value.hint
 
 
 def test_a_store_that_nobody_knows_is_refused():
     with pytest.raises(ConfigError, match=r"checkpoint\.store .*nothing-like-it"):
-        look_at_stores(config(checkpoint={"store": "nothing-like-it://x"}))
+        check_stores(config(checkpoint={"store": "nothing-like-it://x"}))
 
 
 def test_a_store_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch):
     known = {"class": "no_such_s3fs.S3FileSystem", "err": "Install s3fs to access S3"}
     monkeypatch.setitem(sys.modules["fsspec.registry"].known_implementations, "s3", known)
     with pytest.raises(ConfigError, match=r"checkpoint\.store .*Install s3fs") as error:
-        look_at_stores(config(checkpoint={"store": "s3://bucket/runs"}))
+        check_stores(config(checkpoint={"store": "s3://bucket/runs"}))
     assert "package" in error.value.hint
 
 
 def test_stores_that_work_are_named_and_left_empty(tmp_path: Path):
     sections = {"checkpoint": {"store": f"{tmp_path}/c"}, "archive": {"store": f"{tmp_path}/a"}}
-    assert look_at_stores(config(**sections)) == f"{tmp_path}/c/r, {tmp_path}/a/r"
-    assert look_at_stores(config(archive={"enabled": False, "store": f"{tmp_path}/off"})) == "none"
+    assert check_stores(config(**sections)) == f"{tmp_path}/c/r, {tmp_path}/a/r"
+    assert check_stores(config(archive={"enabled": False, "store": f"{tmp_path}/off"})) == "none"
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -107,7 +107,7 @@ class LoopWatch:
                 self._turning = True
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                     loop.call_soon_threadsafe(self._turn)
-            self._look_at_threads(frames, now)
+            self._check_threads(frames, now)
             before, computed = time.monotonic(), time.process_time()
 
     def _turn(self) -> None:
@@ -149,7 +149,7 @@ class LoopWatch:
             extra = {"reward": name, "group": sample.group_id, "sample": sample.index, "seconds": round(seconds, 1)}
             logger.error("a reward holds the event loop", extra=extra | {"stack": stack})
 
-    def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
+    def _check_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
         """Look at the stacks of all threads."""
 
 
@@ -212,7 +212,7 @@ class Foreground(LoopWatch):
             signal.pthread_kill(threading.main_thread().ident or 0, _END)
 
     @override
-    def _look_at_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
+    def _check_threads(self, frames: Mapping[int, FrameType], now: float) -> None:
         running: dict[int, float] = {}
         for frame in frames.values():
             if (found := _call_in_thread(frame, self._calls)) is not None:

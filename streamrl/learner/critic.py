@@ -15,7 +15,7 @@ from streamrl.learner.model import Backbone
 from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.sharding import RowModel, TrainableModel, check_fit
+from streamrl.learner.sharding import ShardedModel, TrainableModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -103,7 +103,7 @@ class Critic(TrainableModel[ValueSums]):
         return loss.per_token.sum()
 
 
-def make_critic(config: RunConfig, ranks: Ranks, actor: RowModel) -> Critic:
+def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModel) -> Critic:
     """Make the critic of a run with `learner.critic.kind: model`. Collective."""
     critic = Critic(config, ranks)
     path = config.learner.critic.path or config.model.path

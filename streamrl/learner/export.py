@@ -169,7 +169,7 @@ def _read(
         whole = shards.read(prefix + name) if adapter is None else loaded[name]
         if adapter is not None and (names := modules.get(name.removesuffix(".weight"))):
             magnitude = None if names.magnitude is None else values[names.magnitude]
-            whole = merge(whole, values[names.low], values[names.high], scale=adapter.scale, magnitude=magnitude)
+            whole = merge(whole, values[names.lora_a], values[names.lora_b], scale=adapter.scale, magnitude=magnitude)
         state[name] = whole.to(dtype)
         done += state[name].nbytes
         if on_progress is not None:

@@ -291,7 +291,7 @@ class Leader:
                 await self._publish()
             elif await self._nobody_has_it():
                 logger.warning("no engine took the weights: published whole again", extra={"version": self._version})
-                self._publishing.begin_anew()
+                self._publishing.force_full_next()
                 await self._publish()
         await first_of(self._role.stop.wait(), self._buffer.changed.wait(), seconds=_STARVED_SECONDS)
 

@@ -92,7 +92,7 @@ class Lora:
             return name.replace(_BASE, ".")
         module, _, rest = name.partition(".lora_")
         names = names_of(module, dora=True)
-        found = {"A": names.low, "B": names.high, "magnitude_vector": names.magnitude}[rest.partition(".")[0]]
+        found = {"A": names.lora_a, "B": names.lora_b, "magnitude_vector": names.magnitude}[rest.partition(".")[0]]
         assert found is not None
         return found
 
@@ -115,17 +115,17 @@ class Lora:
 
         The rows are float32 where the module is adapted, else as given. The next update invalidates the function.
         """
-        low = {module: _whole(adapter[names_of(module, dora=False).low]) for module in self._layers}
+        lora_a = {module: _whole(adapter[names_of(module, dora=False).lora_a]) for module in self._layers}
 
         @torch.no_grad()
         def rows(name: str, weight: torch.Tensor) -> torch.Tensor:
             module = name.removesuffix(".weight")
-            if module not in low or module == name:
+            if module not in lora_a or module == name:
                 return weight
             names = names_of(module, dora=self.about.dora)
             magnitude = None if names.magnitude is None else adapter[names.magnitude].to_local()
-            high = adapter[names.high].to_local()
-            return merge(weight, low[module], high, scale=self.about.scale, magnitude=magnitude)
+            lora_b = adapter[names.lora_b].to_local()
+            return merge(weight, lora_a[module], lora_b, scale=self.about.scale, magnitude=magnitude)
 
         return rows
 

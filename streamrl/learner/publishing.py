@@ -80,9 +80,9 @@ class Publishing:
     def age(self) -> float:
         return time.monotonic() - self._shown_at
 
-    def begin_anew(self) -> None:
+    def force_full_next(self) -> None:
         """Have the next version written whole: what it would build on may be damaged. Only when settled."""
-        self._publisher.begin_anew()
+        self._publisher.force_full_next()
 
     async def repeat(self) -> bool:
         """Show the newest version again, in case Redis came back with an older state. A repeat changes nothing.
@@ -98,7 +98,6 @@ class Publishing:
 
     def close(self) -> None:
         """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
-        self._publisher.close(unlink=False)
         self._executor.shutdown(wait=not self._hung)
 
     async def _publish(self, version: int, step: int, snapshot: PolicySnapshot) -> None:
@@ -157,6 +156,6 @@ class Publishing:
         try:
             self._weight_server.store(self._publisher.manifest)
         except CannotCreate:
-            self._publisher.begin_anew()  # no version may build on one that the store does not have
+            self._publisher.force_full_next()  # no version may build on one that the store does not have
             raise
         return data, self._publisher.manifest

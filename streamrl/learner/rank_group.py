@@ -29,7 +29,7 @@ from streamrl.learner.deal import deal, scatter
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
-from streamrl.learner.sharding import RowModel
+from streamrl.learner.sharding import ShardedModel
 from streamrl.learner.step import Models, StepStats, collect, stream, update_collected, update_streamed
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
@@ -127,7 +127,7 @@ class RankWorker:
     def check_samples(self, batch: Sequence[TrainSample]) -> None:
         """Raise a ValueError when a sample does not fit one of the models. Not collective."""
         for model in self._models.movable:
-            if isinstance(model, RowModel):
+            if isinstance(model, ShardedModel):
                 model.check_samples(batch)
 
     def train(self, group_ids: Sequence[int], samples: Sequence[TrainSample], *, idle: bool = False) -> bool:

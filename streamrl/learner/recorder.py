@@ -76,13 +76,10 @@ class Recorder:
     async def run(self) -> None:
         try:
             publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
-            try:
-                async with open_server(self._config, self._role.run_dir, publisher.root) as weight_server:
-                    await self._publish(publisher, weight_server)
-                    self._role.ready()
-                    await self._record_all()
-            finally:
-                publisher.close(unlink=False)
+            async with open_server(self._config, self._role.run_dir, publisher.root) as weight_server:
+                await self._publish(publisher, weight_server)
+                self._role.ready()
+                await self._record_all()
         finally:
             self._writer.close()
 

@@ -14,8 +14,8 @@ from streamrl.learner.model import LogProbModel
 from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import Offload
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.reference_servers import Remote
-from streamrl.learner.sharding import RowModel, check_fit
+from streamrl.learner.reference_servers import ServerReference
+from streamrl.learner.sharding import ShardedModel, check_fit
 from streamrl.wire import Float32Array
 
 
@@ -35,7 +35,7 @@ class Reference(Protocol):
         ...
 
 
-class Frozen(RowModel, Reference):
+class FrozenReference(ShardedModel, Reference):
     """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
 
     It is a copy of `learner.reference.path`, or of the model that training started from, also after a restart.
@@ -80,13 +80,13 @@ class Frozen(RowModel, Reference):
             self._offload.to_device()
 
 
-def make_reference(config: RunConfig, ranks: Ranks, policy: RowModel) -> Reference | None:
+def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Reference | None:
     """Make a frozen or remote reference; None for `none` and `base`. Collective."""
     reference = config.learner.reference
     if reference.kind == "remote":
-        return Remote(config, ranks)
+        return ServerReference(config, ranks)
     if reference.kind != "frozen":
         return None
-    frozen = Frozen(config, ranks)
+    frozen = FrozenReference(config, ranks)
     check_fit("learner.reference.path", reference.path or config.model.path, frozen, policy, config.model)
     return frozen

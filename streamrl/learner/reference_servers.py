@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 Clients: TypeAlias = Mapping[str, HttpClient]
 
 
-class Remote:
+class ServerReference:
     """Log-probabilities under the model that servers hold (`learner.reference.kind: remote`).
 
     Each rank sends its own samples, over HTTP. When a server fails or is silent, the response goes to another one; what

@@ -1,7 +1,7 @@
 """A model whose parameters are spread over the ranks of the learner (FSDP2): from samples to updated weights.
 
 ```
-model_loading.prepare -> RowModel   lays samples out in rows and runs them: the reference policy
+model_loading.prepare -> ShardedModel   lays samples out in rows and runs them: the reference policy
                          TrainableModel   with gradients and an optimizer: the actor and a critic
 ```
 A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "model."
 
 
-class RowModel:
+class ShardedModel:
     """A module over rows of tokens: sharded by `shard`, it takes a `Microbatch` and returns arrays of shape (n,)."""
 
     def __init__(self, module: Backbone, ranks: Ranks, limits: RowLimits) -> None:
@@ -139,7 +139,7 @@ def _ids_of(sample: TrainSample) -> list[Int32Array]:
 _PROBE = "Two plus 34 is thirty-six; naïve?"
 
 
-def check_fit(key: str, path: str, module: RowModel, actor: RowModel, model: ModelConfig) -> None:
+def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, model: ModelConfig) -> None:
     """Refuse a second model that takes shorter sequences, fewer token ids or other ones than the policy."""
     if module.limits.longest < actor.limits.longest:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-class TrainableModel(RowModel, Generic[SumsT]):
+class TrainableModel(ShardedModel, Generic[SumsT]):
     """`kind` are the statistics that `_backward` adds up; `whole`: one FSDP unit that stays gathered."""
 
     def __init__(

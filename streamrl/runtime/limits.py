@@ -63,7 +63,7 @@ class Need(NamedTuple):
     most: int
 
 
-def look_at_files(config: RunConfig, model_bytes: int) -> str:
+def check_files(config: RunConfig, model_bytes: int) -> str:
     """Report the limit of open files, with a warning if the run file allows some process to need more.
 
     Roles raise their soft limit to the hard one. CannotCreate if some process certainly needs more than that.
@@ -107,7 +107,7 @@ def open_files(config: RunConfig, model_bytes: int) -> dict[str, Need]:
     return {kind: Need(least, least + allowed.get(kind, 0)) for kind, least in needs.items()}
 
 
-def look_at_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
+def check_memory(config: RunConfig, model_float32: int, root: Path = Path("/")) -> str:
     """Report the free memory, with a warning if the run may need more; CannotCreate if it certainly will."""
     free = free_memory(root)
     least, most = memory(config, model_float32)
@@ -195,7 +195,7 @@ def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     return max(0, most - taken + cache) if most < _NO_LIMIT else None
 
 
-def look_at_disk(config: RunConfig, run_dir: Path) -> str:
+def check_disk(config: RunConfig, run_dir: Path) -> str:
     # Weights and two moments of AdamW in float32, for the checkpoints that are kept and the one being written.
     checkpoint, steps = config.checkpoint, config.learner.steps
     milestones = steps // checkpoint.keep_every if steps and checkpoint.keep_every else 0
@@ -208,7 +208,7 @@ def look_at_disk(config: RunConfig, run_dir: Path) -> str:
     return _space(folder, need, "use another disk, or lower checkpoint.keep")
 
 
-def look_at_shared_memory(config: RunConfig) -> str:
+def check_shared_memory(config: RunConfig) -> str:
     copies = shared_memory_copies(config)
     if not copies:
         return "not used"

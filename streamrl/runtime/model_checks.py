@@ -26,7 +26,7 @@ _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 """As transformers names them; of a large model a file with `.index.json` behind the name lists the parts."""
 
 
-def look_at_models(config: RunConfig) -> str:
+def check_models(config: RunConfig) -> str:
     """Where each model of the run comes from, unless others serve it.
 
     Unreachable: a model is not complete on this machine, and the hub does not answer within `DEADLINE`.

@@ -42,8 +42,8 @@ from streamrl.queues import embedded
 from streamrl.queues.access import redact
 from streamrl.queues.connection import open_to_look
 from streamrl.runtime.devices import plan_devices, show_devices
-from streamrl.runtime.limits import look_at_disk, look_at_files, look_at_memory, look_at_shared_memory, model_bytes
-from streamrl.runtime.model_checks import look_at_models
+from streamrl.runtime.limits import check_disk, check_files, check_memory, check_shared_memory, model_bytes
+from streamrl.runtime.model_checks import check_models
 from streamrl.servers import environments
 from streamrl.store import run_store
 
@@ -71,26 +71,26 @@ def check_all(config: RunConfig, run_dir: Path, *, here: bool = True) -> list[Ch
     looks: dict[str, Callable[[], str]] = {
         "packages": _packages,
         "redis": lambda: _redis(config),
-        "model": lambda: look_at_models(config),
-        "sampling": lambda: look_at_sampling(config),
-        **({"chats": lambda: look_at_chats(config)} if model.renders or model.system_prompt is not None else {}),
-        "data": lambda: look_at_data(config),
-        **({"episode": lambda: look_at_episode(config)} if config.episode.kind else {}),
+        "model": lambda: check_models(config),
+        "sampling": lambda: check_sampling(config),
+        **({"chats": lambda: check_chats(config)} if model.renders or model.system_prompt is not None else {}),
+        "data": lambda: check_data(config),
+        **({"episode": lambda: check_episode(config)} if config.episode.kind else {}),
         "rewards": lambda: _rewards(config),
-        "reward models": lambda: look_at_reward_models(config),
-        "engine": lambda: look_at_engine(config),
-        "weights": lambda: look_at_way(config),
-        "stores": lambda: look_at_stores(config),
-        "disk": lambda: look_at_disk(config, run_dir),
-        "shared memory": lambda: look_at_shared_memory(config),
-        "memory": lambda: look_at_memory(config, model_bytes(config, "float32")),
-        "open files": lambda: look_at_files(config, model_bytes(config, config.weights.dtype)),
+        "reward models": lambda: check_reward_models(config),
+        "engine": lambda: check_engine(config),
+        "weights": lambda: check_way(config),
+        "stores": lambda: check_stores(config),
+        "disk": lambda: check_disk(config, run_dir),
+        "shared memory": lambda: check_shared_memory(config),
+        "memory": lambda: check_memory(config, model_bytes(config, "float32")),
+        "open files": lambda: check_files(config, model_bytes(config, config.weights.dtype)),
     }
     if here:
         looks |= {
-            "devices": lambda: look_at_devices(config),
-            "loggers": lambda: look_at_loggers(config),
-            "health": lambda: look_at_health(config),
+            "devices": lambda: check_devices(config),
+            "loggers": lambda: check_loggers(config),
+            "health": lambda: check_health(config),
         }
     if config.recording.mode == "read":
         looks |= {"data": lambda: _recording(config)}
@@ -132,7 +132,7 @@ async def _reach(config: RedisConfig, url: str) -> None:
         pass
 
 
-def look_at_sampling(config: RunConfig) -> str:
+def check_sampling(config: RunConfig) -> str:
     found = []
     for what, draw in (("training", config.sampling), ("evaluation", config.drawing(evaluation=True))):
         changed = draw.model_dump(include=OPTIONS, exclude_defaults=True)
@@ -145,7 +145,7 @@ def look_at_sampling(config: RunConfig) -> str:
     return "; ".join(found)
 
 
-def look_at_chats(config: RunConfig) -> str:
+def check_chats(config: RunConfig) -> str:
     """There is a template, and it knows its arguments: Jinja ignores others without a word."""
     tokenizer, args = Tokenizer.load(config.model), config.model.template_args
     tokenizer.chat_text([{"role": "user", "content": "?"}])
@@ -155,10 +155,10 @@ def look_at_chats(config: RunConfig) -> str:
     return found + (f"; WARNING: it never names {', '.join(unknown)}, so they change nothing" if unknown else "")
 
 
-def look_at_data(config: RunConfig) -> str:
+def check_data(config: RunConfig) -> str:
     @functools.cache
     def tokenizer() -> Tokenizer:
-        look_at_models(config)  # a model that cannot be had is said in few words
+        check_models(config)  # a model that cannot be had is said in few words
         return Tokenizer.load(config.model)
 
     found = []
@@ -190,7 +190,7 @@ def _rewards(config: RunConfig) -> str:
     return ", ".join(reward.name for reward in rewards)
 
 
-def look_at_episode(config: RunConfig) -> str:
+def check_episode(config: RunConfig) -> str:
     """Episodes can be built, tools can work, the tokenizer has a chat template, the model takes whole episodes."""
     episode = episode_of(config)
     if isinstance(episode, ToolEpisode):
@@ -245,7 +245,7 @@ def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
         )
 
 
-def look_at_engine(config: RunConfig) -> str:
+def check_engine(config: RunConfig) -> str:
     engine = config.engine
     if engine.url:
         return ", ".join(_answers(engine, url) for url in engine.url)
@@ -255,7 +255,7 @@ def look_at_engine(config: RunConfig) -> str:
     return _environment(engine, engine.kind)
 
 
-def look_at_devices(config: RunConfig) -> str:
+def check_devices(config: RunConfig) -> str:
     devices = {"learner.device": config.learner.device} if config.recording.mode != "write" else {}
     if config.engine.kind == "hf" and config.recording.mode != "read":
         devices["engine.device"] = config.engine.device
@@ -265,13 +265,13 @@ def look_at_devices(config: RunConfig) -> str:
     return show_devices(plan_devices(config, cards), cards)
 
 
-def look_at_loggers(config: RunConfig) -> str:
+def check_loggers(config: RunConfig) -> str:
     for name in config.learner.report_to:
         need_packages(f"learner.report_to {name}", name, extra=name, otherwise="leave it out")
     return ", ".join(config.learner.report_to) or "none"
 
 
-def look_at_health(config: RunConfig) -> str:
+def check_health(config: RunConfig) -> str:
     if config.health.port:
         raise ConfigError(
             f"health.port {config.health.port} is one port, and all roles on this host would listen on it",
@@ -280,7 +280,7 @@ def look_at_health(config: RunConfig) -> str:
     return "a free port for each role"
 
 
-def look_at_reward_models(config: RunConfig) -> str:
+def check_reward_models(config: RunConfig) -> str:
     """Which servers answer for which reward model. Running servers may be down: workers wait for them."""
     found = []
     for name, model in config.reward_models.items():
@@ -354,7 +354,7 @@ def _answers(engine: EngineConfig, url: str) -> str:
     return url
 
 
-def look_at_way(config: RunConfig) -> str:
+def check_way(config: RunConfig) -> str:
     weights = config.weights
     if weights.pulled and weights.url is None:
         _bindable(weights.host, weights.port)
@@ -382,7 +382,7 @@ def _check_quantize(config: RunConfig) -> None:
         )
 
 
-def look_at_stores(config: RunConfig) -> str:
+def check_stores(config: RunConfig) -> str:
     """Write a small file to each store of the run and remove it."""
     archive = config.archive.store if config.archive.enabled else None
     urls = {"checkpoint.store": config.checkpoint.store, "archive.store": archive, "weights.url": config.weights.url}

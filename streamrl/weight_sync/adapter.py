@@ -21,8 +21,8 @@ from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.manifest import Adapter
 
 PREFIX: Final = "base_model.model."
-LOW: Final = ".lora_A.weight"
-HIGH: Final = ".lora_B.weight"
+LORA_A: Final = ".lora_A.weight"
+LORA_B: Final = ".lora_B.weight"
 MAGNITUDE: Final = ".lora_magnitude_vector"
 
 
@@ -30,26 +30,26 @@ MAGNITUDE: Final = ".lora_magnitude_vector"
 class Names:
     """Names of the tensors of one adapted module; `magnitude` with DoRA only."""
 
-    low: str
-    high: str
+    lora_a: str
+    lora_b: str
     magnitude: str | None = None
 
 
 def names_of(module: str, *, dora: bool) -> Names:
     stem = PREFIX + module
-    return Names(stem + LOW, stem + HIGH, stem + MAGNITUDE if dora else None)
+    return Names(stem + LORA_A, stem + LORA_B, stem + MAGNITUDE if dora else None)
 
 
 def adapted(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> dict[str, Names]:
     """Modules that a version adapts, with the names of their tensors; WeightsError when these are not whole."""
     modules = sorted(
-        name.removeprefix(PREFIX).removesuffix(LOW)
+        name.removeprefix(PREFIX).removesuffix(LORA_A)
         for name in tensors
-        if name.startswith(PREFIX) and name.endswith(LOW)
+        if name.startswith(PREFIX) and name.endswith(LORA_A)
     )
     found = {module: names_of(module, dora=adapter.dora) for module in modules}
     expected = {
-        name for names in found.values() for name in (names.low, names.high, names.magnitude) if name is not None
+        name for names in found.values() for name in (names.lora_a, names.lora_b, names.magnitude) if name is not None
     }
     if not found or expected != set(tensors):
         odd = sorted(expected ^ set(tensors))
@@ -63,8 +63,8 @@ def adapted(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 @torch.no_grad()
 def merge(
     weight: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
     *,
     scale: float,
     magnitude: torch.Tensor | None = None,
@@ -72,10 +72,10 @@ def merge(
     """Rows of a weight with its adapter, float32: W + scale B A (Hu et al., arXiv 2106.09685, section 4.1).
 
     With a magnitude m each row is set to the length m (Liu et al., arXiv 2402.09353, equation 5). Rows are independent
-    of each other, so a rank merges its own: shapes are `weight` (rows, in), `low` A, whole, (rank, in), `high` the same
-    rows of B (rows, rank), `magnitude` (rows,); `scale` is alpha / rank.
+    of each other, so a rank merges its own: shapes are `weight` (rows, in), `lora_a` whole, (rank, in), `lora_b` the
+    same rows (rows, rank), `magnitude` (rows,); `scale` is alpha / rank.
     """
-    whole = weight.float() + (high.float() @ low.float()) * scale
+    whole = weight.float() + (lora_b.float() @ lora_a.float()) * scale
     if magnitude is None:
         return whole
     length: torch.Tensor = torch.linalg.norm(whole, dim=1)

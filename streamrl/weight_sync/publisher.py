@@ -107,16 +107,17 @@ class Publisher:
     ) -> bytes:
         """Write one version and return its encoded manifest.
 
-        When it fails nothing is left behind, the newest version before it stays, and the next one is whole. The
-        deadline is checked between files only: hold the calling thread to one, as a file system may hang.
+        When it fails nothing is left behind, the version before it stays, and the next one is whole. The deadline is
+        checked between files only, and a file system may hang.
 
         Args:
             epoch: of the learner.
             version: greater than all before it and never used before, failed ones included.
             step: optimizer step of the weights.
-            tensors: Hugging Face names and whole tensors, contiguous on the CPU. Without deltas they are taken one by
-                one; with deltas they must not be changed before the version after this one is written.
-            sources, lane: for the manifest.
+            tensors: Hugging Face names and whole tensors, contiguous on the CPU, taken one by one. With deltas they
+                must not be changed before the version after this one is written.
+            sources: for the manifest.
+            lane: for the manifest.
             adapter: the tensors are those of an adapter alone, by the names of peft.
 
         Raises:
@@ -130,9 +131,8 @@ class Publisher:
         self._remove_older()
         base, last, self._last = self._next_base(), self._last, {}
         whole = dict(tensors) if self._config.delta.enabled else {}
-        changed = None if base is None or adapter is not None else _changed(last, whole)
-        elements = sum(tensor.numel() for tensor in whole.values())
-        if changed is None or changed > self._config.delta.max_density * elements:
+        density = None if base is None or adapter is not None else _density(last, whole)
+        if density is None or density > self._config.delta.max_density:
             base = None
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
@@ -162,26 +162,16 @@ class Publisher:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         self._last = whole
-        self._note(manifest, None if changed is None or not elements else changed / elements)
+        self._note(manifest, density)
         return data
 
-    def begin_anew(self) -> None:
+    def force_full_next(self) -> None:
         """Have the next version written whole."""
         self._last = {}
 
     def holds_newest(self) -> bool:
         """Whether the newest version and all it builds on are still there for engines that join now."""
         return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
-
-    def close(self, *, unlink: bool) -> None:
-        """`unlink` removes the versions, so no engine can join."""
-        if unlink:
-            while self._kept:
-                self._remove(self._kept.pop(0).folder)
-            try:
-                self.root.rmdir()
-            except OSError as error:
-                logger.debug("weights folder not empty", extra={"folder": str(self.root), "error": str(error)})
 
     def _next_base(self) -> Pair | None:
         """The version that the next one may be a delta of; None: it is written whole.
@@ -305,10 +295,13 @@ class Publisher:
             logger.warning("old weights stay", extra={"folder": str(self.root / name), "error": str(error)})
 
 
-def _changed(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> int | None:
-    """Values that differ; None when there is no delta from one to the other."""
+def _density(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> float | None:
+    """Share of values that differ; None when there is no delta from one to the other."""
     heads = [[(name, tensor.shape, tensor.dtype) for name, tensor in each.items()] for each in (old, new)]
-    return sum(delta.changed(old[name], new[name]) for name in new) if heads[0] == heads[1] else None
+    if heads[0] != heads[1]:
+        return None
+    changed = sum(delta.changed(old[name], new[name]) for name in new)
+    return changed / max(1, sum(tensor.numel() for tensor in new.values()))
 
 
 def _entry(name: str, tensor: torch.Tensor, shard: int) -> TensorEntry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -80,7 +81,7 @@ async def sending(run_dir: Path) -> AsyncIterator[Sender]:
         async with transports.open_server(config, run_dir, publisher.root) as server:
             sender = Sender(publisher, server)
             yield sender
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 class PlainMember:

@@ -35,8 +35,8 @@ def adapter(number: int) -> Version:
         module = name.removesuffix(".weight")
         if module.endswith(tuple(TARGETS)):
             names = names_of(module, dora=False)
-            tensors[names.low] = (0.1 * torch.randn(RANK, weight.shape[1], generator=generator)).bfloat16()
-            tensors[names.high] = (0.1 * torch.randn(weight.shape[0], RANK, generator=generator)).bfloat16()
+            tensors[names.lora_a] = (0.1 * torch.randn(RANK, weight.shape[1], generator=generator)).bfloat16()
+            tensors[names.lora_b] = (0.1 * torch.randn(weight.shape[0], RANK, generator=generator)).bfloat16()
     return Version((1, number), number, tensors, adapter=ABOUT)
 
 
@@ -44,8 +44,8 @@ def judge(base: dict[str, torch.Tensor], version: Version) -> object:
     """The base with the adapter merged in, in float32."""
     weights = {name: tensor.float() for name, tensor in base.items()}
     for module, names in adapted(ABOUT, version.tensors).items():
-        low, high = version.tensors[names.low], version.tensors[names.high]
-        weights[f"{module}.weight"] = merge(base[f"{module}.weight"], low, high, scale=ABOUT.scale)
+        lora_a, lora_b = version.tensors[names.lora_a], version.tensors[names.lora_b]
+        weights[f"{module}.weight"] = merge(base[f"{module}.weight"], lora_a, lora_b, scale=ABOUT.scale)
     return tiny.build(weights)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -93,7 +94,7 @@ async def road(bench: Bench, run_dir: Path, **weights: object) -> AsyncIterator[
                 yield made
                 stop.set()
     finally:
-        publisher.close(unlink=True)
+        shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 def step(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.reference_servers import Remote
+from streamrl.learner.reference_servers import ServerReference
 from tests.engines import tiny
 from tests.engines.conformance_kit import KEY, Bench
 
@@ -97,7 +97,7 @@ async def test_a_batch_is_scored_as_by_a_forward_pass(bench: Bench, ranks: Ranks
     wanted = [forward(bench, one) for one in samples]
 
     def compare() -> None:
-        reference = Remote(run_of(bench, longest), ranks)
+        reference = ServerReference(run_of(bench, longest), ranks)
         for _ in range(2):
             for found, expected in zip(reference.compute_ref_log_prob(samples), wanted, strict=True):
                 assert found.shape == expected.shape
@@ -109,9 +109,9 @@ async def test_a_batch_is_scored_as_by_a_forward_pass(bench: Bench, ranks: Ranks
 async def test_what_a_server_cannot_score_is_refused(bench: Bench, ranks: Ranks):
     def refused() -> None:
         with pytest.raises(ConfigError, match=r"too few for model\.context"):
-            Remote(run_of(bench, tiny.CONTEXT), ranks)
+            ServerReference(run_of(bench, tiny.CONTEXT), ranks)
         if bench.kind == "vllm":
-            reference = Remote(run_of(bench, 1024), ranks)
+            reference = ServerReference(run_of(bench, 1024), ranks)
             with pytest.raises(DataError, match="group 7"):
                 reference.compute_ref_log_prob([sample(7, [8], [tiny.VOCABULARY + 1000])])
 

@@ -35,7 +35,7 @@ from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import Command, RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.reference import Frozen
+from streamrl.learner.reference import FrozenReference
 from streamrl.learner.step import Models, make_models
 from streamrl.learner.weight_copy import Copies, PolicySnapshot
 from streamrl.weight_sync.publisher import Publisher
@@ -74,7 +74,7 @@ def loading(model: Path, out: Path, ranks: Ranks) -> None:
     watching = threading.Thread(target=watch)
     watching.start()
     with mock.patch("streamrl.learner.sharding.checked", untried):
-        Frozen(run_config(model, ranks=ranks.world, reference={"kind": "frozen"}), ranks)
+        FrozenReference(run_config(model, ranks=ranks.world, reference={"kind": "frozen"}), ranks)
     done.set()
     watching.join()
     keep({"most": max(seen)}, out, ranks)
@@ -254,7 +254,7 @@ def values(model: Path, out: Path, ranks: Ranks) -> None:
 
     for units, small in UNITS.items():
         config = run_config(model, ranks=ranks.world, **VALUE_OPTIONS)
-        critic, reference = Critic(config, ranks, small=small), Frozen(config, ranks, small=small)
+        critic, reference = Critic(config, ranks, small=small), FrozenReference(config, ranks, small=small)
         norms = []
         for step in range(2):
             stats = critic.update_critic(mine(value_batch(step)))

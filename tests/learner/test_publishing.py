@@ -68,7 +68,7 @@ class Shelf:
             raise DeadlineExceeded("not written in time")
         return b"%d" % version
 
-    def begin_anew(self) -> None:
+    def force_full_next(self) -> None:
         self.anew += 1
 
     def holds_newest(self) -> bool:

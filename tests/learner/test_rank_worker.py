@@ -8,7 +8,7 @@ from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
-from streamrl.learner.reference import Frozen
+from streamrl.learner.reference import FrozenReference
 from streamrl.learner.step import make_models
 
 GAE = {"advantage": {"use": "gae"}}
@@ -18,7 +18,7 @@ CASES = {
     "critic and frozen": (
         {**GAE, **KL, "critic": {"kind": "model"}, "reference": {"kind": "frozen"}},
         Critic,
-        Frozen,
+        FrozenReference,
         ["actor", "critic"],
     ),
     "base": ({**KL, "lora": {"rank": 2}, "reference": {"kind": "base"}}, type(None), Actor, ["actor", "lora"]),

@@ -16,7 +16,7 @@ from tree_kit import THREE, make_episodes
 
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
 from streamrl.learner import reference_servers
-from streamrl.learner.reference_servers import NoReference, Remote
+from streamrl.learner.reference_servers import NoReference, ServerReference
 from streamrl.learner.tree import Tree
 from streamrl.wire import PROMPT
 
@@ -128,7 +128,7 @@ def make(one_rank, model_of):
         def reference(*servers, deadline=20.0, **more):
             urls = [server if isinstance(server, str) else stack.enter_context(server.running()) for server in servers]
             settings = {"kind": "remote", "url": urls, "deadline": deadline, **more}
-            return Remote(run_config(model_of("Llama"), reference=settings), one_rank)
+            return ServerReference(run_config(model_of("Llama"), reference=settings), one_rank)
 
         yield reference
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy
-from streamrl.learner.sharding import RowModel
+from streamrl.learner.sharding import ShardedModel
 
-ModelT = TypeVar("ModelT", bound=RowModel)
+ModelT = TypeVar("ModelT", bound=ShardedModel)
 
 VOCABULARY = 61
 _COMMON: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Unreachable
 from streamrl.runtime.limits import shared_memory_copies
-from streamrl.runtime.preflight import look_at_engine, look_at_way
+from streamrl.runtime.preflight import check_engine, check_way
 from streamrl.servers import environments, launch
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import SglangDialect
@@ -38,30 +38,30 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_engines_that_need_nothing_of_the_machine():
-    assert "transformers" in look_at_engine(config())
+    assert "transformers" in check_engine(config())
 
 
 def test_an_environment_is_named_with_its_version(environment: Path):
-    found = look_at_engine(config(engine={"kind": "vllm", "servers": 2, "device": "cpu"}))
+    found = check_engine(config(engine={"kind": "vllm", "servers": 2, "device": "cpu"}))
     assert found == f"vllm 0.32.0 in {environment}, 2 of them"
     (environment / environments.MARKER).unlink()
-    assert "unknown version" in look_at_engine(config(engine={"kind": "vllm"}))
+    assert "unknown version" in check_engine(config(engine={"kind": "vllm"}))
 
 
 def test_a_missing_environment_names_the_command_that_makes_it(environment: Path, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
-        look_at_engine(config(engine={"kind": "sglang", "environment": tmp_path / "gone"}))
+        check_engine(config(engine={"kind": "sglang", "environment": tmp_path / "gone"}))
     assert "streamrl engines install sglang" in caught.value.hint
 
 
 def test_an_environment_for_another_machine_is_refused(environment: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environments, "has_gpu", lambda: True)
     with pytest.raises(ConfigError, match="made for CPUs, this run generates on a GPU") as caught:
-        look_at_engine(config(engine={"kind": "vllm", "device": "cuda"}))
+        check_engine(config(engine={"kind": "vllm", "device": "cuda"}))
     assert "--gpu" in caught.value.hint
     (environment / environments.MARKER).write_bytes(orjson.dumps({"version": "0.32.1", "cpu": False}))
     with pytest.raises(ConfigError, match="made for GPUs, this run generates on the CPU"):
-        look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
+        check_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 
 
 @pytest.mark.parametrize(("kind", "dialect"), [("vllm", VllmDialect), ("sglang", SglangDialect)])
@@ -74,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_every_kind(
     """Never served from a CPU in silence: that is a hundred times slower than what was asked for."""
     monkeypatch.setattr(environments, "has_gpu", lambda: False)
     asked = config(engine={"kind": kind, "device": device, "environment": environment})
-    for start in (lambda: look_at_engine(asked), lambda: dialect(asked).launch(model="owner/name", port=1, seed=0)):
+    for start in (lambda: check_engine(asked), lambda: dialect(asked).launch(model="owner/name", port=1, seed=0)):
         with pytest.raises(ConfigError, match=f"engine.device .*{device}") as caught:
             start()
         assert said in f"{caught.value.message} {caught.value.hint}"
@@ -85,7 +85,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_every_kind(
 @pytest.mark.parametrize("flag", ["port", "--host", "model_path"])
 def test_flags_that_streamrl_needs_for_itself_are_refused(environment: Path, flag: str):
     with pytest.raises(ConfigError, match="which streamrl chooses"):
-        look_at_engine(config(engine={"kind": "vllm", "device": "cpu", "flags": {flag: "1"}}))
+        check_engine(config(engine={"kind": "vllm", "device": "cpu", "flags": {flag: "1"}}))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -98,7 +98,7 @@ def test_an_installation_without_the_plug_in_is_found(
 ):
     monkeypatch.setattr(launch, "PLUGIN", tmp_path / "plugin")
     with pytest.raises(ConfigError, match="without its plug-in for vllm"):
-        look_at_engine(config(engine={"kind": "vllm", "device": "cpu"}))
+        check_engine(config(engine={"kind": "vllm", "device": "cpu"}))
 
 
 @pytest.fixture
@@ -120,22 +120,22 @@ def test_servers_that_run_already_are_asked_once_each(server: Any, tmp_path: Pat
     url, asked = server
     key = tmp_path / "key"
     key.write_text("sesame\n")
-    assert look_at_engine(config(engine={"kind": "sglang", "url": [url], "api_key_file": key})) == url
+    assert check_engine(config(engine={"kind": "sglang", "url": [url], "api_key_file": key})) == url
     assert asked == [("/model_info", "Bearer sesame")]
     for wrong in ({}, {"api_key_file": tmp_path / "other"}):
         (tmp_path / "other").write_text("friend")
         with pytest.raises(ConfigError, match="refuses our key"):
-            look_at_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
+            check_engine(config(engine={"kind": "vllm", "url": [url], **wrong}))
     elsewhere = f"{url}/elsewhere"
     with pytest.raises(ConfigError, match=f"server at {elsewhere} is not of kind sglang: it has no /model_info"):
-        look_at_engine(config(engine={"kind": "sglang", "url": [elsewhere], "api_key_file": key}))
+        check_engine(config(engine={"kind": "sglang", "url": [elsewhere], "api_key_file": key}))
     with pytest.raises(ConfigError, match="api_key_file"):
-        look_at_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
+        check_engine(config(engine={"kind": "vllm", "url": [url], "api_key_file": tmp_path / "gone"}))
 
 
 def test_a_server_that_is_not_there(unused_port: int):
     with pytest.raises(Unreachable, match=f"no server answers at http://127.0.0.1:{unused_port}"):
-        look_at_engine(config(engine={"kind": "vllm", "url": [f"http://127.0.0.1:{unused_port}"]}))
+        check_engine(config(engine={"kind": "vllm", "url": [f"http://127.0.0.1:{unused_port}"]}))
 
 
 @pytest.fixture
@@ -147,17 +147,17 @@ def unused_port() -> Iterator[int]:
 
 
 def test_the_way_of_the_weights(unused_port: int):
-    assert look_at_way(config()) == "shm, float32"
-    assert "every 5" in look_at_way(config(weights={"delta": {"enabled": True, "every": 5}, "dtype": "bfloat16"}))
-    assert look_at_way(config(weights={"transport": "http"})).startswith("http")
+    assert check_way(config()) == "shm, float32"
+    assert "every 5" in check_way(config(weights={"delta": {"enabled": True, "every": 5}, "dtype": "bfloat16"}))
+    assert check_way(config(weights={"transport": "http"})).startswith("http")
     with pytest.raises(CannotCreate, match=f"port {unused_port}"):
-        look_at_way(config(weights={"transport": "http", "port": unused_port}))
+        check_way(config(weights={"transport": "http", "port": unused_port}))
     with pytest.raises(CannotCreate, match=r"192\.0\.2\.1"):
-        look_at_way(config(weights={"transport": "collective", "host": "192.0.2.1"}))
+        check_way(config(weights={"transport": "collective", "host": "192.0.2.1"}))
     with pytest.raises(ConfigError, match=r"weights\.host nowhere\.invalid is unknown"):
-        look_at_way(config(weights={"transport": "http", "host": "nowhere.invalid"}))
+        check_way(config(weights={"transport": "http", "host": "nowhere.invalid"}))
     url = "memory://weights"
-    assert look_at_way(config(weights={"transport": "http", "url": url, "host": "192.0.2.1"})).startswith(url)
+    assert check_way(config(weights={"transport": "http", "url": url, "host": "192.0.2.1"})).startswith(url)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_quantised_rollouts_are_for_what_the_engine_can_do_there(kind, quantize,
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     asked = config(engine={"kind": kind}, weights={"quantize": quantize}, model={"path": str(tmp_path)})
     if there:
-        assert look_at_way(asked) == f"shm, float32, {quantize} for the engines"
+        assert check_way(asked) == f"shm, float32, {quantize} for the engines"
     else:
         with pytest.raises(ConfigError, match=f"{kind} has no kernel for it on a CPU"):
-            look_at_way(asked)
+            check_way(asked)
     assert shared_memory_copies(asked) == 5
     monkeypatch.setattr(environments, "has_gpu", lambda: True)
-    assert f"{quantize} for the engines" in look_at_way(asked)
+    assert f"{quantize} for the engines" in check_way(asked)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     with pytest.raises(ConfigError, match="mixture of experts"):
-        look_at_way(asked)
+        check_way(asked)

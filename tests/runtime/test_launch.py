@@ -160,10 +160,10 @@ def test_too_little_space_is_said_with_figures(home):
     with (home / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 43)  # a sparse file: as large as it says, and takes no space
     with pytest.raises(CannotCreate, match="this run needs"):
-        limits.look_at_disk(loaded(home).config, home)
+        limits.check_disk(loaded(home).config, home)
     with pytest.raises(CannotCreate, match="this run needs"):
-        limits.look_at_shared_memory(loaded(home).config)
-    assert limits.look_at_shared_memory(loaded(home, "weights.transport=directory").config) == "not used"
+        limits.check_shared_memory(loaded(home).config)
+    assert limits.check_shared_memory(loaded(home, "weights.transport=directory").config) == "not used"
 
 
 def test_no_redis_server_says_how_to_get_one(home, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate
-from streamrl.runtime.limits import free_memory, look_at_files, look_at_memory, memory, open_files
+from streamrl.runtime.limits import check_files, check_memory, free_memory, memory, open_files
 from streamrl.servers import environments
 
 GIB = 1 << 30
@@ -67,10 +67,10 @@ def test_what_opens_files(monkeypatch: pytest.MonkeyPatch):
     assert "redis" not in open_files(config(redis={"url": "redis://elsewhere:1"}), 0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(CannotCreate, match=r"may open 64 files here .*, redis of this run needs 112") as caught:
-        look_at_files(config(), 0)
+        check_files(config(), 0)
     assert (caught.value.exit_code, "LimitNOFILE" in caught.value.hint) == (73, True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
-    assert look_at_files(config(reward_worker={"concurrency": 1000}), 0).startswith("any number")
+    assert check_files(config(reward_worker={"concurrency": 1000}), 0).startswith("any number")
 
 
 def test_files_that_a_run_may_never_open_are_a_warning(monkeypatch: pytest.MonkeyPatch):
@@ -78,12 +78,12 @@ def test_files_that_a_run_may_never_open_are_a_warning(monkeypatch: pytest.Monke
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     worker = {"reward_worker": {"concurrency": 4096}}
     for rule in ("exact_match", "number_match"):
-        assert look_at_files(config(**worker, rewards=[{"use": rule}]), 0).endswith("needed (redis)")
-    asked = look_at_files(config(**worker, **JUDGED), 0)
+        assert check_files(config(**worker, rewards=[{"use": rule}]), 0).endswith("needed (redis)")
+    asked = check_files(config(**worker, **JUDGED), 0)
     assert "4096 for a process, 112 needed (redis); WARNING: reward may come to need 4160: raise the hard" in asked
-    programs = look_at_files(config(**worker, rewards=[{"use": "exact_match"}, {"use": "my_rewards:run"}]), 0)
+    programs = check_files(config(**worker, rewards=[{"use": "exact_match"}, {"use": "my_rewards:run"}]), 0)
     assert "WARNING: reward may come to need 4160" in programs, "nobody knows what it opens"
-    served = look_at_files(config(engine={"kind": "vllm", "servers": 16, "slots": 256}), 0)
+    served = check_files(config(engine={"kind": "vllm", "servers": 16, "slots": 256}), 0)
     assert "WARNING: rollout may come to need 4160" in served
 
 
@@ -116,7 +116,7 @@ def test_what_takes_memory(monkeypatch: pytest.MonkeyPatch):
 def test_memory_that_a_run_may_never_take_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environments, "has_gpu", lambda: True)
     pulled = config(weights={"transport": "http"})
-    found = look_at_memory(pulled, 5 * GIB // 4, machine(tmp_path, "0::/\n"))
+    found = check_memory(pulled, 5 * GIB // 4, machine(tmp_path, "0::/\n"))
     assert "9216 MiB free, 8016 MiB needed; WARNING: it may come to need 10576 MiB: raise the limit" in found
 
 
@@ -154,5 +154,5 @@ def test_memory_that_is_free_here(tmp_path: Path):
     assert free_memory(old) == GIB
     assert free_memory(tmp_path / "nothing") is None
     with pytest.raises(CannotCreate, match=r"1024 MiB of memory are free, this run needs \d+ MiB"):
-        look_at_memory(config(), GIB, old)
-    assert "not known" in look_at_memory(config(), GIB, tmp_path / "nothing")
+        check_memory(config(), GIB, old)
+    assert "not known" in check_memory(config(), GIB, tmp_path / "nothing")

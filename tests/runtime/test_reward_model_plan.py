@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, ExitCode
 from streamrl.runfile import load, read_saved
 from streamrl.runtime.instance import RoleState
 from streamrl.runtime.plan import ROLE_KINDS, plan, processes, role_names, starts_after
-from streamrl.runtime.preflight import look_at_reward_models
+from streamrl.runtime.preflight import check_reward_models
 from streamrl.servers import environments
 from tests.runtime.test_roles import make_config, save_run
 from tests.runtime.test_supervisor import Run, unit
@@ -90,8 +90,8 @@ def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
     for_cpu = make_environment(tmp_path / "env", cpu=True)
     ours = {"critic": {"model": "c", "environment": str(for_cpu), "servers": 2}}
     theirs = {"other": MODELS["other"]}
-    assert look_at_reward_models(RunConfig()) == "none"
-    found = look_at_reward_models(RunConfig.model_validate({"reward_models": ours | theirs}))
+    assert check_reward_models(RunConfig()) == "none"
+    found = check_reward_models(RunConfig.model_validate({"reward_models": ours | theirs}))
     assert found == "critic: 2 x vllm; other: http://a:1"
     for folder, said in [
         (tmp_path / "nowhere", r"reward_models\.critic\.environment"),
@@ -99,7 +99,7 @@ def test_the_preflight_names_what_is_missing(tmp_path, monkeypatch):
     ]:
         ours["critic"]["environment"] = str(folder)
         with pytest.raises(ConfigError, match=said):
-            look_at_reward_models(RunConfig.model_validate({"reward_models": ours}))
+            check_reward_models(RunConfig.model_validate({"reward_models": ours}))
 
 
 def test_keys_that_do_not_fit_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A publisher, a stream and a follower; over shared memory, unless a test asks for both folders."""
 
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def config(request):
 def publisher(config, tmp_path):
     publisher = Publisher(config, "r", tmp_path)
     yield publisher
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 @pytest.fixture

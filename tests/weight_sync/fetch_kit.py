@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 
 from sync_kit import Replica, Stream, publish
 
@@ -45,7 +46,7 @@ async def open_learner(config, run_dir):
         try:
             yield learner
         finally:
-            learner.publisher.close(unlink=True)
+            shutil.rmtree(learner.publisher.root, ignore_errors=True)
             release_memory(run_dir)  # the staging folders of members that were killed
 
 

@@ -23,7 +23,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
 def tensors(seed=0, *, dora=False):
     generator = torch.Generator().manual_seed(seed)
     names = names_of(MODULE, dora=dora)
-    made = {names.low: torch.randn(2, 6, generator=generator), names.high: torch.randn(5, 2, generator=generator)}
+    made = {names.lora_a: torch.randn(2, 6, generator=generator), names.lora_b: torch.randn(5, 2, generator=generator)}
     return made | ({names.magnitude: torch.rand(5, generator=generator)} if names.magnitude else {})
 
 
@@ -80,8 +80,8 @@ def test_a_manifest_with_nonsense_is_refused(tmp_path, change):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda found: found.pop(names_of(MODULE, dora=False).high),
-        lambda found: found.pop(names_of(MODULE, dora=False).low),
+        lambda found: found.pop(names_of(MODULE, dora=False).lora_b),
+        lambda found: found.pop(names_of(MODULE, dora=False).lora_a),
         lambda found: found.update({"model.embed_tokens.weight": torch.zeros(2)}),
         lambda found: found.clear(),
         lambda found: found.update(tensors(dora=True)),

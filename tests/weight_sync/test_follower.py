@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import threading
 
@@ -186,8 +187,8 @@ async def test_two_epochs_with_one_number_are_two_versions(config, tmp_path, str
     publish(old, 7, epoch=1)
     publish(old, 8, epoch=1)
     assert {"v-2-5", "v-2-7"} <= set(folders(new))  # an old publisher never removes what is not its own
-    old.close(unlink=True)
-    new.close(unlink=True)
+    shutil.rmtree(old.root, ignore_errors=True)
+    shutil.rmtree(new.root, ignore_errors=True)
 
 
 async def test_files_of_a_learner_that_has_gone_are_no_error_while_the_next_one_loads(
@@ -345,7 +346,7 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again(tmp_path, stre
         assert replica.follower.traffic.seconds > 0
         stop.set()
     assert same(replica.applied[0][1], tensors(1))
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 async def test_a_server_that_fetches_gets_no_files_and_is_not_blamed_for_those_that_did_not_come(
@@ -372,7 +373,7 @@ async def test_a_server_that_fetches_gets_no_files_and_is_not_blamed_for_those_t
         assert (given[-1].folder, given[-1].lane, given[-1].sources) == (None, place, ("http://127.0.0.1:9",))
         assert given[-1].structure == map_version(publisher.root / "v-1-1", publisher.manifest).structure
         stop.set()
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 async def test_the_host_of_a_learner_that_has_gone_holds_up_no_version_of_the_next_one(tmp_path, stream):
@@ -394,7 +395,7 @@ async def test_the_host_of_a_learner_that_has_gone_holds_up_no_version_of_the_ne
         stop.set()
     assert [pair for pair, _ in replica.applied] == [(2, 2)]
     assert replica.follower.refused == 0
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root, ignore_errors=True)
 
 
 def hasty(fetch):

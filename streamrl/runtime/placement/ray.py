@@ -29,7 +29,7 @@ from streamrl.errors import ConfigError, Refused, Unreachable, need_packages
 from streamrl.runtime.audit import EVALUATION_FILE
 from streamrl.runtime.placement.local import LocalPlacement
 from streamrl.runtime.placement.placement import OnBytes, PlacedProcess, Placement
-from streamrl.runtime.placement.ray_node import KnownDirectory, News, NodeFacts, RoleKeeper, look_at_node, mark_of
+from streamrl.runtime.placement.ray_node import KnownDirectory, News, NodeFacts, RoleKeeper, check_node, mark_of
 from streamrl.runtime.plan import UnitSpec, threads
 from streamrl.runtime.role_log import RoleLog
 from streamrl.runtime.roles import stop_signals
@@ -211,7 +211,7 @@ class RayPlacement(Placement):
             here = sorted(kind for kind in kinds if self._fits(node, kind))
             if here:
                 strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                look = ray.remote(look_at_node).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+                look = ray.remote(check_node).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
                 looks[node["NodeManagerAddress"], node["NodeID"]] = (
                     here,
                     look.remote(self._config, self._known, here),

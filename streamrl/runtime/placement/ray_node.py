@@ -16,10 +16,10 @@ import streamrl
 from streamrl.atomic import write_whole
 from streamrl.config import RunConfig
 from streamrl.errors import StreamrlError, need_packages
-from streamrl.runtime.model_checks import look_at_models
+from streamrl.runtime.model_checks import check_models
 from streamrl.runtime.placement.child import Child, Lifeline
 from streamrl.runtime.plan import RoleCommand
-from streamrl.runtime.preflight import look_at_data, look_at_engine
+from streamrl.runtime.preflight import check_data, check_engine
 
 _WAITING_BYTES: Final = 4 << 20
 """Output that a keeper holds for a supervisor that does not ask; what is more is lost, the oldest first."""
@@ -57,7 +57,7 @@ class NodeFacts:
     lacks: Mapping[str, str]
 
 
-def look_at_node(config: RunConfig, directory: KnownDirectory, kinds: Sequence[str]) -> NodeFacts:
+def check_node(config: RunConfig, directory: KnownDirectory, kinds: Sequence[str]) -> NodeFacts:
     lacks = {kind: why for kind in kinds if (why := _lacking(config, kind))}
     return NodeFacts(streamrl.__version__, directory.is_here(), lacks)
 
@@ -67,11 +67,11 @@ def _lacking(config: RunConfig, kind: str) -> str:
         if kind == "learner":
             need_packages("training", "torch", "transformers", "safetensors")
         elif kind == ("engine" if config.engines else "rollout"):
-            look_at_engine(config)
+            check_engine(config)
         elif kind == "feeder":
-            look_at_data(config)
+            check_data(config)
         if kind in {"learner", "engine", "rollout", "feeder"}:
-            look_at_models(config)
+            check_models(config)
     except StreamrlError as error:
         return f"{error.message}; {error.hint}" if error.hint else error.message
     return ""

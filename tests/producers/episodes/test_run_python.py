@@ -20,7 +20,7 @@ from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.rendering import ToolCall
 from streamrl.producers.episodes.sampler import EpisodeSampler, episode_of
 from streamrl.producers.episodes.tools import Tool, Toolbox
-from streamrl.runtime.preflight import look_at_episode
+from streamrl.runtime.preflight import check_episode
 from streamrl.sandbox import Program, Sandbox, SandboxSettings
 from tests.queues.ledger_kit import until
 from tests.sandbox import hostile_programs as hostile
@@ -294,7 +294,7 @@ async def test_a_host_that_cannot_isolate_is_refused_at_the_start(monkeypatch, t
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("streamrl.sandbox.sandbox._START", 'print(\'{"error": "not permitted"}\')')
     with pytest.raises(ConfigError, match="programs cannot be isolated here") as caught:
-        await asyncio.to_thread(look_at_episode, configured())
+        await asyncio.to_thread(check_episode, configured())
     assert caught.value.exit_code == 78
     assert "not permitted" in caught.value.message
     with pytest.raises(ConfigError, match="programs cannot be isolated here"):
@@ -304,4 +304,4 @@ async def test_a_host_that_cannot_isolate_is_refused_at_the_start(monkeypatch, t
 async def test_an_interpreter_that_does_not_run_is_refused_at_the_start(tmp_path):
     settings = {"python": str(tmp_path / "no" / "bin" / "python")}
     with pytest.raises(ConfigError, match="does not run"):
-        await asyncio.to_thread(look_at_episode, configured(run_python=settings))
+        await asyncio.to_thread(check_episode, configured(run_python=settings))

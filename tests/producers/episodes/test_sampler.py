@@ -30,7 +30,7 @@ from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler, e
 from streamrl.producers.episodes.tools import left_behind
 from streamrl.producers.sampler import SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.runtime.preflight import look_at_episode
+from streamrl.runtime.preflight import check_episode
 from streamrl.score import Score
 
 from .chat_kit import HERMES, asked, make_tokenizer
@@ -469,9 +469,9 @@ def test_a_context_that_the_model_does_not_have_is_refused_before_the_start(tmp_
     save_talker(tmp_path)
     tools = {"tools": ["tests.producers.episodes.episode_kit:add"]}
     model = {"path": str(tmp_path)}
-    assert look_at_episode(config_of(tools, model={**model, "context": 1024})).startswith("tools: ToolEpisode")
+    assert check_episode(config_of(tools, model={**model, "context": 1024})).startswith("tools: ToolEpisode")
     with pytest.raises(ConfigError, match=r"model\.context \(1025\) tokens, but .* has 1024 positions"):
-        look_at_episode(config_of(tools, model={**model, "context": 1025}))
+        check_episode(config_of(tools, model={**model, "context": 1025}))
 
 
 async def settled(ledger):
