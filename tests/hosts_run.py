@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tests.cli.run_kit import cli, data_of
+from tests.cli.run_kit import UNHURRIED, cli, data_of
 from tests.hosts_kit import Host, Hosts
 from tests.redis_kit import ForeignRedis
 from tests.waits import until
@@ -29,6 +29,7 @@ class Spread:
         self.run_dir = self.center.folder / "runs" / "tiny"
         shared = [f"redis.url={redis.url}", f"redis.password_file={redis.password_file}", "weights.transport=http"]
         shared += ["weights.host=0.0.0.0", "learner.steps=100000", "evaluation.every=0", "lease.seconds=3"]
+        shared += [UNHURRIED]
         flags = [word for setting in (*shared, *settings) for word in ("--set", setting)]
         prepared = self.center.streamrl("up", str(run_file), "--prepare", *flags)
         assert prepared.wait(60) == 0, self.center.said()

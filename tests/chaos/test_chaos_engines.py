@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
 KIND = os.environ.get("ENGINE", "vllm")
 MODULE = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[KIND]
 ENGINE = {"kind": KIND, "servers": 2, "device": "cpu", "threads": 1, "slots": 32, "kv_cache": "256MiB"}
-HANG_SECONDS = 15.0
+HANG_SECONDS = 8.0
 
 
 class EngineFire(Fire):
@@ -89,7 +89,7 @@ class EngineFire(Fire):
 def test_engines_die_and_hang_and_nothing_is_lost_or_trained_twice(tmp_path: Path, tools_cache: Path):
     sections = {"episode": EPISODE, "archive": {"enabled": True}, "engine": ENGINE}
     sections["weights"] = {"deadline": HANG_SECONDS, "dtype": "bfloat16"}
-    run = write_run(tmp_path, tools_cache, "PoisonedGroup", dict.fromkeys(HANGING, "hang tool"), **sections)
+    run = write_run(tmp_path, tools_cache, "PoisonedGroup", dict.fromkeys(HANGING, "hang tool"), 1, **sections)
     fire = EngineFire(run, tmp_path / "run", SEED)
     blows: list[Blow] = [fire.lose_both]
     if BLOWS > 12:  # each start of a server takes half a minute

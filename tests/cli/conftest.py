@@ -34,10 +34,14 @@ async def live_run(tmp_path: Path) -> AsyncIterator[Path]:
 
 
 REWARD = """
-from streamrl.consumers import Score
+import asyncio
 
 def spread(sample):
     return float(len(set(sample.tokens.tolist())) % 2)
+
+async def unhurried(sample):
+    await asyncio.sleep(0.5)
+    return spread(sample)
 """
 
 

@@ -25,6 +25,8 @@ from tests.queues import ledger_kit
 
 DOC = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 NUMBER = (int, float)
+UNHURRIED = "rewards=[{use: spread_reward:unhurried}]"
+"""For runs of `tiny` that go on while a test waits for something else: else they take both cores for nothing."""
 
 
 def make_run(run_dir: Path, *settings: str) -> RunConfig:

@@ -12,9 +12,9 @@ import pytest
 from tests.redis_kit import ForeignRedis
 from tests.waits import until
 
-from .run_kit import cli, data_of, process
+from .run_kit import UNHURRIED, cli, data_of, process
 
-FOREVER = ("--set", "learner.steps=100000", "--set", "evaluation.final_prompts=0")
+FOREVER = ("--set", "learner.steps=100000", "--set", "evaluation.final_prompts=0", "--set", UNHURRIED)
 
 
 def states(*arguments: str, env: dict[str, str] | None = None, cwd: Path) -> dict[str, str]:
