@@ -137,8 +137,7 @@ class Publisher:
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            given = whole.items() if self._config.delta.enabled else tensors
-            shards, entries, quantised = self._write(draft, given, None if base is None else last, until)
+            shards, entries, quantised = self._write(draft, whole.items() or tensors, last if base else None, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
