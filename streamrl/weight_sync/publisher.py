@@ -137,7 +137,7 @@ class Publisher:
         draft = self.root / f"{DRAFT}{epoch}-{version}"
         try:
             draft.mkdir(mode=0o700)
-            shards, entries, small = self._write(draft, whole.items() or tensors, None if base is None else last, until)
+            shards, entries, quantised = self._write(draft, whole.items() or tensors, last if base else None, until)
             manifest = Manifest(
                 run=self._run,
                 version=version,
@@ -151,7 +151,7 @@ class Publisher:
                 shards=shards,
                 tensors=entries,
                 adapter=adapter,
-                quantised=small,
+                quantised=quantised,
             )
             data = encode(manifest)
             self._finish(draft, manifest.folder, data)
