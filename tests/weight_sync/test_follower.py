@@ -288,10 +288,12 @@ async def test_training_goes_on_while_versions_are_written_and_read(tmp_path):
     async with asyncio.TaskGroup() as group:
         group.create_task(follower.run(stop))
         trainer = group.create_task(asyncio.to_thread(train))
-        await asyncio.to_thread(publish_two)
-        await until(lambda: follower.version == 2)
-        done.set()
-        stop.set()
+        try:
+            await asyncio.to_thread(publish_two)
+            await until(lambda: follower.version == 2)
+        finally:
+            done.set()  # or the thread would train for ever
+            stop.set()
         await trainer
     assert follower.refused == 0
 
