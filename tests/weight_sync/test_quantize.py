@@ -141,9 +141,11 @@ def test_a_manifest_keeps_its_rules_for_both(tmp_path, change):
         decode(data)
 
 
-async def test_over_the_network_only_the_quantised_files_are_pulled(tmp_path):
+@pytest.mark.parametrize("transport", ["http", "collective"])
+async def test_over_the_network_only_the_quantised_files_travel(tmp_path, transport):
     source = model_tensors()
-    async with open_learner(http_config(quantize="int8", dtype="bfloat16"), tmp_path) as learner:
+    config = http_config(transport=transport, quantize="int8", dtype="bfloat16")
+    async with open_learner(config, tmp_path) as learner:
         async with following(learner) as replica:
             manifest = await learner.publish(1, tensors=source)
             await replica.until(1)
