@@ -43,9 +43,9 @@ _GONE_SECONDS: Final = 2.0
 """Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
 _CONNECT_SECONDS: Final = 1.0
 _SILENT_SECONDS: Final = 10.0
-"""Without a token for any of its requests, after which an engine has to show that it answers here."""
+"""Without a token for any of its requests, after which an engine is asked for a sign of life."""
 _CUT_SECONDS: Final = 4.0
-"""Without any answer, after which its requests go to others."""
+"""Without that sign, while another engine works, after which its requests go there."""
 _REFUSED_SECONDS: Final = 10.0
 """For which an engine may answer 503 to a request."""
 _DEADLY: Final = 3
@@ -128,7 +128,7 @@ class AnnouncedEngine:
         self.fields = fields
         self.missing_since: float | None = None
         self.answers = False
-        self.away_since: float | None = None
+        self.heard_at = asyncio.get_running_loop().time()
         self.cut_off = False
         self.tokens = 0
         self._dialect = make_dialect(config)
@@ -137,7 +137,7 @@ class AnnouncedEngine:
         self._aborts: set[asyncio.Task[None]] = set()
         self._told = False
         self._responses: dict[str, Response] = {}
-        self._progress = (0, 0.0)
+        self._sampled = 0
 
     @property
     def step(self) -> int:
@@ -159,32 +159,32 @@ class AnnouncedEngine:
     def usable(self) -> bool:
         return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
 
-    def is_silent(self, now: float) -> bool:
-        """Whether it has requests, and has sent no token for a while."""
+    def listen(self, now: float) -> None:
+        """Note when a token came, or none could come; to be called often."""
         sampled = sum(len(response.tokens) for response in self._responses.values())
-        if not self._responses or sampled != self._progress[0]:
-            self._progress = sampled, now
-        return now - self._progress[1] > _SILENT_SECONDS
+        if not self._responses or sampled != self._sampled or not self.usable:
+            self._sampled, self.heard_at = sampled, now
 
-    def is_cut_off(self, now: float) -> bool:
-        """Whether it has requests and does not answer, although it says in its heartbeat that it is ready."""
-        return bool(self._responses) and self.away_since is not None and now - self.away_since > _CUT_SECONDS
+    async def ask_for_life(self) -> None:
+        """Find out whether an engine that sends nothing answers here: it may have a long prompt to read."""
+        with contextlib.suppress(Lost):
+            with contextlib.suppress(BadAnswer):
+                await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
+            self.heard_at = asyncio.get_running_loop().time()
 
     async def knock(self) -> None:
-        """Find out whether it answers here."""
-        now = asyncio.get_running_loop().time()
+        """Find out whether it takes requests."""
         try:
             await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
         except BadAnswer as error:
-            self.answers, self.away_since = error.status == 503, None  # while its weights change
+            self.answers = error.status == 503  # while its weights change
         except StreamrlError as error:
-            self.answers, self.away_since = False, self.away_since or now
             if not self._told:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
                 logger.warning("an engine does not answer", extra=extra)
             self._told = True
         else:
-            self.answers, self._told, self.away_since = True, False, None
+            self.answers, self._told = True, False
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
@@ -434,11 +434,26 @@ class ServerPool(Generator):
             engine.missing_since = engine.missing_since or now
             if engine.missing_since + _GONE_SECONDS <= now:
                 await self._part_with(engine)
-        asked = [each for each in self._known.values() if not each.answers or (each.usable and each.is_silent(now))]
-        await asyncio.gather(*(engine.knock() for engine in asked))
-        for engine in [each for each in asked if each.is_cut_off(now)] if self._usable() else []:
-            engine.cut_off = True
-            await self._part_with(engine)  # what is announced of it makes it known anew
+        await asyncio.gather(*(engine.knock() for engine in self._known.values() if not engine.answers))
+        await self._part_with_cut_off()
+
+    async def _part_with_cut_off(self) -> None:
+        """Leave engines that say they are ready, and of which nothing comes here: the path is cut, or they stand still.
+
+        What is announced of one makes it known anew, and it gets requests when it answers.
+        """
+        now = asyncio.get_running_loop().time()
+        for engine in self._known.values():
+            engine.listen(now)
+        silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
+        await asyncio.gather(*(engine.ask_for_life() for engine in silent))
+        others = any(engine.usable and engine not in silent for engine in self._known.values())
+        for engine in silent:
+            if not others:  # which may be as cut off
+                engine.heard_at = max(engine.heard_at, now - _SILENT_SECONDS)
+            elif now - engine.heard_at > _SILENT_SECONDS + _CUT_SECONDS:
+                engine.cut_off = True
+                await self._part_with(engine)
 
     async def _count_workers(self) -> None:
         """The workers share the slots of the engines."""
