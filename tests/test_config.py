@@ -94,6 +94,9 @@ OPENAI = ["engine.kind=openai", "engine.url=[http://a:1]"]
         (["cluster.resources={agent: {gpus: 1}}"], "names no role by agent"),
         (["engine.kind=vllm", "cluster.resources={rollout: {gpus: 1}}"], "name engine instead"),
         (["learner.critic.kind=head"], "set kind to model, a critic of its own"),
+        ([*INT8, "engine.flags={hf_overrides: {}}"], "sets this flag itself: leave out engine.flags.hf_overrides"),
+        ([*INT8, "engine.flags={hf-overrides.rope_theta: 3}"], "leave out engine.flags.hf-overrides.rope_theta"),
+        (["engine.kind=vllm", "rollout.placement=colocated", "weights.transport=collective"], "weights.transport shm"),
         ([*INT8, "engine.kind=hf"], "weights.quantize: engine.kind hf takes no such weights"),
         ([*INT8, "engine.kind=sglang"], "weights.quantize int8: sglang transposes .* use fp8_block"),
         ([*INT8, "weights.delta.enabled=true"], "leave out weights.delta"),
@@ -181,7 +184,10 @@ def test_what_is_gone_is_read_from_a_saved_configuration_and_refused_in_a_new_on
         ("reward_models.critic={model: m, sleep: true}", "critic.sleep is for rollout.placement colocated"),
         ("weights.relay=false", "relay is gone: leave it out, and set url"),
         ("weights.url=s3://bucket", "weights.url is for transport http, not shm"),
-        ("weights={transport: collective, delta: {enabled: true}}", "could broadcast: set transport http"),
+        (
+            "weights={transport: collective, delta: {enabled: true}}",
+            "whole versions: leave out weights.delta",
+        ),
         ("episode.shares.start=0.5", "leave it out; scoring_share is"),
     ):
         with pytest.raises(ConfigError, match=said):

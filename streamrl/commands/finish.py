@@ -172,7 +172,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("rollouts waited", percent(summary["rollout_idle_fraction"])),
         ("tokens sampled during learner steps", sampled),
         ("staleness, mean / max", f"{summary['staleness_mean']:.2f} / {summary['staleness_max']}"),
-        ("engine off the learner's log-probabilities by", "not measured" if gap is None else f"{gap:.4f}"),
+        ("difference of log-probabilities, engine and learner", "not measured" if gap is None else f"{gap:.4f}"),
         ("samples that span versions", str(summary["samples_spanning_versions"])),
         ("groups admitted / trained / dropped / dead", groups),
         ("responses dead", str(summary["samples_dead"])),

@@ -248,7 +248,9 @@ class WeightsConfig(Section):
     @model_validator(mode="after")
     def _check_delta(self) -> WeightsConfig:
         if self.delta.enabled and self.transport == "collective":
-            raise ValueError("delta.enabled has nothing that transport collective could broadcast: set transport http")
+            raise ValueError(
+                "transport collective broadcasts whole versions: leave out weights.delta, or set transport http"
+            )
         return self
 
     @property
@@ -447,6 +449,8 @@ class RunConfig(Section):
             raise ValueError("cluster.resources.rollout asks for GPUs, and role engine generates: name engine instead")
         if self.rollout.placement == "colocated" and self.engine.kind == "openai":
             raise ValueError("rollout.placement colocated: engine.kind openai cannot leave its devices to the learner")
+        if self.rollout.placement == "colocated" and self.weights.transport == "collective":
+            raise ValueError("rollout.placement colocated: engines are on the learner's host: weights.transport shm")
         sleeping = [name for name, model in self.reward_models.items() if model.sleep]
         if sleeping and self.rollout.placement != "colocated":
             raise ValueError(
@@ -516,6 +520,9 @@ class RunConfig(Section):
                 f"weights.quantize {kind}: sglang transposes such weights when it starts and takes no second version;"
                 " use fp8_block, or engine.kind vllm"
             )
+        for flag in self.engine.flags:
+            if flag.lstrip("-").replace("_", "-").partition(".")[0] in {"hf-overrides", "json-model-override-args"}:
+                raise ValueError(f"weights.quantize sets this flag itself: leave out engine.flags.{flag}")
         if self.learner.lora.alone:
             raise ValueError("weights.quantize: an adapter alone is not quantised; set learner.lora.publish merged")
         if self.learner.correction.base == "uncorrected":

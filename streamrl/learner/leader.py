@@ -177,7 +177,9 @@ class Leader:
         publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
         try:
             async with (
-                open_server(self._config, self._role.run_dir, publisher.root) as weight_server,
+                open_server(
+                    self._config, self._role.run_dir, publisher.root, self._worker.ranks.device
+                ) as weight_server,
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(

@@ -203,7 +203,7 @@ def check_disk(config: RunConfig, run_dir: Path) -> str:
     if config.recording.mode != "write":
         need += 3 * model_bytes(config, "float32") * (checkpoint.keep + milestones + 1)
     if config.weights.transport == "directory":
-        need += 3 * model_bytes(config, config.weights.dtype)
+        need += (5 if config.weights.quantize else 3) * model_bytes(config, config.weights.dtype)
     folder = next(path for path in (run_dir.resolve(), *run_dir.resolve().parents) if path.exists())
     return _space(folder, need, "use another disk, or lower checkpoint.keep")
 

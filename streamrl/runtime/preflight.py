@@ -373,9 +373,13 @@ def _check_quantize(config: RunConfig) -> None:
             f"weights.quantize fp8_block: {engine.kind} has no kernel for it on a CPU, where this run generates",
             "use int8 or fp8_channel, with engine.kind vllm",
         )
+    check_models(config)  # a model that cannot be had is said in few words
     from transformers import AutoConfig  # takes a second, and other runs do not need it
 
-    described: Any = AutoConfig.from_pretrained(config.model.path).get_text_config()
+    try:
+        described: Any = AutoConfig.from_pretrained(config.model.path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"weights.quantize: the config of {config.model.path} cannot be read: {error}") from error
     if any("experts" in key and value for key, value in described.to_dict().items()):
         raise ConfigError(
             f"weights.quantize: {config.model.path} is a mixture of experts, which is not quantised", "leave it out"

@@ -121,8 +121,8 @@ class ServerControl:
             logger.warning("a paused server is left to its watchdog", extra={"why": error.message})
         await self._watchdog.close(farewell=resumed)
 
-    async def apply(self, version: Version) -> None:
-        """Put a version in force; off the devices it waits until the weights are back.
+    async def apply(self, version: Version, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Put a version in force; off the devices it waits until the weights are back, and it may be given up before.
 
         `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """
@@ -133,7 +133,7 @@ class ServerControl:
             async with self._lock:
                 name = "" if version.adapter is None else await self._load_adapter(version)
                 if not name:
-                    await self._replace(version)
+                    await self._replace(version, given_up)
                 # together: a heartbeat between them would name another version than the one that samples
                 self.pair, self.step, self.adapter = version.pair, version.step, name
         finally:
@@ -149,8 +149,8 @@ class ServerControl:
             self.pair, self.step = version.pair, version.step
             await self._announce()
 
-    async def _replace(self, version: Version) -> None:
-        await self._prefetch(version)
+    async def _replace(self, version: Version, given_up: Callable[[], bool]) -> None:
+        await self._prefetch(version, given_up)
         label = f"{version.number}.{self._prefix}"
         first, *rest = self._dialect.update(version, label)
         await self._is_ours()
@@ -165,9 +165,9 @@ class ServerControl:
             self._inconsistent = False
             self._label = label
 
-    async def _prefetch(self, version: Version) -> None:
+    async def _prefetch(self, version: Version, given_up: Callable[[], bool]) -> None:
         end = asyncio.get_running_loop().time() + self._seconds
-        while asyncio.get_running_loop().time() < end:
+        while asyncio.get_running_loop().time() < end and not given_up():
             try:
                 answers = await self._send(self._dialect.prefetch(version), self._seconds)
             except (ConfigError, BadAnswer) as error:
@@ -178,7 +178,8 @@ class ServerControl:
             if problem := "; ".join(found - {BUSY}):
                 raise refusal(version, problem)
             await asyncio.sleep(_LOOK_SECONDS)
-        raise NotFetched(f"the server did not get version {version.number} within {self._seconds:g} s", "see its log")
+        why = "before a newer learner published" if given_up() else f"within {self._seconds:g} s"
+        raise NotFetched(f"the server did not get version {version.number} {why}", "see its log")
 
     async def _is_ours(self) -> None:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""

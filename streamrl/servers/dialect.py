@@ -308,6 +308,7 @@ def describe_version(version: Version) -> dict[str, Any]:
     }
     if version.sources:  # for a server on a host that does not see the folder
         source["url"] = f"{version.sources[0].rstrip('/')}/{folder_name(*version.pair)}"
+        source["proofs"] = version.proofs
     if version.lane is not None:
         source["lane"] = msgspec.structs.asdict(version.lane)
     return source

@@ -25,6 +25,7 @@ from streamrl.servers.role import POLL_SECONDS, serving, watch
 from streamrl.servers.server import Server, key_of_servers
 from streamrl.waits import first_of
 from streamrl.weight_sync.follower import Follower
+from streamrl.weight_sync.tensors import Version
 
 _LAST_SECONDS: Final = 10.0
 _DRAIN_SHARE: Final = 0.22
@@ -96,16 +97,21 @@ class EngineRole:
         await self._server.control.sleep()
 
     def _follower(self, server: Server) -> Follower:
-        role = self._role
-        return Follower(
+        role, control = self._role, server.control
+
+        async def apply(version: Version) -> None:
+            await control.apply(version, lambda: follower.newest_epoch > version.pair[0])
+
+        follower = Follower(
             role.ledgers.weights,
             self._config.weights,
-            server.control.keep if server.dialect.fixed else server.control.apply,
+            control.keep if server.dialect.fixed else apply,
             run=self._config.name,
             run_dir=role.run_dir,
             name=role.name,
             fetches=self._config.weights.transport == "collective",
         )
+        return follower
 
     async def _announce(self) -> None:
         """Tell the workers at once: they send nothing before they know, or after it has left its devices."""

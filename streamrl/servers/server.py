@@ -22,7 +22,7 @@ from streamrl.servers.environments import on_cpu
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, points_back
 from streamrl.servers.request import Response, read_response
-from streamrl.weight_sync.files import TOKEN_VARIABLE, read_token, token_path
+from streamrl.weight_sync.files import TOKEN_VARIABLE, read_token, staging_root, token_path
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,11 @@ class Server:
         if not config.engine.url:
             devices = config.engine.devices
             settings = ServerSettings.of_engine(config, key)
-            token = {TOKEN_VARIABLE: str(token_path(run_dir).absolute())}
+            ours = {TOKEN_VARIABLE: str(token_path(run_dir).absolute())}
+            ours["STREAMRL_LANDING"] = str(staging_root(run_dir, name))  # the role's `Follower` empties it
             self.process = ManagedServer(
                 self.dialect,
-                replace(settings, variables=token | dict(settings.variables)),
+                replace(settings, variables=ours | dict(settings.variables)),
                 run_dir,
                 f"{name}.server",
                 devices[index % len(devices)] if devices else "",

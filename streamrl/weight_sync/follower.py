@@ -64,6 +64,7 @@ class Follower:
         traffic: what was fetched over the network since the start, while the engine generated.
         refused: versions that could not be fetched or applied.
         first: set after the first version was applied.
+        newest_epoch: of the learner that published the newest version; `apply` may end the fetch of an older one's.
         newest_step: optimizer step of the newest version that is published, as far as this follower knows; 0: none.
         applied_step: optimizer step of the version applied last; 0: none.
         apply_seconds: spent in `apply` since the start; only grows.
@@ -91,6 +92,7 @@ class Follower:
         self.traffic = Traffic()
         self.refused = 0
         self.first = asyncio.Event()
+        self.newest_epoch = 0
         self.newest_step = 0
         self.applied_step = 0
         self.apply_seconds = 0.0
@@ -143,7 +145,7 @@ class Follower:
             self._known, seen = found, found[0]
             with contextlib.suppress(WeightsError):  # `_take` decodes it again and refuses it
                 manifest = decode(found[1])
-                self.newest_step = manifest.step
+                self.newest_epoch, self.newest_step = manifest.epoch, manifest.step
                 if self._fetching is not None and manifest.epoch > self._fetching[0].epoch:
                     # The host of the older learner may be gone for good.
                     self._fetching[1].reschedule(asyncio.get_running_loop().time())
@@ -170,7 +172,8 @@ class Follower:
                 continue
             failures += 1
             # A learner that has ended may have published it, and the next one has not published yet.
-            quiet = isinstance(problem.__cause__, FileNotFoundError) and self._applied is None
+            gone = isinstance(problem, NotFetched) or isinstance(problem.__cause__, FileNotFoundError)
+            quiet = gone and self._applied is None
             if not told and failures > (_QUIET if quiet else 0):
                 self.refused += 1
                 told = True

@@ -11,6 +11,8 @@ whatever reason, takes the files over HTTP, so no failure here is one of the lea
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import itertools
 import logging
 import socket
@@ -25,7 +27,7 @@ import torch.distributed
 
 from streamrl.errors import CannotCreate
 from streamrl.listening import reachable
-from streamrl.servers.plugin.streamrl_engine.lane import GRACE, Group, device_in_use
+from streamrl.servers.plugin.streamrl_engine.lane import GRACE, Group, proof
 from streamrl.weight_sync.manifest import LanePlace, Manifest
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Joined(msgspec.Struct, frozen=True):
     name: str
     device: str
     group: str
+    proof: str
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -56,11 +59,14 @@ class Decision(msgspec.Struct, frozen=True):
 class Lane:
     """Sends each version that is announced, in a thread of its own; one that has not begun gives way to a newer one.
 
-    `place` is for the manifests.
+    It sends from `device`, to members that know `token`. `place` is for the manifests.
     """
 
-    def __init__(self, root: Path, host: str, deadline: float) -> None:
-        self._root, self._deadline = root, deadline
+    def __init__(self, root: Path, host: str, deadline: float, token: str, device: torch.device) -> None:
+        self._root, self._deadline, self._token = root, deadline, token
+        on_cuda = device.type == "cuda"
+        self._device = device
+        self._device_id = str(torch.cuda.get_device_properties(device).uuid) if on_cuda else ""
         address, stall = reachable(host), max(_SHORTEST_STALL, _STALL_SHARE * deadline)
         try:
             listener = socket.create_server((address, 0))
@@ -78,14 +84,14 @@ class Lane:
         self._group: Group | None = None
         self._ranks: dict[str, int] = {}
         self._closing = False
-        self._queue: SimpleQueue[tuple[Manifest, tuple[int, str]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Manifest | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weights lane", daemon=True)
         self._thread.start()
 
     def announce(self, manifest: Manifest) -> None:
         """Send a version to the servers that want it; returns at once. Adapters and deltas only go as files."""
         if manifest.kind == "full":
-            self._queue.put((manifest, device_in_use()))
+            self._queue.put(manifest)
 
     async def close(self) -> None:
         self._closing = True
@@ -97,17 +103,17 @@ class Lane:
             if not self._queue.empty():
                 continue
             try:
-                self._send(*todo)
+                self._send(todo)
             except (RuntimeError, OSError, ValueError) as error:
                 self._group = None
-                extra = {"version": todo[0].version, "error": str(error)}
+                extra = {"version": todo.version, "error": str(error)}
                 logger.warning("weights broadcast failed: servers take the files", extra=extra)
 
-    def _send(self, manifest: Manifest, device: tuple[int, str]) -> None:
+    def _send(self, manifest: Manifest) -> None:
         members = self._gather(manifest.folder)
         if not self._goes_on(members):
             self._group, self._ranks = None, {name: rank for rank, name in enumerate(members, 1)}
-        devices = [device[1], *(member.device for member in members.values())]
+        devices = [self._device_id, *(member.device for member in members.values())]
         backend = "nccl" if all(devices) and len(set(devices)) == len(devices) else "gloo"
         name = f"g{next(self._numbers)}" if self._group is None else self._group.name
         decision = Decision(name, backend, self._ranks if members else {})
@@ -116,8 +122,8 @@ class Lane:
             return
         began = time.monotonic()
         if self._group is None:
-            if device[1]:
-                torch.cuda.set_device(device[0])  # each thread has its own
+            if self._device_id:
+                torch.cuda.set_device(self._device)  # each thread has its own
             place = self.place
             self._group = Group(self._store, name, backend, 0, len(members) + 1, stall=place.stall, address=place.host)
         for shard in manifest.shards:
@@ -155,5 +161,10 @@ class Lane:
 
     def _joined(self, version: str) -> dict[str, Joined]:
         keys = [f"{version}/{number}" for number in range(1, self._store.add(f"{version}/joined", 0) + 1)]
-        members = [msgspec.json.decode(self._store.get(key), type=Joined) for key in keys if self._store.check([key])]
-        return {member.name: member for member in members}
+        members: dict[str, Joined] = {}
+        for key in keys:
+            with contextlib.suppress(msgspec.DecodeError):  # anybody on the network may write there
+                member = msgspec.json.decode(self._store.get(key) if self._store.check([key]) else b"", type=Joined)
+                if hmac.compare_digest(member.proof.encode(), proof(self._token, version, member.name).encode()):
+                    members[member.name] = member
+        return members

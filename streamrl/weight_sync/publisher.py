@@ -39,7 +39,7 @@ from streamrl.weight_sync.manifest import (
     parse_folder,
     versions,
 )
-from streamrl.weight_sync.quantize import quantise_all
+from streamrl.weight_sync.quantize import QUANTISED, quantise_all
 from streamrl.weight_sync.tensors import DTYPE_NAMES, Named, buckets, encode_tensors, is_finite, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -208,6 +208,9 @@ class Publisher:
                 quantised.tensors.extend(_entry(name, tensor, len(shards)) for name, tensor in small)
                 quantised.shards.append(self._full(path.with_name(f"{quantised.kind}-{path.name}"), small))
             shards.append(self._full(path, bucket) if last is None else self._delta(path, bucket, last))
+        if quantised is not None and len(quantised.tensors) == len(entries):
+            problem = f"weights.quantize: no matrix of the model is in a module whose name matches {QUANTISED}"
+            raise ConfigError(problem, "leave it out: such models are not quantised")
         return shards, entries, quantised
 
     def _full(self, path: Path, bucket: Sequence[Named]) -> Shard:

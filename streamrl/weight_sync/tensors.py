@@ -52,7 +52,7 @@ Named: TypeAlias = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """All weights of one version, or its adapter, whole and proven, in files of this host.
+    """All weights of one version, or its adapter, whole and proven, in files of this host or (no `folder`) announced.
 
     Attributes:
         pair: (epoch, number).
@@ -62,7 +62,8 @@ class Version:
         folder: holds the files; None when they are not here (`announced_version`: then the tensors have no values), or
             when the version was made in memory (tests), which only an engine in this process can take.
         files: safetensors files in `folder`, of whole tensors.
-        sources: servers that have the files of this version for other hosts (`Manifest.sources`).
+        sources: servers that have these files for other hosts (`Manifest.sources`); none have what a delta makes.
+        proofs: bytes and checksum of each file there.
         lane: where servers join its broadcast (`Manifest.lane`).
         adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
     """
@@ -73,6 +74,7 @@ class Version:
     folder: Path | None = None
     files: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    proofs: tuple[tuple[int, str], ...] = ()
     lane: LanePlace | None = None
     adapter: Adapter | None = None
 
@@ -105,7 +107,8 @@ def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Ve
         tensors=tensors,
         folder=folder,
         files=tuple(shard.file for shard in manifest.shards),
-        sources=tuple(manifest.sources),
+        sources=tuple(manifest.sources) if manifest.base is None else (),
+        proofs=tuple((shard.bytes, shard.checksum) for shard in manifest.shards),
         adapter=manifest.adapter,
     )
 
@@ -127,6 +130,7 @@ def announced_version(manifest: Manifest) -> Version:
         tensors=tensors,
         files=tuple(shard.file for shard in manifest.shards),
         sources=tuple(manifest.sources),
+        proofs=tuple((shard.bytes, shard.checksum) for shard in manifest.shards),
         lane=manifest.lane,
     )
 

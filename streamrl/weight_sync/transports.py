@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final
+
+import torch
 
 from streamrl.config import RunConfig, WeightsConfig
+from streamrl.config.base import SERVER_KINDS
 from streamrl.errors import CannotCreate
 from streamrl.store import ObjectStore
 from streamrl.weight_sync.files import StagingFolder, make_token, read_token, store_of
@@ -18,6 +22,8 @@ from streamrl.weight_sync.manifest import MANIFEST_FILE, LanePlace, Manifest, pa
 from streamrl.weight_sync.pull import PullSource, from_learner, from_store
 from streamrl.weight_sync.serve import listen, weights_app
 from streamrl.weight_sync.source import FolderSource, WeightSource
+
+_HOST: Final = torch.device("cpu")
 
 
 @contextlib.asynccontextmanager
@@ -86,10 +92,13 @@ class WeightServer:
 
 
 @contextlib.asynccontextmanager
-async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIterator[WeightServer]:
+async def open_server(
+    config: RunConfig, run_dir: Path, root: Path, device: torch.device = _HOST
+) -> AsyncIterator[WeightServer]:
     """Open the learner host's side of the configured transport for the length of the block.
 
-    `root` holds the folders of the versions. `CannotCreate`: the port is taken, or the token cannot be written.
+    `root` holds the folders of the versions; a broadcast goes out from `device`. `CannotCreate`: the port is taken, or
+    the token cannot be written.
     """
     weights = config.weights
     stored = _stored(weights, config.name)
@@ -99,11 +108,12 @@ async def open_server(config: RunConfig, run_dir: Path, root: Path) -> AsyncIter
     if not weights.pulled:
         yield WeightServer()
         return
-    async with listen(weights_app(root, make_token(run_dir)), weights.host, weights.port) as url:
-        if weights.transport == "http":
+    token = make_token(run_dir)
+    async with listen(weights_app(root, token), weights.host, weights.port) as url:
+        if weights.transport == "http" or config.engine.kind not in SERVER_KINDS or config.learner.lora.alone:
             yield WeightServer(url)
             return
-        lane = Lane(root, weights.host, weights.deadline)
+        lane = Lane(root, weights.host, weights.deadline, token, device)
         try:
             yield WeightServer(url, lane)
         finally:

@@ -186,6 +186,12 @@ def test_copies_in_shared_memory(transport: str, deltas: bool, replicas: int, co
 )
 def test_quantised_rollouts_are_for_what_the_engine_can_do_there(kind, quantize, there, tmp_path, monkeypatch):
     monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    asked = config(engine={"kind": kind}, weights={"quantize": "fp8_block"}, model={"path": str(tmp_path / "none")})
+    monkeypatch.setattr(environments, "has_gpu", lambda: True)
+    with pytest.raises((ConfigError, Unreachable), match="none"):
+        check_way(asked)
+    monkeypatch.setattr(environments, "has_gpu", lambda: False)
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     asked = config(engine={"kind": kind}, weights={"quantize": quantize}, model={"path": str(tmp_path)})
     if there:
@@ -198,4 +204,7 @@ def test_quantised_rollouts_are_for_what_the_engine_can_do_there(kind, quantize,
     assert f"{quantize} for the engines" in check_way(asked)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     with pytest.raises(ConfigError, match="mixture of experts"):
+        check_way(asked)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    with pytest.raises(ConfigError, match="cannot be read"):
         check_way(asked)

@@ -75,6 +75,9 @@ async def test_a_server_that_fetches_is_asked_again_and_generates_meanwhile(tmp_
         toy.fetch = [BUSY, "no layers.7"]
         with pytest.raises(WeightsError, match="refuses version 2: no layers"):
             await control.apply(version(2))
+        toy.fetch = [BUSY, BUSY]
+        with pytest.raises(NotFetched, match="before a newer learner published"):
+            await control.apply(version(2), lambda: not toy.fetch)
         toy.fetch = [BUSY] * 1000
         with pytest.raises(NotFetched, match="within 1 s"):
             await control.apply(version(2))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib
-import json
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ def bring(landing: Any, source: Any, **limit: float) -> Any:
     return landing.bring(source, lambda mine: [mine], **limit)
 
 
-def described(folder: Path | str, names: list[str], url: str = "") -> Any:
-    return files.Source(str(folder), names, "s", url)
+def described(folder: Path | str, names: list[str], url: str = "", proofs: Sequence[Any] = ()) -> Any:
+    return files.Source(str(folder), names, "s", url, proofs)
+
+
+def served(folder: Path, url: str) -> Any:
+    """What lies in a folder, for a server that does not see it."""
+    found = [(folder / name).read_bytes() for name in NAMES]
+    return described("/nowhere", NAMES, url, [[len(each), xxhash.xxh3_128_hexdigest(each)] for each in found])
 
 
 def test_tensors_and_their_heads_are_those_of_all_files(tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ class Served(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         kind = type(self)
-        if kind.times > 0 and path.name != "manifest.json":
+        if kind.times > 0:
             kind.times -= 1
             self.wfile.write(data[start : start + kind.breaks])
             self.wfile.flush()
@@ -113,12 +119,6 @@ class Served(http.server.SimpleHTTPRequestHandler):
 def server(tmp_path: Path) -> Iterator[tuple[type[Served], str]]:
     for number, name in enumerate(NAMES):
         save_file({f"t{number}": torch.arange(9) + number}, tmp_path / name)
-    shards = [
-        {"file": f.name, "bytes": f.stat().st_size, "checksum": xxhash.xxh3_128_hexdigest(f.read_bytes())}
-        for f in sorted(tmp_path.iterdir())
-    ]
-    manifest = {"base": None, "shards": shards[:-1], "quantised": {"kind": "int8", "shards": shards[-1:]}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     kind = type("Kind", (Served,), {"asked": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(kind, directory=str(tmp_path))) as one:
         thread = threading.Thread(target=one.serve_forever, args=(0.01,))
@@ -139,57 +139,57 @@ def landing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_broken_transfer_goes_on(server: Any, landing: Any, tmp_path: Path, ranges: bool) -> None:
     kind, url = server
     kind.breaks, kind.times, kind.ranges = 40, 3, ranges
-    here = bring(landing, described("/nowhere", NAMES, url), deadline=30)
+    here = bring(landing, served(tmp_path, url), deadline=30)
     for name in NAMES:
         assert Path(here.folder, name).read_bytes() == (tmp_path / name).read_bytes()
     assert "bytes=40-" in kind.asked
     before = len(kind.asked)
-    assert bring(landing, described("/nowhere", NAMES, url)) == here
-    assert len(kind.asked) == before + 1  # the manifest alone
+    assert bring(landing, served(tmp_path, url)) == here
+    assert len(kind.asked) == before
 
 
-def test_a_token_a_checksum_and_a_delta_are_looked_at(
+def test_what_no_repeat_would_change_is_refused_for_good(
     server: Any, landing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And not as files that did not come."""
     kind, url = server
-    kind.token, given = "secret", described("/nowhere", NAMES, url)
-    with pytest.raises(files.BadVersion, match="401"):
+    kind.token, given = "secret", served(tmp_path, url)
+    with pytest.raises(files.BadVersion, match=r"^http.*401.*STREAMRL_WEIGHTS_TOKEN_FILE"):
         bring(landing, given)
     (tmp_path / "token").write_text("secret\n")
     monkeypatch.setenv("STREAMRL_WEIGHTS_TOKEN_FILE", str(tmp_path / "token"))
     (tmp_path / "r1").write_bytes((tmp_path / "r1").read_bytes()[:-1] + b"!")
-    with pytest.raises(files.BadVersion, match="not the file that was announced"):
+    with pytest.raises(files.BadVersion, match=r"^http.*not the file that was announced"):
         bring(landing, given)
-    (tmp_path / "manifest.json").write_text(json.dumps({"base": [1, 1], "shards": []}))
-    with pytest.raises(files.BadVersion, match="delta"):
+    monkeypatch.setattr(files, "xxhash", None)
+    with pytest.raises(files.BadVersion, match=r"^fetched files cannot be proven: install xxhash"):
         bring(landing, given)
 
 
 def test_what_is_not_served_ends_within_the_deadline(server: Any, landing: Any, tmp_path: Path) -> None:
     kind, url = server
-    sizes = {"r0": 1 << 30, "gone": 4, "../r1": 4}
-    shards = [{"file": name, "bytes": size, "checksum": "?"} for name, size in sizes.items()]
-    (tmp_path / "manifest.json").write_text(json.dumps({"base": None, "shards": shards}))
-    with pytest.raises(files.BadVersion, match="404"):
-        bring(landing, described("/nowhere", ["gone"], url))
+    some = [[1 << 20, "?"]]
+    with pytest.raises(files.BadVersion, match=r"^not fetched: http.*404"):
+        bring(landing, described("/nowhere", ["gone"], url, some))
     kind.breaks, kind.times = 0, 1000
-    with pytest.raises(files.BadVersion, match="stopped at byte"):
-        bring(landing, described("/nowhere", ["r0"], url), deadline=0.2)
-    with pytest.raises(files.BadVersion, match="no HTTP"):
-        bring(landing, described("/nowhere", ["r0"], "file:///etc"))
-    for name in ("r9", "../r1"):  # no name leads out of the folder
-        with pytest.raises(files.BadVersion, match="does not announce"):
-            bring(landing, described("/nowhere", [name], url))
+    with pytest.raises(files.BadVersion, match=r"^not fetched: .*stopped at byte"):
+        bring(landing, described("/nowhere", ["r0"], url, some), deadline=0.2)
+    with pytest.raises(files.BadVersion, match=r"^file.*no HTTP"):
+        bring(landing, described("/nowhere", ["r0"], "file:///etc", some))
+    with pytest.raises(files.BadVersion, match=r"^\.\./r1 is not the name"):  # no name leads out of the folder
+        bring(landing, described("/nowhere", ["../r1"], url, some))
+    with pytest.raises(files.BadVersion, match=r"^not fetched: .*MiB needed.*--shm-size"):
+        bring(landing, described("/nowhere", ["r0"], url, [[1 << 60, "?"]]))
 
 
 def test_a_landing_prefers_the_folder_and_removes_what_it_fetched(server: Any, landing: Any, tmp_path: Path) -> None:
     _, url = server
     visible = described(tmp_path, NAMES, url)
     assert bring(landing, visible).folder == visible.folder
-    with pytest.raises(files.BadVersion, match="does not see /nowhere"):
+    with pytest.raises(files.BadVersion, match="/nowhere: the server does not see it"):
         bring(landing, described("/nowhere", NAMES))
-    first = bring(landing, described("/nowhere", NAMES, url))
-    second = bring(landing, described("/nowhere", NAMES, url.replace("v-1-1", "v-1-2")))
+    first = bring(landing, served(tmp_path, url))
+    second = bring(landing, served(tmp_path, url.replace("v-1-1", "v-1-2")))
     assert first.folder != second.folder
     landing.clear(keep=second)
     assert not Path(first.folder).exists()
@@ -204,16 +204,52 @@ def test_a_landing_notices_that_other_bytes_are_served_at_the_same_address(
 ) -> None:
     """As a run does that begins anew under the name and the port of the one before, at a server that went on."""
     _, url = server
-    source = described("/nowhere", NAMES, url)
+    source = served(tmp_path, url)
     first = bring(landing, source)
     before = dict(files.Opened(first).tensors())["t1"].clone()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    for shard in manifest["shards"]:
-        path = tmp_path / shard["file"]
-        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
-        assert path.stat().st_size == shard["bytes"]
-        shard["checksum"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert torch.equal(dict(files.Opened(first).tensors())["t1"], before)  # what was brought stays
-    after = dict(files.Opened(bring(landing, source)).tensors())["t1"]
+    landing.clear(keep=first)
+    for name in NAMES:
+        save_file({name: tensor + 1 for name, tensor in load_file(tmp_path / name).items()}, tmp_path / name)
+    again = served(tmp_path, url)
+    assert [size for size, _ in again.proofs] == [size for size, _ in source.proofs]
+    after = dict(files.Opened(bring(landing, again)).tensors())["t1"]
     assert torch.equal(after, before + 1)
+    assert torch.equal(dict(files.Opened(first).tensors())["t1"], before)  # what was applied stays
+
+
+def test_what_was_given_up_leaves_room(server: Any, landing: Any, tmp_path: Path) -> None:
+    kind, url = server
+    applied = bring(landing, served(tmp_path, url))
+    landing.clear(keep=applied)
+    kind.breaks, kind.times = 0, 1000
+    for version in range(2, 5):
+        with pytest.raises(files.BadVersion, match="stopped at byte"):
+            bring(landing, served(tmp_path, url.replace("v-1-1", f"v-1-{version}")), deadline=0.2)
+    (root,) = (tmp_path / "land").iterdir()
+    assert len(list(root.iterdir())) == 2
+    assert Path(applied.folder).is_dir()
+
+
+def test_a_fetch_that_hangs_does_not_hold_up_the_next(
+    server: Any, landing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url = server
+    free, download = threading.Event(), files._download
+    monkeypatch.setattr(files, "_download", lambda *_: free.wait(30))
+    assert not landing.begin(served(tmp_path, url), lambda mine: [mine])
+    monkeypatch.setattr(files, "_download", download)
+    try:
+        assert bring(landing, served(tmp_path, url.replace("v-1-1", "v-1-2")))
+        assert not free.is_set()
+    finally:
+        free.set()
+
+
+def test_a_folder_that_its_owner_has_emptied_is_made_anew(server: Any, landing: Any, tmp_path: Path) -> None:
+    """The role of a server empties `$STREAMRL_LANDING` when it begins and when it ends."""
+    _, url = server
+    for _ in range(2):
+        bring(landing, served(tmp_path, url))
+        shutil.rmtree(tmp_path / "land")
+        (tmp_path / "land").mkdir()
+    landing.clear()

@@ -24,7 +24,7 @@ from streamrl.servers import server as servers
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.engine import run_engine
 from streamrl.servers.role import Liveness
-from streamrl.weight_sync.files import TOKEN_VARIABLE, make_token
+from streamrl.weight_sync.files import TOKEN_VARIABLE, make_token, staging_root
 
 IDLE, BUSY, MORE = ServerMetrics(), ServerMetrics(running=1), ServerMetrics(running=1, tokens_sampled=9)
 
@@ -122,8 +122,13 @@ async def test_with_the_lane_its_server_brings_the_files(run, dialect):
         await learner.publish(1)
         await engine.announced(version="1")
         children = psutil.Process().children(recursive=True)
-        named = [child.environ().get(TOKEN_VARIABLE) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        named = [child.environ().get(TOKEN_VARIABLE) for child in alive]
         assert str(run.run_dir / "weights.token") in named
+        landing = staging_root(run.run_dir, "engine.0")  # which the role empties and takes away
+        assert str(landing) in [child.environ().get("STREAMRL_LANDING") for child in alive]
+        assert landing.is_dir()
+    assert not landing.exists()
 
 
 async def test_it_is_announced_with_its_first_version_and_with_each_other_one(run, dialect):

@@ -288,11 +288,12 @@ def test_an_update_names_files_and_version() -> None:
     )
     assert replace.body == {"update_info": {"source": source}}
     assert finish.body == {"weight_version": "17.run-a"}
-    served = Version((2, 17), 9, {}, None, ("a",), ("http://h:1/",), LanePlace("h", 2, 1.5))
+    served = Version((2, 17), 9, {}, None, ("a",), ("http://h:1/",), ((4, "f0"),), LanePlace("h", 2, 1.5))
     found = dialect().prefetch(served)[0].body
     assert found is not None
     source = found["kwargs"]["source"]
     assert (source["folder"], source["url"]) == ("", "http://h:1/v-2-17")
+    assert source["proofs"] == ((4, "f0"),)
     assert source["lane"] == {"host": "h", "port": 2, "stall": 1.5}
     results = [{"results": each} for each in (["", ""], [BUSY, BUSY], ["no foo", "no foo"])]
     assert [dialect().read_prefetch(answer) for answer in results] == ["", BUSY, "no foo"]

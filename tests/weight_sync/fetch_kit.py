@@ -39,9 +39,10 @@ class Learner:
 
 
 @contextlib.asynccontextmanager
-async def open_learner(config, run_dir):
+async def open_learner(config, run_dir, *device):
     root = Publisher(config, "r", run_dir).root
-    async with open_server(RunConfig(name="r", weights=config, engine={"kind": "vllm"}), run_dir, root) as server:
+    run = RunConfig(name="r", weights=config, engine={"kind": "vllm"})
+    async with open_server(run, run_dir, root, *device) as server:
         learner = Learner(config, run_dir, server)
         try:
             yield learner

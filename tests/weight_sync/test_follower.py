@@ -415,6 +415,34 @@ def hasty(fetch):
     return call
 
 
+async def test_a_server_that_fetches_hears_of_a_newer_learner_and_a_resume_is_quiet(tmp_path, stream, monkeypatch):
+    """The host of the older learner may be gone for good, and nothing was applied yet."""
+    monkeypatch.setattr("streamrl.weight_sync.follower._FIRST_PAUSE", 0.01)
+    config, tries, taken = WeightsConfig(transport="collective"), [], []
+    publisher = Publisher(config, "r", tmp_path)
+    make_token(tmp_path)
+
+    async def apply(version):
+        tries.append(version.pair)
+        if len(tries) == 1:
+            raise NotFetched("no host has it")
+        if version.pair[0] == 1:
+            await until(lambda: follower.newest_epoch > 1)
+            raise NotFetched("given up")
+        taken.append(version.pair)
+
+    follower, stop = Follower(stream, config, apply, run="r", run_dir=tmp_path, fetches=True), asyncio.Event()
+    await stream.put(publish(publisher, 1))
+    task = asyncio.create_task(follower.run(stop))
+    await until(lambda: len(tries) == 2)
+    await stream.put(publish(publisher, 2, epoch=2))
+    await until(lambda: taken)
+    assert (tries, taken, follower.refused) == ([(1, 1), (1, 1), (2, 2)], [(2, 2)], 0)
+    stop.set()
+    await asyncio.wait_for(task, 10)
+    shutil.rmtree(publisher.root, ignore_errors=True)
+
+
 async def test_a_follower_that_runs_again_goes_on_where_it_was(publisher, stream, config, tmp_path):
     replica = Replica(stream, config, tmp_path)
     for version in (1, 2):

@@ -20,7 +20,7 @@ from sync_kit import until
 from streamrl.config import WeightsConfig
 from streamrl.servers.dialect import describe_version
 from streamrl.servers.plugin.streamrl_engine import files, lane
-from streamrl.weight_sync.files import TOKEN_VARIABLE, token_path
+from streamrl.weight_sync.files import TOKEN_VARIABLE, file_checksum, token_path
 from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.tensors import announced_version
 
@@ -29,6 +29,7 @@ KILL_ITSELF = """
 import os, signal, sys, time
 from pathlib import Path
 import msgspec
+import torch
 from streamrl.servers.plugin.streamrl_engine.lane import Group
 from streamrl.weight_sync.lane import Lane
 from streamrl.weight_sync.manifest import decode
@@ -39,7 +40,7 @@ def broadcast(group, piece):
         os.kill(os.getpid(), signal.SIGKILL)
     before(group, piece)
 Group._broadcast = broadcast
-lane = Lane(Path(sys.argv[1]), "127.0.0.1", 20)
+lane = Lane(Path(sys.argv[1]), "127.0.0.1", 20, sys.argv[2], torch.device("cpu"))
 print(msgspec.json.encode(lane.place).decode(), flush=True)
 lane.announce(decode(sys.stdin.readline().encode()))
 time.sleep(60)
@@ -229,7 +230,8 @@ async def test_a_sender_that_dies_in_the_middle(tmp_path, landing, downloaded, c
     """The server has the files all the same, and a new learner's lane next."""
     async with open_learner(config(shard_bytes=64 << 20), tmp_path) as learner:
         learner.server._lane, idle = None, learner.server._lane  # another process sends
-        command = [sys.executable, "-c", textwrap.dedent(KILL_ITSELF), str(learner.publisher.root)]
+        token = (tmp_path / "weights.token").read_text().strip()
+        command = [sys.executable, "-c", textwrap.dedent(KILL_ITSELF), str(learner.publisher.root), token]
         with subprocess.Popen(  # noqa: ASYNC220  (it is waited for in threads)
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as sender:
@@ -255,7 +257,7 @@ async def test_a_newer_version_takes_the_place_of_one_that_waits(tmp_path, monke
     async with open_learner(config(), tmp_path) as learner:
         sent, free = [], threading.Event()
 
-        def send(manifest, _):
+        def send(manifest):
             sent.append(manifest.version)
             free.wait(30)
 
@@ -321,12 +323,76 @@ async def test_one_rank_of_a_host_fetches_for_all(tmp_path, landing, downloaded)
             await asyncio.to_thread(landing.bring, source, fails)
 
 
+async def test_a_connection_that_breaks_costs_one_version(tmp_path, landing, downloaded, monkeypatch):
+    """The lane is joined anew with the next one; a repeat joins no broadcast that is over."""
+    monkeypatch.setattr("streamrl.weight_sync.lane.GRACE", 0.5)
+    async with open_learner(config(), tmp_path) as learner:
+        assert await bring(landing, described(await learner.publish(1)))
+        assert downloaded == []
+
+        class Broken:
+            def add(self, *_):
+                raise RuntimeError("Broken pipe")
+
+        landing._member._store = Broken()
+        assert await bring(landing, described(await learner.publish(2)))
+        assert downloaded == ["00000.safetensors"]
+        here = await bring(landing, described(await learner.publish(3)))
+        assert len(downloaded) == 1
+        (Path(here.folder) / "00000.safetensors").unlink()
+        began = time.monotonic()
+        assert await bring(landing, described(decode(learner.stream.entry[1])))
+        assert time.monotonic() - began < 1
+        assert len(downloaded) == 2
+
+
+async def test_who_does_not_know_the_token_gets_no_rank(tmp_path, landing, downloaded, monkeypatch):
+    monkeypatch.setattr("streamrl.weight_sync.lane.GRACE", 0.5)
+    async with open_learner(config(), tmp_path) as learner:
+        monkeypatch.setattr(files, "_token", lambda: "another token")
+        manifest = await learner.publish(1)
+        store, folder = learner.server._lane._store, manifest.folder
+        store.set(f"{folder}/{store.add(f'{folder}/joined', 1)}", "no JSON")
+        with pytest.raises(files.BadVersion, match="401"):
+            await bring(landing, described(manifest))
+        assert json.loads(store.get(f"{folder}/decision"))["ranks"] == {}
+
+
+async def test_a_member_joins_before_it_takes_room(tmp_path, landing, monkeypatch):
+    """The room for a large version takes longer than the learner waits."""
+    async with open_learner(config(), tmp_path) as learner:
+        there = []
+
+        def receive(_member, _lane, _version, drafts, *_, **__):
+            there.extend(path.exists() for path, _ in drafts)
+            raise RuntimeError("missed")
+
+        monkeypatch.setattr(lane.Member, "receive", receive)
+        await bring(landing, described(await learner.publish(1)))
+        assert there == [False]
+
+
+async def test_files_are_proven_against_the_manifest_of_the_run(tmp_path, landing):
+    """Whatever manifest and files the server of the weights has."""
+    async with open_learner(config(), tmp_path) as learner:
+        manifest, path = await learner.publish(1), learner.publisher.root / "v-1-1" / "00000.safetensors"
+        source = files.Source(**{**vars(described(manifest)), "lane": None})
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        data = (path.parent / "manifest.json").read_bytes()
+        wrong = file_checksum(path).encode()
+        (path.parent / "manifest.json").write_bytes(data.replace(manifest.shards[0].checksum.encode(), wrong))
+        with pytest.raises(files.BadVersion, match="not the file that was announced"):
+            await bring(landing, source)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each process: two CUDA devices")
 async def test_by_nccl_between_two_devices(tmp_path):
-    torch.zeros(1, device="cuda:0")
-    async with open_learner(config(), tmp_path) as learner, Process.start(tmp_path, "1") as member:
+    async with (
+        open_learner(config(), tmp_path, torch.device("cuda:0")) as learner,
+        Process.start(tmp_path, "1") as member,
+    ):
         for version in (1, 2, 3):
             await take(learner, version, [member], http=[0] if version > 1 else [2])
         assert learner.server._lane._group._buffer is not None

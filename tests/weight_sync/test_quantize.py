@@ -123,6 +123,13 @@ def test_what_is_not_finite_is_refused_before_anything_is_scaled(tmp_path):
     assert list(publisher.root.iterdir()) == []
 
 
+def test_a_model_of_which_nothing_would_be_quantised_is_refused(tmp_path):
+    publisher = quantised_publisher(tmp_path)
+    with pytest.raises(ConfigError, match=r"no matrix .* matches \.\*_proj"):
+        publish(publisher, 1, {"transformer.h.0.attn.c_attn.weight": torch.ones(4, 4)})
+    assert list(publisher.root.iterdir()) == []
+
+
 @pytest.mark.parametrize("change", ["file", "twice", "shard", "none"])
 def test_a_manifest_keeps_its_rules_for_both(tmp_path, change):
     manifest = decode(publish(quantised_publisher(tmp_path), 1, model_tensors()))

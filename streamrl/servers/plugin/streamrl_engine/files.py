@@ -5,6 +5,7 @@ Only safetensors is read, so nothing that a client names can run code here.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 xxhash: Any
 try:
     import xxhash
-except ImportError:  # then only the size of a fetched file and its safetensors header are compared
+except ImportError:  # then nothing is fetched
     xxhash = None
 
 _DTYPES = {
@@ -78,6 +79,7 @@ class Source:
     files: Sequence[str]  # safetensors files of whole tensors
     structure: str  # digest of all names, types and shapes: what was found out of one version holds for the next
     url: str = ""  # `url/FILE` serves the files to hosts that do not see the folder; empty: not served
+    proofs: Sequence[tuple[int, str]] = ()  # bytes and xxh3-128 of each file that is served
     lane: Mapping[str, Any] | None = None  # where the learner broadcasts the version, too
 
     @property
@@ -137,6 +139,7 @@ class Landing:
 
     def __init__(self) -> None:
         self._root: Path | None = None
+        self._applied: Path | None = None
         self._member = Member()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="landing")
         self._wanted: Source | None = None
@@ -152,22 +155,25 @@ class Landing:
             me = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text(), os.getpid()]
             ranks = everyone(me)
             self._first = next(rank for rank, other in enumerate(ranks) if other[:2] == me[:2])
+            if self._fetching is not None and not self._fetching.done():  # it may wait long for a host that is gone
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._member, self._thread = Member(), ThreadPoolExecutor(1, thread_name_prefix="landing")
             self._wanted, self._fetching = source, None
             if not source.visible and ranks[self._first] == me:
                 end = time.monotonic() + deadline
-                self._fetching = self._thread.submit(self._fetch, source, end, device_in_use())
+                self._fetching = self._thread.submit(self._fetch, source, end, device_in_use(), self._member)
         return all(everyone(self._fetching is None or self._fetching.done()))
 
     def bring(self, source: Source, everyone: Everyone, deadline: float = _DEADLINE) -> Source:
         """Wait for what was begun, and return the version as files of this host. All ranks must call it.
 
-        `BadVersion`: not served, wrong size or checksum, or not complete within `deadline` seconds.
+        `BadVersion`: wrong bytes, or not allowed; with `NOT_FETCHED`: not here within `deadline` seconds.
         """
         self.begin(source, everyone, deadline)
         folder, problem = source.folder, ""
         if self._fetching is not None:
             if error := self._fetching.exception():
-                problem = f"{NOT_FETCHED}{str(error) or type(error).__name__}"
+                problem = f"{'' if isinstance(error, BadVersion) else NOT_FETCHED}{str(error) or type(error).__name__}"
             else:
                 folder = self._fetching.result()
         ranks = everyone([folder, problem])
@@ -179,36 +185,44 @@ class Landing:
         return replace(source, folder=folder, url="", lane=None)
 
     def clear(self, keep: Source | None = None) -> None:
+        self._applied = None if keep is None else Path(keep.folder)
+        self._keep(self._applied)
         if keep is None:
             self._wanted = None
-        if self._root is None:
-            return
-        for folder in self._root.iterdir():
-            if keep is None or folder != Path(keep.folder):
-                shutil.rmtree(folder, ignore_errors=True)
-        if keep is None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
+            if self._root is not None:
+                shutil.rmtree(self._root, ignore_errors=True)
+                self._root = None
 
-    def _fetch(self, source: Source, end: float, device: tuple[int, str]) -> str:
+    def _keep(self, *folders: Path | None) -> None:
+        for folder in self._root.glob("*") if self._root is not None else ():
+            if folder not in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _fetch(self, source: Source, end: float, device: tuple[int, str], member: Member) -> str:
         """Return the folder of the files, which appear under their names whole; those that are there stay."""
         if not source.url:
-            raise BadVersion(f"the server does not see {source.folder}: it is on another host, or the version is gone")
-        shards = _announced(source.url)
-        # Another run may serve other bytes at the same address.
-        folder = self._made() / hashlib.sha256(json.dumps([source.url, shards]).encode()).hexdigest()[:24]
+            problem = "the server does not see it, and it is not served whole: it is on another host, or gone"
+            raise FileNotFoundError(f"{source.folder}: {problem}")
+        if xxhash is None:
+            raise BadVersion("fetched files cannot be proven: install xxhash in the server's environment")
+        if wrong := [name for name in source.files if "/" in name]:
+            raise BadVersion(f"{wrong[0]} is not the name of a file")
+        about = [source.url, [*source.files], [*source.proofs]]  # another run may have the same address
+        folder = self._made() / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+        self._keep(folder, self._applied)  # all others were given up
         folder.mkdir(exist_ok=True)
-        for name in source.files:
-            if name not in shards or "/" in name:
-                raise BadVersion(f"{source.url} does not announce {name}")
-        files = [(folder / name, *shards[name]) for name in source.files]
+        files = [(folder / name, *proof) for name, proof in zip(source.files, source.proofs, strict=True)]
+        need = sum(size for _, size, _ in files) - sum(path.stat().st_size for path in folder.iterdir())
+        if need > (free := shutil.disk_usage(folder).free):
+            hint = "give the host (or container: --shm-size) a larger /dev/shm"
+            raise OSError(errno.ENOSPC, f"{need >> 20} MiB needed, {free >> 20} MiB free: {hint}", str(folder))
 
         def given_up() -> bool:
             return time.monotonic() > end or source is not self._wanted
 
-        if source.lane is not None and xxhash is not None and not all(path.exists() for path, *_ in files):
+        if source.lane is not None and not all(path.exists() for path, *_ in files):
             try:
-                self._receive(source, files, device, given_up)
+                self._receive(source, files, device, given_up, member)
             except (BadVersion, RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
                 logger.warning("lane missed, the files are fetched: %s", error)
         for path, size, checksum in files:
@@ -221,41 +235,25 @@ class Landing:
         files: Sequence[tuple[Path, int, str]],
         device: tuple[int, str],
         given_up: Callable[[], bool],
+        member: Member,
     ) -> None:
-        drafts = [path.with_name(f".{path.name}.lane") for path, *_ in files]
+        drafts = [(path.with_name(f".{path.name}.lane"), size) for path, size, _ in files]
         assert source.lane is not None
         try:
-            for draft, (_, size, _) in zip(drafts, files, strict=True):
-                with draft.open("wb") as file:
-                    if size:  # a write into mapped memory without room would kill the process
-                        os.posix_fallocate(file.fileno(), 0, size)
-            self._member.receive(source.lane, source.url.rpartition("/")[2], drafts, device, given_up)
-            for draft, (path, _, checksum) in zip(drafts, files, strict=True):
+            member.receive(source.lane, source.url.rpartition("/")[2], drafts, device, given_up, token=_token())
+            for (draft, _), (path, _, checksum) in zip(drafts, files, strict=True):
                 if _checksum(draft) != checksum:
                     raise BadVersion(f"{path.name} came with other bytes than announced")
                 draft.replace(path)
         finally:
-            for draft in drafts:
+            for draft, _ in drafts:
                 draft.unlink(missing_ok=True)
 
     def _made(self) -> Path:
-        if self._root is None:
+        if self._root is None or not self._root.is_dir():
             shared = _SHARED if os.access(_SHARED, os.W_OK) else None
             self._root = Path(tempfile.mkdtemp("", "streamrl-landing-", os.environ.get("STREAMRL_LANDING") or shared))
         return self._root
-
-
-def _announced(url: str) -> dict[str, tuple[int, str]]:
-    """Size in bytes and checksum (xxh3-128 in hexadecimal) of each file; refuses a delta."""
-    try:
-        with _open(f"{url}/manifest.json") as answer:
-            manifest = json.load(answer)
-        if manifest["base"] is not None:
-            raise BadVersion(f"{url} is a delta, which only a replica on this server's own host can put together")
-        quantised = (manifest.get("quantised") or {"shards": []})["shards"]
-        return {shard["file"]: (shard["bytes"], shard["checksum"]) for shard in [*manifest["shards"], *quantised]}
-    except (OSError, ValueError, KeyError) as error:
-        raise BadVersion(f"{url}/manifest.json cannot be read: {error}") from error
 
 
 def _download(url: str, target: Path, size: int, checksum: str, given_up: Callable[[], bool]) -> None:
@@ -268,18 +266,20 @@ def _download(url: str, target: Path, size: int, checksum: str, given_up: Callab
     cause: OSError | None = None
     while have < size:
         if idle >= _ATTEMPTS or given_up():
-            raise BadVersion(f"{url} stopped at byte {have} of {size}: {cause or 'it was given up'}")
+            raise TimeoutError(f"{url} stopped at byte {have} of {size}: {cause or 'it was given up'}")
         try:
             _append(url, partial, have, given_up)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
-                raise BadVersion(f"{url} answers {error.code}") from error
+                kind = FileNotFoundError if error.code == 404 else BadVersion
+                hint = ": $STREAMRL_WEIGHTS_TOKEN_FILE names no token of this run" if error.code in {401, 403} else ""
+                raise kind(f"{url} answers {error.code}{hint}") from error
             cause = error
         before, have = have, partial.stat().st_size
         idle = 0 if have > before else idle + 1
         if idle:
             time.sleep(min(0.1 * 2**idle, 2.0))
-    if have > size or (xxhash is not None and _checksum(partial) != checksum):
+    if have > size or _checksum(partial) != checksum:
         partial.unlink()
         raise BadVersion(f"{url} is not the file that was announced ({size} bytes, xxh3 {checksum})")
     partial.replace(target)
@@ -299,12 +299,17 @@ def _open(url: str, start: int = 0) -> Any:
     if not url.startswith(("http://", "https://")):
         raise BadVersion(f"{url} is no HTTP address")
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310
-    if file := os.environ.get("STREAMRL_WEIGHTS_TOKEN_FILE"):
-        try:
-            request.add_header("Authorization", "Bearer " + Path(file).read_text(encoding="utf-8").strip())
-        except OSError as error:
-            raise BadVersion(f"the token in {file} cannot be read: {error.strerror}") from error
+    if token := _token():
+        request.add_header("Authorization", f"Bearer {token}")
     return urllib.request.urlopen(request, timeout=_PATIENCE)  # noqa: S310
+
+
+def _token() -> str:
+    file = os.environ.get("STREAMRL_WEIGHTS_TOKEN_FILE")
+    try:
+        return Path(file).read_text(encoding="utf-8").strip() if file else ""
+    except OSError as error:
+        raise BadVersion(f"the token in {file} cannot be read: {error.strerror}") from error
 
 
 def _checksum(path: Path) -> str:

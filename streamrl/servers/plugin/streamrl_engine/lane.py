@@ -6,12 +6,14 @@ learner -> store   FOLDER/decision, written once: the group, gloo or nccl, and t
 learner -> group   the files in pieces; each piece has a timeout
 ```
 The store is the learner's. Whoever is not in the decision takes the files over HTTP, and so do all when a process of
-the group dies or stalls; the next version makes another group. The store asks for no password: what came by the lane
-is used only with the checksums of the manifest. NCCL has never run here, because it needs two devices.
+the group dies or stalls; the next version makes another group. A member proves that it knows the token of the run, but
+store and bytes are not protected on the network: what came by the lane is used only with the checksums of the manifest.
+NCCL has never run here, because it needs two devices; its first broadcast may block a thread for good.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import mmap
 import os
@@ -121,6 +123,7 @@ class Member:
     def __init__(self) -> None:
         self._mark = secrets.token_hex(4)
         self._place: tuple[str, int] | None = None
+        self._joined: tuple[str, int, str] | None = None
         self._store: Any = None
         self._group: Group | None = None
 
@@ -128,44 +131,58 @@ class Member:
         self,
         lane: Mapping[str, Any],
         version: str,
-        files: Sequence[Path],
+        files: Sequence[tuple[Path, int]],
         device: tuple[int, str],
         given_up: Callable[[], bool],
+        *,
+        token: str,
     ) -> None:
-        """Receive files, which have their final sizes; any exception means that they are not whole.
+        """Receive new files of these sizes, once; any exception means that they are not whole.
 
         Takes at most twice the grace and then `stall` seconds for each piece. `lane` has the
         fields of `LanePlace` in the manifest.
         """
         host, port, stall = lane["host"], int(lane["port"]), float(lane["stall"])
+        if self._joined == (host, port, version):
+            raise RuntimeError("its broadcast is over")
+        self._joined = host, port, version
         if device[1]:
             cuda.set_device(device[0])  # each thread has its own
+        group = self._group if self._place == (host, port) else None
         if self._place != (host, port):
-            self._group = self._place = None
             limit = timedelta(seconds=stall)
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            self._place = host, port
-        group, self._group = self._group, None  # back only when all went well
+        self._group = self._place = None  # back when all went well
         name = f"{socket.gethostname()}:{os.getpid()}:{self._mark}"
         me = {"name": name, "device": device[1], "group": group.name if group is not None else ""}
+        me["proof"] = proof(token, version, name)
         number = self._store.add(f"{version}/joined", 1)
         self._store.set(f"{version}/{number}", json.dumps(me))
         try:
             self._store.wait([f"{version}/decision"], timedelta(seconds=2 * min(GRACE, stall)))
         except RuntimeError:
             self._store.delete_key(f"{version}/{number}")  # the learner is busy with another version
-            self._group = group
+            self._group, self._place = group, (host, port)
             raise
         decision = json.loads(self._store.get(f"{version}/decision"))
+        self._place = host, port
         ranks = decision["ranks"]
         if name not in ranks:
             raise RuntimeError("too late for it")
         if group is None or group.name != decision["group"]:
             place = decision["group"], decision["backend"], ranks[name], len(ranks) + 1
             group = Group(self._store, *place, stall=stall, address=_address_toward(host, port))
-        for path in files:
+        for path, size in files:
+            with path.open("wb") as file:
+                if size:  # a write into mapped memory without room would kill the process
+                    os.posix_fallocate(file.fileno(), 0, size)
             group.transfer(path, given_up)
         self._group = group
+
+
+def proof(token: str, version: str, name: str) -> str:
+    """That a member of a version knows the token of the run."""
+    return hmac.new(token.encode(), f"{version} {name}".encode(), "sha256").hexdigest()
 
 
 def _address_toward(host: str, port: int) -> str:
