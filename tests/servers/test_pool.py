@@ -19,7 +19,7 @@ from producer_kit import Hands, until
 from toy import VOCABULARY, Toy, make_dialect, serving
 from toy_kit import config, request
 
-from streamrl.errors import DataError, RetryLater
+from streamrl.errors import DataError, DeadlyRequest, RetryLater
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.queues import open_ledgers
 from streamrl.servers import pool as pools
@@ -380,7 +380,7 @@ async def test_a_request_that_engines_die_of_is_to_blame(redis_run):
     async with field(redis_run, *toys) as made:
         for toy in toys:
             toy.faults["/generate"] = ["drop"] * 3
-        with pytest.raises(DataError, match="3 engines were lost under request 'a'"):
+        with pytest.raises(DeadlyRequest, match="3 engines were lost under request 'a'"):
             await answer(made.ask())
         assert sum(toy.calls["/generate"] for toy in toys) == 3
         for toy in toys:
@@ -392,7 +392,7 @@ async def test_a_request_that_engines_fail_at_is_to_blame(redis_run):
     toy = Toy()
     async with field(redis_run, toy) as made:
         toy.faults["/generate"] = [500] * 9
-        with pytest.raises(DataError, match="fault 500"):
+        with pytest.raises(DeadlyRequest, match="fault 500"):
             await answer(made.ask())
         assert toy.calls["/generate"] == 3
 
