@@ -127,6 +127,19 @@ def _as_of_now(saved: Any) -> Any:
             critic["kind"] = "model"
     if (engine := sections.get("engine", {})).get("kind") == "hf":
         engine |= {"url": (), "api_key_file": None}
+    if engine.get("kind") not in SERVER_KINDS and isinstance(lora := learner.get("lora"), dict):
+        lora["publish"] = "merged"
+    weights = sections.get("weights", {})
+    if weights.get("transport") == "collective" and isinstance(delta := weights.get("delta"), dict):
+        delta["enabled"] = False
+    if isinstance(agent := sections.get("episode", {}).get("agent"), dict):
+        agent.pop("keep", None)
+    gone = {"wake_at", "wake_after"}
+    if sections.get("rollout", {}).get("placement") != "colocated":
+        gone.add("sleep")
+    for served in sections.get("reward_models", {}).values():
+        for key in gone & set(served):
+            del served[key]
     if "host" not in engine:
         _engines_of_now(sections)
     if isinstance(shares := sections.get("episode", {}).pop("shares", None), dict):
