@@ -39,8 +39,8 @@ class ToolFigures:
         found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
         for name, calls in sorted(self._failed.items()):
             if len(calls) >= _LEAST and 2 * sum(calls) >= len(calls):
-                count = f"{sum(calls)} of the last {len(calls)}"
-                found.append(f"{name} failed in {count} episodes" if name == _AGENT else f"{name}: {count} calls failed")
+                so = f"{sum(calls)} of the last {len(calls)}"
+                found.append(f"{name} failed in {so} episodes" if name == _AGENT else f"{name}: {so} calls failed")
         return "; ".join(found)
 
     def _note(self, name: str, failed: bool) -> None:
