@@ -5,6 +5,7 @@ StreamrlError            70  a bug in streamrl, unless a subclass says otherwise
 ├── UsageError            2  the command line itself is wrong
 ├── ConfigError          78  configuration, data set or plug-in is wrong: restarting does not help
 │   ├── DataError        78  a line of the data set
+│   │   └── DeadlyRequest 78 engines died under it
 │   ├── PluginError      78  a reward that cannot be loaded
 │   ├── RewardImpossible 78  none of the configured servers can ever score (wrong key, route or model)
 │   └── Refused          78  to continue would break a promise (older checkpoint, other data, second learner)
@@ -116,6 +117,10 @@ class ConfigError(StreamrlError, ValueError):
 
 class DataError(ConfigError):
     """A line of a data set cannot be used; the message names file and line."""
+
+
+class DeadlyRequest(DataError):
+    """Engines died under a request, one after the other."""
 
 
 class PluginError(ConfigError):

@@ -127,6 +127,7 @@ def _as_of_now(saved: Any) -> Any:
             critic["kind"] = "model"
     if (engine := sections.get("engine", {})).get("kind") == "hf":
         engine |= {"url": (), "api_key_file": None}
+    _refused_now(sections)
     if "host" not in engine:
         _engines_of_now(sections)
     if isinstance(shares := sections.get("episode", {}).pop("shares", None), dict):
@@ -135,6 +136,23 @@ def _as_of_now(saved: Any) -> Any:
         archive["max_bytes"] = None  # it kept so many files, whatever their size
         archive.pop("files")
     return saved
+
+
+def _refused_now(sections: dict[str, dict[str, Any]]) -> None:
+    """Put what takes its place where values were allowed that a new run may not have."""
+    lora, weights = sections.get("learner", {}).get("lora"), sections.get("weights", {})
+    if lora and sections.get("engine", {}).get("kind") not in SERVER_KINDS:
+        lora["publish"] = "merged"
+    if weights.get("transport") == "collective" and "delta" in weights:
+        weights["delta"]["enabled"] = False
+    if agent := sections.get("episode", {}).get("agent"):
+        agent.pop("keep", None)
+    gone = {"wake_at", "wake_after"}
+    if sections.get("rollout", {}).get("placement") != "colocated":
+        gone.add("sleep")
+    for served in sections.get("reward_models", {}).values():
+        for key in gone & set(served):
+            del served[key]
 
 
 def _engines_of_now(sections: dict[str, dict[str, Any]]) -> None:

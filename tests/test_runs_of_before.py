@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.runfile import load, read_saved, save
 from tests.cli.run_kit import cli, data_of, process
 
 MADE_IN = b"/tmp/w/old/case"
@@ -68,6 +69,28 @@ def test_its_checkpoint_is_exported(case: Path, which: str) -> None:
         out = case / f"out{len(kind)}"
         ok("export", "--run", str(case / "runs" / which), "--out", str(out), *kind)
         assert transformers.AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 16
+
+
+def test_a_configuration_that_is_refused_now_is_read_as_what_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    agent, judge = "episode.agent={command: [a]}", "reward_models.judge={model: m}"
+    save(load(None, [agent, judge, "learner.lora.rank=8", "weights.transport=collective"], {}), path)
+    saved = json.loads(path.read_bytes())
+    config = saved["config"]
+    config["reward_models"]["judge"] |= {"sleep": True, "wake_at": 3, "wake_after": 1.0}
+    config["episode"]["agent"]["keep"] = "used"
+    config["learner"]["lora"]["publish"] = "adapter"
+    config["weights"]["delta"]["enabled"] = True
+    path.write_text(json.dumps(saved))
+    read = read_saved(path).config
+    assert not read.reward_models["judge"].sleep
+    assert (read.engine.kind, read.learner.lora.publish, read.weights.delta.enabled) == ("hf", "merged", False)
+    config["rollout"]["placement"] = "colocated"
+    config["engine"]["kind"] = "vllm"
+    path.write_text(json.dumps(saved | {"config": config | {"weights": {}}}))
+    read = read_saved(path).config
+    assert read.reward_models["judge"].sleep
+    assert read.learner.lora.publish == "adapter"
 
 
 @pytest.mark.slow

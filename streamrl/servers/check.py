@@ -13,11 +13,14 @@ import numpy as np
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
-from streamrl.http import BadAnswer, HttpClient
+from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.servers.dialect import PROBE, Dialect
 from streamrl.servers.request import Response, read_response
 
 logger = logging.getLogger(__name__)
+_PATIENCE: Final = 15.0
+"""In which a server that streamrl did not start has to answer."""
+_KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
 
@@ -70,12 +73,22 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
 
 
 async def _reach(client: HttpClient, dialect: Dialect) -> None:
-    """Any answer will do: a server that is not ready now (503) may be paused."""
-    try:
-        await client.call(dialect.ready(), _ABOUT_SECONDS, retry=False)
-    except BadAnswer as error:
-        if error.status != 503:
-            raise
+    """Wait for any answer: a server may be starting, and one that is not ready (503) may be paused."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _PATIENCE
+    while True:
+        try:
+            await client.call(dialect.ready(), _PATIENCE, retry=False)
+        except Lost:
+            if loop.time() + _KNOCK_PAUSE > end:
+                raise
+        except BadAnswer as error:
+            if error.status != 503:
+                raise
+            return
+        else:
+            return
+        await asyncio.sleep(_KNOCK_PAUSE)
 
 
 def _sizes(model: ModelConfig) -> tuple[int | None, int | None]:

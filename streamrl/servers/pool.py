@@ -27,7 +27,7 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.base import is_loopback
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
-from streamrl.errors import DataError, RetryLater, StreamrlError, Unreachable, WeightsError
+from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect
@@ -302,7 +302,7 @@ class ServerPool(Generator):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        # `RetryLater`: no engine for a while. `DataError`: several died of this request.
+        # `RetryLater`: no engine for a while. `DeadlyRequest`: several died of this request.
         loop = asyncio.get_running_loop()
         deaths, end = 0, loop.time() + self._patience
         while True:
@@ -321,7 +321,7 @@ class ServerPool(Generator):
                 extra = {"request": request.id, "engine": engine.name, "why": error.message}
                 logger.info("a response is sampled again", extra=extra)
                 if deaths == _DEADLY:
-                    raise DataError(
+                    raise DeadlyRequest(
                         f"{deaths} engines were lost under request {request.id!r} before it gave a token:"
                         f" {error.message}"
                     ) from error

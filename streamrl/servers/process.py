@@ -36,7 +36,7 @@ _CAUSE_BYTES: Final = 1 << 20
 _USAGE: Final = 2  # the exit code of argparse for a bad command line
 _PREFIX: Final = re.compile(r"(?:\([^()]*pid=\d+[^()]*\) ?)?(?:ERROR [\d-]+ [\d:.]+ \[[^]]*\] ?)?")
 _CHAINED: Final = "The above exception was the direct cause of the following exception:"
-_ERROR: Final = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?$")
+_ERROR: Final = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Timeout|Expired)(?:: .*)?$")
 _POINTS_BACK: Final = re.compile(
     r"root cause|stack trace|messages above|relevant logs|is dead|EngineDeadError"
     r"|^(?:EOFError|SystemExit|(?:asyncio\.\S*)?CancelledError)\b"
@@ -247,8 +247,8 @@ def root_cause(log: str) -> str:
         text = line[prefix.end() if prefix else 0 :].rstrip()
         if named and text.startswith("  "):
             found += f" {text.strip()}"  # pydantic says there what is wrong
-        error = _ERROR.match(text) is not None and not points_back(text)
-        named = error and not chained
+        error = _ERROR.match(text) is not None
+        named = error and not chained and not points_back(text)
         found = text if named else found
         chained = text == _CHAINED or (chained and not error)
     return found[:_LONGEST]

@@ -2,7 +2,7 @@
 
 ```
 serving  start or attach -> work of the role -> no url in the heartbeat -> end of the server
-         EngineDevices -> wake | sleep     (`rollout.placement: colocated`; a reward model also without work)
+         EngineDevices -> wake | sleep     (`rollout.placement: colocated`)
 watch    sign of life -> Liveness          its death, or a hang: the role ends, and the supervisor starts both anew
 ```
 """

@@ -12,6 +12,7 @@ import torch
 
 from streamrl.queues import embedded, open_ledgers
 from streamrl.runfile import read_saved
+from streamrl.weight_sync.manifest import Adapter
 from streamrl.weight_sync.publisher import Publisher
 
 from .run_kit import answered, cli, data_of, make_run
@@ -83,6 +84,14 @@ def test_ls_and_show_of_a_stopped_run(stopped: Path):
     assert (gone.returncode, "its files are gone" in gone.stderr) == (0, True)
     never = cli("weights", "show", "99", *where)
     assert (never.returncode, "there never was a version 99" in never.stderr) == (2, True)
+
+
+def test_a_version_that_is_an_adapter(tmp_path: Path):
+    config = make_run(tmp_path / "run", "weights.transport=directory")
+    about = Adapter(base="model", rank=2, alpha=4.0, targets=["a"])
+    publisher = Publisher(config.weights, config.name, tmp_path / "run")
+    publisher.publish(epoch=1, version=1, step=1, tensors=tensors(1).items(), adapter=about)
+    assert "LoRA of rank 2, alpha 4, for model" in cli("weights", "show", "1", "--run", str(tmp_path / "run")).stdout
 
 
 def test_a_run_without_versions(tmp_path: Path):

@@ -1,7 +1,7 @@
 """A server that hangs costs only time: its role ends, the next life has the newest weights, requests wait.
 
-Roles do not look at the kind of a server, and each next life takes half a minute: vLLM hangs. The first life is the
-server that the other tests had, and the second one is for those to come. Servers that are killed:
+Roles do not look at the kind of a server, and each next life takes half a minute: SGLang hangs. The first life is
+the server that the other tests had, and the second one is for those to come. Servers of vLLM are killed and hang in
 tests/chaos/test_chaos_engines.py, and played ones in tests/servers/test_role.py.
 """
 
@@ -140,7 +140,7 @@ async def run_of(
             bench.server.told = None
 
 
-@pytest.mark.parametrize("running", ["vllm"], indirect=True)
+@pytest.mark.parametrize("running", ["sglang"], indirect=True)
 async def test_a_server_that_hangs_in_an_update_is_replaced_by_one_that_samples_all_again_with_the_new_weights(
     bench: Bench, run_config: RunConfig, redis_run: RedisRun, monkeypatch: pytest.MonkeyPatch
 ):

@@ -22,7 +22,7 @@ NAMES = names_of("model.layers.0.self_attn.q_proj", dora=False)
 
 def adapter(number):
     values = torch.full((2, 8), float(number))
-    return Version((1, number), number, {NAMES.low: values, NAMES.high: values.T.contiguous()}, adapter=ABOUT)
+    return Version((1, number), number, {NAMES.lora_a: values, NAMES.lora_b: values.T.contiguous()}, adapter=ABOUT)
 
 
 async def test_each_request_keeps_the_adapter_that_it_began_with(tmp_path):
@@ -65,7 +65,7 @@ async def test_what_the_server_reads_is_what_peft_writes(tmp_path):
         await controlled.control.apply(adapter(5))
         (folder,) = (tmp_path / "adapters").iterdir()
         held = load_file(folder / "adapter_model.safetensors")
-        assert {name: tensor[0, 0].item() for name, tensor in held.items()} == {NAMES.low: 5.0, NAMES.high: 5.0}
+        assert {name: tensor[0, 0].item() for name, tensor in held.items()} == {NAMES.lora_a: 5.0, NAMES.lora_b: 5.0}
         said = json.loads((folder / "adapter_config.json").read_bytes())
         assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 4.0, ["q_proj"])
         assert said["peft_type"] == "LORA"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -13,6 +14,7 @@ from streamrl.http import HttpClient
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.servers import check
 from streamrl.servers.dialect import PROBE
+from tests.redis_kit import free_port
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -105,7 +107,16 @@ async def test_a_server_that_samples_nothing(toy, tiny_dir):
         await checked(toy, run)
 
 
-async def test_nobody_is_there(tiny_dir):
+async def test_one_that_runs_already_may_be_starting(toy, tiny_dir):
+    port = free_port()
+    connecting = asyncio.create_task(connect(f"http://127.0.0.1:{port}", run_of(tiny_dir)))
+    await asyncio.sleep(0.1)
+    async with serving(toy, port):
+        assert (await connecting).context == 32
+
+
+async def test_nobody_is_there(tiny_dir, monkeypatch):
+    monkeypatch.setattr(check, "_PATIENCE", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(Unreachable, match="/ready"):

@@ -19,7 +19,7 @@ from producer_kit import Hands, until
 from toy import VOCABULARY, Toy, make_dialect, serving
 from toy_kit import config, request
 
-from streamrl.errors import DataError, RetryLater
+from streamrl.errors import DataError, DeadlyRequest, RetryLater
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.queues import open_ledgers
 from streamrl.servers import pool as pools
@@ -267,13 +267,61 @@ async def test_an_engine_that_is_cut_off_costs_its_requests_a_try_elsewhere(redi
         await until(sampled)
         os.kill(child.pid, signal.SIGSTOP)
         await asyncio.sleep(1)
-        assert not task.done(), "there is no other engine"
+        assert made.pool.figures() == {"lost_calls": 0}, "there is no other engine"
         async with serving(Toy()) as url:
             await made.beat("engine.1", url)
             assert (await answer(task)).tokens.tolist() == [1, 2, 3, 4, 5, 6]
             assert made.pool.figures() == {"lost_calls": 1}
             os.kill(child.pid, signal.SIGCONT)
             await until(lambda: made.pool.load().servers == 2)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Silence is noticed soon, but no later than a machine with much to do takes for a token."""
+    for name, seconds in {"_SILENT_SECONDS": 1.0, "_CUT_SECONDS": 0.8, "_CONNECT_SECONDS": 0.05}.items():
+        monkeypatch.setattr(pools, name, seconds)
+
+
+@pytest.mark.parametrize("blocked", [0, 1])
+async def test_an_engine_that_samples_or_is_blocked_needs_no_sign_of_life(redis_run, soon, blocked):
+    toys = [Toy(free=False), Toy()]
+    async with field(redis_run, *toys) as made:
+        await made.beat("engine.1", state="starting")
+        await until(lambda: made.pool.load().servers == 1)
+        task = made.ask(limit=40)
+        await toys[0].started(1)
+        await made.beat("engine.0", blocked=blocked)
+        await made.beat("engine.1", state="ready")
+        await until(lambda: made.pool.load().servers == 2 - blocked)
+        toys[0].faults["/ready"] = ["hang"] * 999
+        for _ in range(25):
+            await toys[0].step(1 - blocked)
+            await asyncio.sleep(0.1)
+        assert made.pool.figures() == {"lost_calls": 0}
+        toys[0].free = True
+        await toys[0].step()
+        assert len((await answer(task)).tokens) == 40
+
+
+async def test_of_two_engines_that_were_cut_off_the_second_one_has_time_to_come_back_too(redis_run, soon):
+    toys = [Toy(free=False), Toy(free=False)]
+    async with field(redis_run, *toys) as made:
+        tasks = [made.ask(name) for name in "ab"]
+        for toy in toys:
+            await toy.started(1)
+            toy.faults["/ready"] = ["hang"] * 999
+        await asyncio.sleep(2.5)
+        assert (made.pool.figures(), made.pool.load().servers) == ({"lost_calls": 0}, 2), "both are as they were"
+        began = asyncio.get_running_loop().time()
+        toys[0].faults.clear()
+        await until(lambda: made.pool.figures() == {"lost_calls": 1})
+        assert asyncio.get_running_loop().time() - began >= 0.8
+        await toys[0].started(2)
+        toys[0].free = True
+        await toys[0].step()
+        assert [(await answer(task)).finish for task in tasks] == ["length"] * 2
+        assert made.pool.load().servers == 1
 
 
 async def test_an_engine_whose_heartbeat_ends_is_left(redis_run, caplog):
@@ -380,7 +428,7 @@ async def test_a_request_that_engines_die_of_is_to_blame(redis_run):
     async with field(redis_run, *toys) as made:
         for toy in toys:
             toy.faults["/generate"] = ["drop"] * 3
-        with pytest.raises(DataError, match="3 engines were lost under request 'a'"):
+        with pytest.raises(DeadlyRequest, match="3 engines were lost under request 'a'"):
             await answer(made.ask())
         assert sum(toy.calls["/generate"] for toy in toys) == 3
         for toy in toys:
@@ -392,7 +440,7 @@ async def test_a_request_that_engines_fail_at_is_to_blame(redis_run):
     toy = Toy()
     async with field(redis_run, toy) as made:
         toy.faults["/generate"] = [500] * 9
-        with pytest.raises(DataError, match="fault 500"):
+        with pytest.raises(DeadlyRequest, match="fault 500"):
             await answer(made.ask())
         assert toy.calls["/generate"] == 3
 

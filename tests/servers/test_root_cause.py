@@ -57,6 +57,18 @@ CONFIGURATION = """
 (APIServer pid=1)   Value error, max_model_len is above 32
 (APIServer pid=1)     For further information visit https://errors.pydantic.dev/2/v/value_error
 """
+TIMEOUT = """
+requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='hub'): Max retries exceeded
+"""
+BACK = """
+ValueError: an older one
+RuntimeError: the first of a chain
+
+The above exception was the direct cause of the following exception:
+
+RuntimeError: Engine core initialization failed. See root cause above.
+OSError: No space left on device
+"""
 HARMLESS = """
 WARNING 11-24 21:25:14 [x.py:1] Traceback (most recent call last):
 WARNING 11-24 21:25:14 [x.py:1] ImportError: no triton
@@ -73,6 +85,8 @@ INFO:     Started server process [1]
             CONFIGURATION,
             "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, max_model_len is above 32",
         ),
+        (TIMEOUT, TIMEOUT.strip()),
+        (BACK, "OSError: No space left on device"),
         (HARMLESS, ""),
         ("", ""),
     ],

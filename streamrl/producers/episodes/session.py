@@ -21,7 +21,7 @@ from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.base import SERVER_KINDS
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
-from streamrl.errors import DataError, unwrapped
+from streamrl.errors import DataError, DeadlyRequest, unwrapped
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
 from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
@@ -481,7 +481,7 @@ class EpisodeSession:
         except EpisodeOver:
             raise
         except Exception as error:
-            if schema and isinstance(error, DataError):
+            if schema and isinstance(error, DataError) and not isinstance(error, DeadlyRequest):
                 raise DataError(f"`response_format`: the engine refuses the call: {error.message}") from error
             self.fault = error
             raise

@@ -13,6 +13,7 @@ _NEWEST: Final = 32
 _LEAST: Final = 8
 """Fewer say nothing."""
 _LASTING_SECONDS: Final = 10.0
+_AGENT: Final = "the agent"
 _MOST_TOOLS: Final = 256
 """Agents name their tools themselves."""
 
@@ -30,7 +31,7 @@ class ToolFigures:
 
     def ended(self, stop: StopReason | None) -> None:
         self.agents_failed += stop == "agent_failed"
-        self._note("the agent", stop == "agent_failed")
+        self._note(_AGENT, stop == "agent_failed")
 
     def trouble(self) -> str:
         """Name what fails in half of its newest calls, and code that was given up and goes on; empty: none."""
@@ -38,7 +39,8 @@ class ToolFigures:
         found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
         for name, calls in sorted(self._failed.items()):
             if len(calls) >= _LEAST and 2 * sum(calls) >= len(calls):
-                found.append(f"{name}: {sum(calls)} of the last {len(calls)} calls failed")
+                so = f"{sum(calls)} of the last {len(calls)}"
+                found.append(f"{name} failed in {so} episodes" if name == _AGENT else f"{name}: {so} calls failed")
         return "; ".join(found)
 
     def _note(self, name: str, failed: bool) -> None:

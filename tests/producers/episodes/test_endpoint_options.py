@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import aiohttp
@@ -11,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from streamrl.errors import DataError
+from streamrl.errors import DataError, DeadlyRequest
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.endpoint import server
+from streamrl.producers.episodes.endpoint.calls import AgentCall
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import NOTHING, PROMPT
 
@@ -124,12 +126,26 @@ async def test_if_one_of_several_answers_cannot_be_sampled_none_is_kept(serve):
 async def test_more_answers_than_the_episode_has_turns_left_are_refused_and_it_goes_on(serve):
     served = await serve("six", "seven", "eight", max_turns=3)
     await served.ask()
-    with pytest.raises(openai.BadRequestError, match=r"`n` .*2 turns left \(episode.max_turns\)"):
+    with pytest.raises(openai.BadRequestError, match=r"`n` .*2 turn\(s\) left \(episode.max_turns\)"):
         await served.ask([asked("more")], n=3)
     await served.ask([asked("more")], n=2)
     with pytest.raises(openai.APIStatusError, match="max_turns 3"):
         await served.ask([asked("more")], n=2)
     assert (await served.said())[0] == ["six", "seven", "eight"]
+
+
+async def test_a_repeat_of_a_call_for_several_answers_gets_them_whatever_is_left(serve):
+    served = await serve("six", "seven", max_turns=3)
+    first = await served.ask(n=2)
+    again = await served.ask(n=2, extra_headers={"x-stainless-retry-count": "1"})
+    assert again.choices == first.choices
+
+
+async def test_what_a_call_said_is_kept_no_longer_than_its_answer_takes(serve):
+    served = await serve("six")
+    await served.ask()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, AgentCall)]
 
 
 async def test_log_probabilities_of_the_sampled_tokens(serve):
@@ -236,6 +252,15 @@ async def test_a_schema_that_does_not_compile_is_refused_and_the_episode_goes_on
         await served.ask(response_format=form)
     await served.ask()
     assert (await served.said())[0] == ["six"]
+
+
+async def test_a_call_with_a_schema_that_engines_die_of_ends_the_episode(serve):
+    died = DeadlyRequest("3 engines were lost under it")
+    served = await serve(died, "six", sections={"engine": {"kind": "vllm"}})
+    with pytest.raises(openai.APIStatusError) as caught:
+        await served.ask(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {}}})
+    assert "response_format" not in str(caught.value)
+    assert served.session.fault is died
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])

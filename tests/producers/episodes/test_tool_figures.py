@@ -74,7 +74,7 @@ def test_agents_that_fail_in_half_of_the_newest_episodes_are_named():
     figures = ToolFigures()
     for stop in ("completed", None, "agent_failed", "agent_failed") * 2:
         figures.ended(stop)
-    assert figures.trouble() == "the agent: 4 of the last 8 calls failed"
+    assert figures.trouble() == "the agent failed in 4 of the last 8 episodes"
     figures.ended("max_turns")
     assert (figures.trouble(), figures.agents_failed) == ("", 4)
 

@@ -43,7 +43,6 @@ class PendingCall:
     `auxiliary` call are no part of the record.
     """
 
-    call: AgentCall
     auxiliary: bool
     task: asyncio.Task[list[SampledTurn]] = field(init=False)
     clients: list[Gone] = field(default_factory=list)
@@ -107,13 +106,13 @@ class AgentDoor:
         """
         self._check_length(body)
         option, why = self._session.refused(call.options)
-        if 1 <= self._session.turns_left < call.answers:  # with none left the episode ends, as for any call
-            option, why = "n", f"the episode has {self._session.turns_left} turns left (episode.max_turns)"
         refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
         known = self._asked.setdefault(key, [])
         asked = _repeated(known, headers)
         if asked is None:
+            left = self._session.turns_left  # with none the episode ends, as for any call
+            refuse("n", 1 <= left < call.answers, (), f"the episode has {left} turn(s) left (episode.max_turns)")
             asked = self._begin(call, headers, known)
         asked.clients.append(gone)
         return asked
@@ -160,23 +159,22 @@ class AgentDoor:
         self._session.drop({number for asked in self._calls if asked.auxiliary for number in asked.turns}, unheard)
 
     def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
-        asked = PendingCall(call, headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
-        asked.task = asyncio.create_task(self._sampled(asked), name="agent-call")
+        asked = PendingCall(headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
+        asked.task = asyncio.create_task(self._sampled(call, asked), name="agent-call")
         # a repeat of one that failed may fare better
         asked.task.add_done_callback(lambda _: known.remove(asked) if asked.failed else None)
         known.append(asked)
         self._calls.append(asked)
         return asked
 
-    async def _sampled(self, asked: PendingCall) -> list[SampledTurn]:
+    async def _sampled(self, call: AgentCall, asked: PendingCall) -> list[SampledTurn]:
         """All answers to a call; those that are there when another one fails are lost."""
         with unwrapped():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(asked)) for _ in range(asked.call.answers)]
+                tasks = [group.create_task(self._sample(call, asked)) for _ in range(call.answers)]
         return [task.result() for task in tasks]
 
-    async def _sample(self, asked: PendingCall) -> SampledTurn:
-        call = asked.call
+    async def _sample(self, call: AgentCall, asked: PendingCall) -> SampledTurn:
         try:
             turn = await self._session.sampled(
                 call.messages, call.tools, call.max_tokens, most_calls=call.most_calls, **call.options
