@@ -55,7 +55,11 @@ class Sender:
 async def sending(run_dir: Path) -> AsyncIterator[Sender]:
     """The token is in RUN_DIR/weights.token."""
     config = RunConfig.model_validate(
-        {"name": "r", "weights": {"transport": "collective", "shard_bytes": 100_000, "deadline": 20}}
+        {
+            "name": "r",
+            "engine": {"kind": "vllm"},
+            "weights": {"transport": "collective", "shard_bytes": 100_000, "deadline": 20},
+        }
     )
     publisher = Publisher(config.weights, config.name, run_dir)
     app, broadcast = transports.weights_app, Group._broadcast

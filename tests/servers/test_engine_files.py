@@ -251,5 +251,4 @@ def test_a_folder_that_its_owner_has_emptied_is_made_anew(server: Any, landing: 
     for _ in range(2):
         bring(landing, served(tmp_path, url))
         shutil.rmtree(tmp_path / "land")
-        (tmp_path / "land").mkdir()
     landing.clear()

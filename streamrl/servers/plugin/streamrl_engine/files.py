@@ -251,8 +251,11 @@ class Landing:
 
     def _made(self) -> Path:
         if self._root is None or not self._root.is_dir():
-            shared = _SHARED if os.access(_SHARED, os.W_OK) else None
-            self._root = Path(tempfile.mkdtemp("", "streamrl-landing-", os.environ.get("STREAMRL_LANDING") or shared))
+            place = os.environ.get("STREAMRL_LANDING") or (
+                _SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir()
+            )
+            Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._root = Path(tempfile.mkdtemp(prefix="streamrl-landing-", dir=place))
         return self._root
 
 
