@@ -120,21 +120,22 @@ async def test_it_says_what_it_is(world: World) -> None:
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
+MLP = "model.layers.0.mlp"
 BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
-    "unknown": lambda held: held.update(foo=torch.ones(3)),
-    "missing": lambda held: held.pop("model.norm.weight"),
-    "part of a fused weight": lambda held: held.pop(f"{LAYER}.weight"),
-    "part of a fused bias": lambda held: held.pop(f"{LAYER}.bias"),
-    "too many rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(300, 128)}),
-    "too few rows": lambda held: held.update({"model.layers.0.mlp.up_proj.weight": torch.ones(100, 128)}),
-    "too wide": lambda held: held.update({"model.layers.0.mlp.down_proj.weight": torch.ones(128, 257)}),
-    "vocabulary": lambda held: held.update({"model.embed_tokens.weight": torch.ones(321, 128)}),
+    "named 'foo'": lambda held: held.update(foo=torch.ones(3)),
+    "model.norm.weight is not covered": lambda held: held.pop("model.norm.weight"),
+    "qkv_proj.weight is not covered": lambda held: held.pop(f"{LAYER}.weight"),
+    "qkv_proj.bias is not covered": lambda held: held.pop(f"{LAYER}.bias"),
+    "would fit into weight of Merged": lambda held: held.update({f"{MLP}.up_proj.weight": torch.ones(300, 128)}),
+    "exceeds dimension size (100)": lambda held: held.update({f"{MLP}.up_proj.weight": torch.ones(100, 128)}),
+    "would fit into weight of Row": lambda held: held.update({f"{MLP}.down_proj.weight": torch.ones(128, 257)}),
+    "AssertionError": lambda held: held.update({"model.embed_tokens.weight": torch.ones(321, 128)}),
 }
 
 
 async def test_a_version_that_does_not_fit_is_refused_before_the_pause(world: World) -> None:
-    for change in BAD.values():
-        assert await world.live.prefetch(world.write(change))
+    for words, change in BAD.items():
+        assert words in await world.live.prefetch(world.write(change))
     await world.matches()
 
 
