@@ -218,7 +218,8 @@ def _parameters(model: torch.nn.Module) -> list[tuple[list[str], list[tuple[int,
     for prefix, layer in model.named_modules():
         params, _ = get_layer_params_buffers(layer)
         blank, _ = get_layerwise_info(layer).restore_metadata
-        for name, template in blank.items():  # what was derived from the weights is not here
+        bias = {name: param for name, param in params.items() if name == "bias"}  # vLLM makes no template of one
+        for name, template in (bias | blank).items():  # what was derived from the weights is not here
             param, size = params.get(name, template), template.numel()
             if size <= 1:
                 continue  # filled, not copied, by vLLM's loaders
