@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import write_json
-from race import EXAMPLE, GOAL, ours
+from race import EXAMPLE, GOAL, draw_accuracy, ours
 
 OPTIONS = (
     "engine.kind=vllm",
@@ -54,25 +54,13 @@ def main() -> None:
 
 def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     """Accuracy against versions, a line per run."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    lines = []
     for run in runs:
         versions, _, accuracy = zip(*run["curve"], strict=True)
         name = "bfloat16" if run["kind"] == "none" else run["kind"]
         label = f"{name}: off the learner by {run['engine_gap']:.4f}"
-        axes.plot(versions, accuracy, color=COLOURS.get(run["kind"]), marker=".", label=label)
-    axes.axhline(GOAL, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="version of the weights", ylabel="held-out accuracy, sampled", ylim=(0, 1))
-    axes.set_title(f"sort task, rollouts by vLLM on a CPU, until {GOAL}")
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        lines.append((versions, accuracy, {"color": COLOURS.get(run["kind"]), "label": label}))
+    draw_accuracy(path, lines, "version of the weights", f"sort task, rollouts by vLLM on a CPU, until {GOAL}")
 
 
 if __name__ == "__main__":

@@ -164,19 +164,27 @@ def trl(settings: dict[str, Any], *, seed: int, steps: int, **changed: int) -> d
 
 def draw(path: Path, pairs: list[dict[str, Any]]) -> None:
     """Accuracy against seconds, a line per run."""
+    lines = []
+    for side, colour in (("streamrl", "tab:blue"), ("trl", "tab:orange")):
+        for number, pair in enumerate(pairs):
+            _, seconds, accuracy = zip(*pair[side]["curve"], strict=True)
+            lines.append((seconds, accuracy, {"color": colour, "alpha": 0.8, "label": None if number else side}))
+    draw_accuracy(path, lines, "seconds since the first sampled token", f"sort task, {len(pairs)} seeds, until {GOAL}")
+
+
+def draw_accuracy(path: Path, lines: list[tuple[Any, Any, dict[str, Any]]], across: str, title: str) -> None:
+    """Draw lines (x, accuracy, how they look) up to the goal; `across` names x."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for side, colour in (("streamrl", "tab:blue"), ("trl", "tab:orange")):
-        for number, pair in enumerate(pairs):
-            _, seconds, accuracy = zip(*pair[side]["curve"], strict=True)
-            axes.plot(seconds, accuracy, color=colour, alpha=0.8, marker=".", label=None if number else side)
+    for x, accuracy, look in lines:
+        axes.plot(x, accuracy, marker=".", **look)
     axes.axhline(GOAL, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="seconds since the first sampled token", ylabel="held-out accuracy, sampled", ylim=(0, 1))
-    axes.set_title(f"sort task, {len(pairs)} seeds, until {GOAL}")
+    axes.set(xlabel=across, ylabel="held-out accuracy, sampled", ylim=(0, 1))
+    axes.set_title(title)
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
