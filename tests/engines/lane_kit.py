@@ -25,6 +25,7 @@ from streamrl.weight_sync.files import TOKEN_VARIABLE
 from streamrl.weight_sync.manifest import decode
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.tensors import Version, announced_version
+from tests.engines.server_kit import Live
 
 MEMBER = Path(__file__).parents[1] / "weight_sync" / "lane_member.py"
 
@@ -104,6 +105,16 @@ class PlainMember:
         answer = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 60))
         assert "error" not in answer, answer
         return int(answer["http"])
+
+
+async def both_take(sender: Sender, member: PlainMember, live: Live, version: Version, blow: Any = None) -> None:
+    """A server takes a version beside a member, which `blow` strikes in the middle if it is given."""
+    sender.strikes = {3: blow} if blow else {}
+    member.want(version)
+    assert not await live.prefetch(version)
+    if blow is None:
+        await member.http()  # by whichever way: the next version waits for both
+    await live.apply(version)
 
 
 @asynccontextmanager

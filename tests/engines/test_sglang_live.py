@@ -30,7 +30,7 @@ from tests.engines.conformance_kit import (
     run_config,
     write_version,
 )
-from tests.engines.lane_kit import plain_member, sending
+from tests.engines.lane_kit import both_take, plain_member, sending
 from tests.engines.server_kit import Live, Owned, owned
 
 pytestmark = [
@@ -155,12 +155,7 @@ async def test_a_member_that_dies_in_the_middle_leaves_the_server_the_files(live
     async with sending(run_dir) as sender, plain_member(run_dir) as member:
         for seed, blow in ((1, None), (0, member.process.kill)):
             version = sender.publish(number := next(_numbers), tiny.random_weights(seed))
-            sender.strikes = {3: blow} if blow else {}
-            member.want(version)
-            assert not await live.prefetch(version)
-            if blow is None:
-                await member.http()  # by whichever way: the next version waits for both
-            await live.apply(version)
+            await both_take(sender, member, live, version, blow)
             await matches(live, number, seed)
         assert 3 <= sender.pieces <= len(version.files)
         assert sender.asked

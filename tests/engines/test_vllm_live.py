@@ -20,7 +20,7 @@ from streamrl.weight_sync.files import TOKEN_VARIABLE
 from streamrl.weight_sync.tensors import Version
 from tests.engines import tiny
 from tests.engines.conformance_kit import LONG, prompt, run_config, write_version
-from tests.engines.lane_kit import plain_member, sending
+from tests.engines.lane_kit import both_take, plain_member, sending
 from tests.engines.server_kit import Live, served
 
 pytestmark = [
@@ -170,12 +170,7 @@ async def test_a_member_that_dies_in_the_middle_leaves_the_server_the_files(worl
     async with sending(world.folder) as sender, plain_member(world.folder) as member:
         for blow in (None, member.process.kill):
             version = sender.publish(world.number + 1, world.next())
-            sender.strikes = {3: blow} if blow else {}
-            member.want(version)
-            assert not await live.prefetch(version)
-            if blow is None:
-                await member.http()  # by whichever way: the next version waits for both
-            await live.apply(version)
+            await both_take(sender, member, live, version, blow)
             world.number += 1
             await world.matches()
         assert 3 <= sender.pieces <= len(version.files)
