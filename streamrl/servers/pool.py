@@ -447,7 +447,7 @@ class ServerPool(Generator):
             engine.listen(now)
         silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
         await asyncio.gather(*(engine.ask_for_life() for engine in silent))
-        others = any(engine.usable and engine not in silent for engine in self._known.values())
+        others = any(engine.usable and now - engine.heard_at <= _SILENT_SECONDS for engine in self._known.values())
         for engine in silent:
             if not others:  # which may be as cut off
                 engine.heard_at = max(engine.heard_at, now - _SILENT_SECONDS)
