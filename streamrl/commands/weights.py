@@ -68,7 +68,7 @@ def show(version: VersionArgument, run: RunOption = None, json: JsonOption = Fal
             data["adapter"] = f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, for {adapter.base}"
         data["base"] = None if manifest.base is None else manifest.base[1]
         data["shards"] = [{"file": s.file, "bytes": s.bytes} for s in manifest.files]
-        tensors = [*manifest.tensors, *(manifest.offered.tensors if manifest.quantised else ())]
+        tensors = [*manifest.tensors, *(manifest.quantised.tensors if manifest.quantised else ())]
         data["tensors"] = [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors]
     output.answer("streamrl.weights.show/1", data, _lines(data), json=json)
     if manifest is None and not json:

@@ -202,15 +202,21 @@ def check_episode(config: RunConfig) -> str:
 
 def _check_context(model: ModelConfig) -> None:
     """An episode ends at `model.context`, so the model must have a position for each of its tokens."""
-    from transformers import AutoConfig  # takes a second, and single turns do not need it
-
-    text: Any = AutoConfig.from_pretrained(model.path).get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = getattr(_text_config(model), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < model.context:
         raise ConfigError(
             f"episodes may have model.context ({model.context}) tokens, but {model.path} has {positions} positions",
             f"set model.context to {positions} or less",
         )
+
+
+def _text_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig  # takes a second, and most runs do not need it
+
+    try:
+        return AutoConfig.from_pretrained(model.path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of {model.path} cannot be read: {error}") from error
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
@@ -374,13 +380,7 @@ def _check_quantize(config: RunConfig) -> None:
             "use int8 or fp8_channel, with engine.kind vllm",
         )
     check_models(config)  # a model that cannot be had is said in few words
-    from transformers import AutoConfig  # takes a second, and other runs do not need it
-
-    try:
-        described: Any = AutoConfig.from_pretrained(config.model.path).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"weights.quantize: the config of {config.model.path} cannot be read: {error}") from error
-    if any("experts" in key and value for key, value in described.to_dict().items()):
+    if any("experts" in key and value for key, value in _text_config(config.model).to_dict().items()):
         raise ConfigError(
             f"weights.quantize: {config.model.path} is a mixture of experts, which is not quantised", "leave it out"
         )

@@ -139,8 +139,8 @@ class Member:
     ) -> None:
         """Receive new files of these sizes, once; any exception means that they are not whole.
 
-        Takes at most twice the grace and then `stall` seconds for each piece. `lane` has the
-        fields of `LanePlace` in the manifest.
+        Takes at most twice the grace and then `stall` seconds for each piece. `lane` has the fields of `LanePlace` in
+        the manifest.
         """
         host, port, stall = lane["host"], int(lane["port"]), float(lane["stall"])
         if self._joined == (host, port, version):
