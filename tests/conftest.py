@@ -29,7 +29,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Where slow tests are asked for, a file that has none need not be imported: most have none."""
     if "slow or engines" not in config.option.markexpr or not collection_path.name.startswith("test_"):
         return None
-    return None if re.search(r"\b(slow|engines)\b", collection_path.read_text()) else True
+    return None if re.search(r"\b(slow|engines|chaos)\b", collection_path.read_text()) else True
 
 
 def pytest_collection_finish() -> None:

@@ -89,7 +89,6 @@ def check(summary: dict[str, float], run_dir: Path, sort_cache: Path, goal: floa
     assert set(summary) == KEYS
     assert 0.35 <= summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] >= goal - 0.03, "it ends on 128 prompts, whose standard deviation is 2.7 points"
-    assert summary["samples_spanning_versions"] > 0
     assert summary["staleness_max"] >= 1
     assert summary["share_of_tokens_sampled_during_learner_steps"] > 0
     rows = [json.loads(line) for line in (sort_cache / "held_out.jsonl").read_text().splitlines()]
@@ -121,7 +120,10 @@ def test_the_demo_learns_and_its_figures_are_true(tmp_path: Path, sort_cache: Pa
     overrides.append(f"learner.stop_at_accuracy={goal}")
     with up(tmp_path / "demo", *overrides) as process:
         assert process.wait(800) == 0
-    check(summary_of(tmp_path / "demo"), tmp_path / "demo", sort_cache, goal)
+    summary = summary_of(tmp_path / "demo")
+    check(summary, tmp_path / "demo", sort_cache, goal)
+    if not words:  # a server has few responses under way when it takes the few versions of half a run
+        assert summary["samples_spanning_versions"] > 0
 
 
 def pid_of(run_dir: Path, role: str) -> int:
