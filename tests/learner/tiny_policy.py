@@ -115,6 +115,19 @@ def untried(limits: RowLimits, states: Callable[[Microbatch], object], **_: obje
     return limits
 
 
+def passes_of(model: ShardedModel) -> list[Microbatch]:
+    """What the model runs forward and backward from now on, one after the other."""
+    found: list[Microbatch] = []
+    backward = model._backward
+
+    def noted(parts, loss):
+        found.extend(parts)
+        backward(parts, loss)
+
+    model._backward = noted
+    return found
+
+
 def train_sample(
     group_id: int, prompt: Any, tokens: Any, logprobs: Any, advantage: float, step: int = 0
 ) -> TrainSample:
