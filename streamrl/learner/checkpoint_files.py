@@ -25,17 +25,11 @@ from safetensors import SafetensorError, safe_open
 
 from streamrl.errors import Refused, Unreachable
 from streamrl.learner.checkpoint import CheckpointShard, InvalidCheckpoint, Meta, describe, shard_name
-from streamrl.learner.ranks import Ranks
+from streamrl.learner.ranks import Ranks, rows_of
 from streamrl.learner.sharding import TrainableModel
 from streamrl.weight_sync.tensors import write_tensors
 
 logger = logging.getLogger(__name__)
-
-
-def rows_of(size: int, rank: int, world: int) -> slice:
-    """Rows of a tensor of `size` rows that a rank holds: equal pieces, the last shorter or empty, as FSDP2 cuts."""
-    piece = -(-size // world)
-    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
 
 
 # ---- one file

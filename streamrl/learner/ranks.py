@@ -26,8 +26,14 @@ RENDEZVOUS = "STREAMRL_RENDEZVOUS"
 """Environment variable with the rendezvous of the ranks: `file:///new/file` or `tcp://host:port`."""
 
 
+def rows_of(size: int, rank: int, world: int) -> slice:
+    """Rows of a tensor of `size` rows that a rank holds: equal pieces, the last shorter or empty, as FSDP2 cuts."""
+    piece = -(-size // world)
+    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
+
+
 class Ranks:
-    """This process among the ranks of the learner. A single rank is a process group too, so that all run the same code."""
+    """This process among the ranks of the learner. A single rank is a process group too."""
 
     def __init__(self, *, rank: int, world: int, device: torch.device, deadline: float, rendezvous: str = "") -> None:
         """Join, when all ranks do; `rendezvous` is `file:///path` of a new file, or `tcp://host:port`."""
@@ -99,7 +105,7 @@ class Ranks:
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
     def share(self, folder: Path) -> bool:
-        """Whether every rank has rank 0's `folder` under the same path, by a file that rank 0 puts there. Collective."""
+        """Whether every rank has rank 0's `folder` under the same path, by a file that it puts there. Collective."""
         if self.world == 1:
             return True
         number = uuid.uuid4().int >> 65

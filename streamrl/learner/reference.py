@@ -27,18 +27,15 @@ class Reference(Protocol):
         ...
 
     def to_host(self) -> None:
-        """Free the device's memory; not collective. A repeat does nothing."""
+        """Free the device's memory. A repeat does nothing, as of `to_device`."""
         ...
 
-    def to_device(self) -> None:
-        """Undo `to_host`; not collective. A repeat does nothing."""
-        ...
+    def to_device(self) -> None: ...
 
 
 class FrozenReference(ShardedModel, Reference):
-    """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
+    """A copy of a model that stays as it is: of the one that training started from, also after a restart, or of another.
 
-    It is a copy of `learner.reference.path`, or of the model that training started from, also after a restart.
     With `learner.reference.offload` its weights are on the device only during `compute_ref_log_prob`.
     """
 
@@ -81,7 +78,6 @@ class FrozenReference(ShardedModel, Reference):
 
 
 def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Reference | None:
-    """Make a frozen or remote reference; None for `none` and `base`. Collective."""
     reference = config.learner.reference
     if reference.kind == "remote":
         return ServerReference(config, ranks)

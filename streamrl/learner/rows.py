@@ -1,8 +1,8 @@
 """Which rows a model takes: what its configuration allows, and one check at the start that rows change nothing.
 
-The log-probability of a response must be that of the response alone, whatever stands beside it. Models come with any
-attention: windows under any name, masks of their own, positions that depend on the longest row. So the configuration of
-a model is not trusted, and the sharded model is tried once, on its device and in its type:
+The log-probability of a response must be that of the response alone. Models come with any attention: windows under any
+name, masks of their own, positions that depend on the longest row. So the sharded model is tried once, on its device
+and in its type:
 
 ```
 a sequence, and its first half alone     differ: refused, its log-probabilities depend on later tokens
@@ -49,7 +49,6 @@ _FAILURES: Final = (AttributeError, TypeError, ValueError, RuntimeError, IndexEr
 
 
 def row_limits(config: RunConfig, text: PreTrainedConfig, *, packed: bool) -> RowLimits:
-    """Limits by the configurations of run and model; `packed`: only visible pairs of tokens cost something."""
     tokens = config.learner.tokens_per_microbatch
     longest = min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context)
     if longest > tokens:
@@ -65,7 +64,6 @@ def row_limits(config: RunConfig, text: PreTrainedConfig, *, packed: bool) -> Ro
 
 
 def dense(limits: RowLimits) -> RowLimits:
-    """The limits of rows under a mask of width^2."""
     return replace(limits, shared=min(limits.shared, 4 * limits.hidden, _WIDEST_DENSE), packed=False)
 
 
@@ -97,9 +95,6 @@ def checked(
     """The limits, without rows of several responses where those change what a model computes. Collective.
 
     `states` are the hidden states of a model at the places of a micro-batch that predict, shape (n, hidden).
-
-    Raises:
-        ConfigError: the model fails on a sequence, or what it predicts at a token depends on later ones.
     """
     longest = min(_MOST, max(_LEAST, int(_CHEAP[ranks.device.type] / (2 * parameters))))
     batch = _samples(limits, longest, vocabulary)

@@ -23,7 +23,7 @@ _BUCKET_BYTES: Final = 128 << 20
 
 @dataclass(frozen=True)
 class PolicySnapshot:
-    """A copy of all weights, valid until `Copies` needs its memory again; training may go on."""
+    """A copy of all weights, valid until `Copies` needs its memory again."""
 
     tensors: list[tuple[str, torch.Tensor]]  # Hugging Face names, on the CPU; empty on ranks above 0
     seconds: float = 0.0  # duration of the copy: the time that a step loses by a version
@@ -31,10 +31,7 @@ class PolicySnapshot:
 
 
 class Copies:
-    """Host memory that snapshots are copied into, again and again: fresh memory costs six times the copy.
-
-    A snapshot is overwritten by the one that comes `sets` after it. Values are cast before they travel.
-    """
+    """Host memory for snapshots, used again after `sets` of them: fresh memory costs six times the copy."""
 
     def __init__(
         self, parameters: Mapping[str, DTensor], dtype: torch.dtype, sets: int = 1, adapter: Adapter | None = None
@@ -85,10 +82,7 @@ class Copies:
 
 
 def _gather(rows: list[tuple[DTensor, torch.Tensor]], wholes: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere). Collective.
-
-    FSDP cuts a tensor along its first dimension into pieces of `ceil(rows / ranks)`, so no rank has more than rank 0.
-    """
+    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere). No rank has more than rank 0. Collective."""
     mesh = rows[0][0].device_mesh
     if mesh.size() == 1:
         for whole, (_, own) in zip(wholes, rows, strict=True):

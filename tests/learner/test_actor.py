@@ -430,11 +430,6 @@ def sample_short(sample):
     return train_sample(0, sample.prompt, sample.tokens[:69], sample.logprobs[:69], 1.0)
 
 
-def test_an_update_needs_a_token_count(make):
-    with pytest.raises(ValueError, match="token count"):
-        make("Qwen2").apply_update(0)
-
-
 def test_a_missing_model_is_a_configuration_error(one_rank, tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         Actor(run_config(tmp_path / "nowhere"), one_rank)

@@ -8,7 +8,8 @@ import torch
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, WriteProgress, rows_of
+from streamrl.learner.checkpoint_files import RankState, WriteProgress
+from streamrl.learner.ranks import rows_of
 from streamrl.learner.takeover import check_fit
 
 

@@ -16,9 +16,10 @@ from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, rows_of, write_shard
+from streamrl.learner.checkpoint_files import RankState, write_shard
 from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
+from streamrl.learner.ranks import rows_of
 
 
 def train(config, ranks):
