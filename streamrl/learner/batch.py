@@ -16,7 +16,7 @@ the right, where a causal model cannot see it, and widths are multiples, because
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -27,8 +27,7 @@ from streamrl.wire import Float32Array, Int32Array
 PASS_TOKENS = 96
 """What one more pass costs, in tokens: padding up to that is cheaper than another micro-batch (measured on one core
 with the 1M-parameter model of `examples/sort`; larger models care less)."""
-PADDING = 1 << 30
-"""`Microbatch.visible_until` of padding: only what is behind it, other padding, sees it."""
+PADDING = 1 << 30  # `Microbatch.visible_until` of padding: only what is behind it, other padding, sees it
 
 Block: TypeAlias = list[tuple[int, Segment]]
 """Segments that continue one prompt, which stands before them once, each with the index of its sample."""
@@ -234,23 +233,10 @@ def _bundles(units: Sequence[Row], limits: RowLimits) -> list[list[Row]]:
 
 def dummy() -> Microbatch:
     """One row with nothing to learn: a rank without rows runs it so that all ranks make the same number of passes."""
-    none = np.zeros(0, dtype=np.int64)
-    one = np.zeros(1, dtype=np.int64)
-    zero = np.zeros(1, dtype=np.float32)
-    row = np.zeros((1, 16), dtype=np.int64)
-    return Microbatch(
-        samples=none,
-        counts=none,
-        input_ids=row,
-        visible_until=np.full_like(row, 16),
-        position_ids=np.arange(16)[None],
-        shared=False,
-        positions=one,
-        targets=one,
-        behaviour=zero,
-        steps=one,
-        advantages=zero,
-    )
+    ids, zero, none = np.zeros(16, dtype=np.int32), np.zeros(1, dtype=np.float32), np.zeros(0, dtype=np.int64)
+    sample = TrainSample(0, ids, ids[:1], zero, zero.astype(np.int64), 0.0, zero)
+    row = [[(0, Segment.of_answer(sample.prompt, sample.tokens))]]
+    return replace(microbatch([sample], [row], RowLimits(tokens=16)), samples=none, counts=none)
 
 
 def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLimits) -> Microbatch:

@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
 Kind = Literal["model", "recording"]
-NOWHERE: Final[Position] = (0, 0)
-"""The place before the first checkpoint: the model of the run itself."""
-FORMAT: Final = 2
-"""Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
+NOWHERE: Final[Position] = (0, 0)  # the place before the first checkpoint: the model of the run itself
+FORMAT: Final = 2  # of what is in the files: 1 had the tensors of the policy alone, without the part they are of
 CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
 _EPOCH: Final = re.compile(r"(?:epoch|ckpt|trained)-(\d+)(?:-\d+|\.log)?")
 """Names that a learner of some epoch made: its mark, its checkpoints, and the log of versions of streamrl before."""
@@ -48,8 +46,7 @@ class CheckpointShard(msgspec.Struct, frozen=True):
     checksum: str
 
 
-Link = tuple[str, int]
-"""A file and the bytes of it that count."""
+Link = tuple[str, int]  # a file and the bytes of it that count
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,8 +27,7 @@ from streamrl.weight_sync.manifest import Adapter
 logger = logging.getLogger(__name__)
 _FILE_BYTES: Final = 2 << 30
 
-OnProgress = Callable[[int, int], None]
-"""Called with bytes read and bytes in all."""
+OnProgress = Callable[[int, int], None]  # called with bytes read and bytes in all
 
 
 @dataclass(frozen=True)

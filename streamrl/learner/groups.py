@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -153,10 +153,7 @@ class GroupOpener:
         """Open one group. Advantages that need more than the group are 0 here and computed later."""
         try:
             responses = _decode(closed)
-            versions = {
-                version: step_of(version) for sample, _ in responses if not sample.greedy for _, version in sample.runs
-            }
-            samples = _train_samples(closed, responses, versions)
+            samples = _train_samples(closed, responses, step_of)
             self._check(samples)
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
@@ -187,7 +184,7 @@ def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
 
 
 def _train_samples(
-    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], versions: Mapping[int, int]
+    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], step_of: Callable[[int], int]
 ) -> list[TrainSample]:
     prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
     baseline = next(
@@ -200,7 +197,7 @@ def _train_samples(
             prompt=prompt,
             tokens=sample.token_ids,
             logprobs=sample.token_logprobs,
-            steps=_token_steps(sample, versions),
+            steps=_token_steps(sample, step_of),
             reward=reward,
             advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
             tree=Tree.of(sample),
@@ -221,9 +218,9 @@ def _episode_figures(responses: Sequence[tuple[wire.Sample, float]], train: Sequ
     return sum(found, EpisodeFigures())
 
 
-def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:
+def _token_steps(sample: wire.Sample, step_of: Callable[[int], int]) -> Int64Array:
     found, places = np.unique(sample.token_versions, return_inverse=True)
-    return np.asarray([versions[version] for version in found.tolist()], dtype=np.int64)[places]
+    return np.asarray([step_of(version) for version in found.tolist()], dtype=np.int64)[places]
 
 
 def group_data(

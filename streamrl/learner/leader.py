@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, StreamrlError, Unreachable, leaves, unwrap
@@ -44,14 +44,11 @@ from streamrl.weight_sync.transports import open_server
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
-_MAX_DIVERGED: Final = 8
-"""Steps in a row in which a model had no finite gradient, after which the learner gives up."""
+_MAX_DIVERGED: Final = 8  # steps in a row in which a model had no finite gradient, after which the learner gives up
 _MAX_UNREAD: Final = 5
 """Micro-batches in a row without a reference, after which the learner gives up; about 4 s with the pauses."""
-_UNREAD_SECONDS: Final = 0.125
-"""Half of the first pause after such a micro-batch; the pause doubles."""
-_REPEAT_SECONDS: Final = 2.0
-"""Pause between checks of a waiting learner that engines can get the newest version."""
+_UNREAD_SECONDS: Final = 0.125  # half of the first pause after one; the pause doubles
+_REPEAT_SECONDS: Final = 2.0  # pause between checks of a waiting learner that engines can get the newest version
 
 
 async def run_learner(role: Role) -> None:
@@ -411,15 +408,9 @@ class Leader:
         )
         logger.info("the run is over", extra={"reason": reason, "step": self._worker.step})
 
-    def _show(self, step: int, line: dict[str, object]) -> None:
+    def _show(self, step: int, line: dict[str, Any]) -> None:
         head = {"step": step, "epoch": self._start.epoch, "version": self._version}
-        self._role.status.update(
-            {
-                **head,
-                "loss": float(line["loss"]),  # type: ignore[arg-type]
-                "reward": float(line["reward_mean"]),  # type: ignore[arg-type]
-                **self._meter.shown(),
-            }
-        )
+        shown = {"loss": line["loss"], "reward": line["reward_mean"], **self._meter.shown()}
+        self._role.status.update({**head, **shown})
         self._role.record({**head, **line})
         self._loggers.log(step, line)

@@ -13,8 +13,7 @@ from typing import Final
 
 from streamrl.atomic import write_durably
 
-Interval = tuple[int, int]
-"""The first and the last id of groups without a gap."""
+Interval = tuple[int, int]  # the first and the last id of groups without a gap
 VERSION_FILE: Final = "weights.version"
 
 

@@ -154,8 +154,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, int]:
 
 logger = logging.getLogger(__name__)
 _PROJECT: Final = "streamrl"
-_MOST_WAITING: Final = 256
-"""Lines that wait for slow loggers."""
+_MOST_WAITING: Final = 256  # lines that wait for slow loggers
 _CLOSE_SECONDS: Final = 20.0
 
 

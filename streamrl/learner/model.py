@@ -29,10 +29,8 @@ from typing_extensions import override
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
 
-_LOG_ZERO = -1e4
-"""Stands for log 0: finite, and its `exp` is 0."""
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states of shape (n, hidden) to logits of shape (n, vocabulary)."""
+_LOG_ZERO = -1e4  # stands for log 0: finite, and its `exp` is 0
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states of shape (n, hidden) to logits of shape (n, vocabulary)
 
 
 def token_logprobs(

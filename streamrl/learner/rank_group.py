@@ -223,8 +223,7 @@ _BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH, Command
 _NEEDS_NO_DEVICE: Final = frozenset(
     {Command.IDLE, Command.STOP, Command.POLL_SAVE, Command.FETCH_CHECKPOINT, Command.UNLOAD, Command.RELOAD}
 )
-_ASK_SECONDS: Final = 0.01
-"""First pause between two questions whether all ranks have written; it doubles."""
+_ASK_SECONDS: Final = 0.01  # first pause between two questions whether all ranks have written; it doubles
 _LONGEST_ASK: Final = 1.0
 
 

@@ -30,16 +30,12 @@ from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 _MODELS: Final = Call("GET", "/v1/models", repeatable=True)
-_LOWEST: Final = -9000.0
-"""vLLM writes -9999 for a log-probability of minus infinity."""
+_LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability of minus infinity
 _HIGHEST: Final = 1e-3
 """Greatest log-probability accepted: rounding stays below it, a server that answers with logits goes far beyond."""
-_IN_FLIGHT: Final = 32
-"""Requests that one rank has at one server at the same time, on average."""
-_PAUSE: Final = 1.0
-"""Longest pause before all servers are asked again."""
-_REST_SECONDS: Final = 10.0
-"""Time for which a server that failed is asked last."""
+_IN_FLIGHT: Final = 32  # requests that one rank has at one server at the same time, on average
+_PAUSE: Final = 1.0  # longest pause before all servers are asked again
+_REST_SECONDS: Final = 10.0  # time for which a server that failed is asked last
 
 
 class NoReference(Unreachable):

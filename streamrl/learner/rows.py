@@ -29,17 +29,12 @@ from streamrl.learner.ranks import Ranks
 from streamrl.learner.tree import Segment
 
 logger = logging.getLogger(__name__)
-_WIDEST_DENSE: Final = 2048
-"""Above this width a mask of width^2 costs more than the shared prompts save."""
+_WIDEST_DENSE: Final = 2048  # above this width a mask of width^2 costs more than the shared prompts save
 _WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 """Windows of attention that our mask replaces, so that shared rows must fit into them."""
-_BY_LENGTH: Final = ("longrope", "dynamic")
-"""Rotary embeddings that change for sequences above a length."""
-_LEAST: Final = 512
-_MOST: Final = 4096
-"""Tokens of the longest row of the check: at least and at most."""
-_CHEAP: Final = {"cpu": 1e11, "cuda": 1e14}
-"""Floating-point operations that such a row may cost above the least one."""
+_BY_LENGTH: Final = ("longrope", "dynamic")  # rotary embeddings that change for sequences above a length
+_LEAST, _MOST = 512, 4096  # tokens of the longest row of the check
+_CHEAP: Final = {"cpu": 1e11, "cuda": 1e14}  # floating-point operations that a longer row than the least may cost
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of hidden states, relative to the longest one; bfloat16 rounds in every layer."""
 _ROUTED: Final = 0.9

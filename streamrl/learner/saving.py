@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -31,15 +30,6 @@ from streamrl.learner.train_buffer import TrainBuffer
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written: its meta data without the shards, and the groups that it makes durable."""
-
-    meta: Meta
-    group_ids: frozenset[int]
-    started: float
 
 
 class Saver:
@@ -74,17 +64,17 @@ class Saver:
         await self.settle()  # so at most the groups of two intervals are unretired
         if not self._buffer.fresh:
             return
-        saving = _Saving(self._describe(version), frozenset(self._buffer.fresh), time.monotonic())
-        place = saving.meta.position
+        meta, group_ids, started = self._describe(version), self._buffer.fresh, time.monotonic()
         try:
             await self._check_alone()
-            await asyncio.to_thread(self._checkpoints.begin, place)
+            await asyncio.to_thread(self._checkpoints.begin, meta.position)
         except OSError as error:
-            self._failed(saving.meta, error)
+            self._failed(meta, error)
             return
-        await self._ranks.order(Command.SAVE, *place)
+        await self._ranks.order(Command.SAVE, *meta.position)
         self._begun = self._trained.step
-        self._running = self._tasks.create_task(self._complete(saving), name=f"checkpoint {saving.meta.name}")
+        completing = self._complete(meta, group_ids, started)
+        self._running = self._tasks.create_task(completing, name=f"checkpoint {meta.name}")
         if not self._config.checkpoint.background:
             await self.settle()
 
@@ -116,8 +106,8 @@ class Saver:
         if newer > self._start.epoch:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
-    async def _complete(self, saving: _Saving) -> None:
-        meta, deadline = saving.meta, self._config.checkpoint.deadline
+    async def _complete(self, meta: Meta, group_ids: set[int], started: float) -> None:
+        deadline = self._config.checkpoint.deadline
         try:
             async with asyncio.timeout(deadline):
                 saved = await self._write(meta)
@@ -133,14 +123,14 @@ class Saver:
         except OSError as error:
             await self._withdraw(meta, error)
             return
-        await self._buffer.saved(meta.name, saving.group_ids)
+        await self._buffer.saved(meta.name, group_ids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         try:
             await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
         except OSError as error:  # they take room and do no harm
             logger.warning("old checkpoints stay", extra={"error": str(error)})
-        seconds = round(time.monotonic() - saving.started, 3)
+        seconds = round(time.monotonic() - started, 3)
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
@@ -144,31 +144,25 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
         )
     if path == model.path:
         return
-    ours, theirs = _tokenizer(model.tokenizer or model.path), _tokenizer(path)
-    if ours is not None and theirs is not None and _ids(ours) != _ids(theirs):
+    ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)
+    if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
             f"{key} {path} has another tokenizer than the policy: the same ids would be other words to it",
             "name a model with the tokenizer of model.path",
         )
 
 
-def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+def _probe_ids(path: str) -> list[int] | None:
+    """What a tokenizer makes of a sentence; None when there is none."""
     folder = Path(path)
-    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
-        # transformers would make up an empty one.
-        logger.info("tokenizers not compared", extra={"path": path, "reason": "it has none"})
-        return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        # Where a directory has no tokenizer, transformers would make up an empty one.
+        if not folder.is_dir() or [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+            ids: list[int] = AutoTokenizer.from_pretrained(path).encode(_PROBE, add_special_tokens=False)
+            return ids
     except (OSError, ValueError, KeyError) as error:
         logger.info("tokenizers not compared", extra={"path": path, "reason": str(error)})
-        return None
-    return tokenizer
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids: list[int] = tokenizer.encode(_PROBE, add_special_tokens=False)
-    return ids
+    return None
 
 
 class TrainableModel(ShardedModel, Generic[SumsT]):

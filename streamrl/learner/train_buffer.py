@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD: Final = 2
 _DOORBELL_SECONDS: Final = 0.5
-_REST: Final = 4.0
-"""Pause after a reading, in times of its length: reading takes at most a fifth of the loop."""
+_REST: Final = 4.0  # pause after a reading, in times of its length: reading takes at most a fifth of the loop
 
 
 class Stage(Enum):

@@ -82,7 +82,7 @@ class Copies:
 
 
 def _gather(rows: list[tuple[DTensor, torch.Tensor]], wholes: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere). No rank has more than rank 0. Collective."""
+    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere), which has most. Collective."""
     mesh = rows[0][0].device_mesh
     if mesh.size() == 1:
         for whole, (_, own) in zip(wholes, rows, strict=True):
