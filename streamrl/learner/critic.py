@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,20 +39,10 @@ class ValueModel(Backbone):
         super().__init__(model.base_model)
         self.value_head = ValueHead(model.get_output_embeddings().weight.shape[1])
 
-    def forward(
-        self,
-        *,
-        input_ids: torch.Tensor,
-        visible_until: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(self, *, targets: torch.Tensor | None, **rows: Any) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
-        states = self.states(input_ids, visible_until, position_ids, positions)
-        if targets is None:
-            return states
-        values: torch.Tensor = self.value_head(states)
+        states = self.states(**rows)
+        values: torch.Tensor = states if targets is None else self.value_head(states)
         return values
 
 

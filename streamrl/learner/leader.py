@@ -146,36 +146,25 @@ class Leader:
         self._published_step = -1
         self._starved_since: float | None = None
         self._start = start
-        self._buffer: TrainBuffer
-        self._publishing: Publishing
-        self._saver: Saver
-        self._loggers: StepLoggers
 
     async def run(self) -> None:
-        start = self._start
+        start, run_dir = self._start, self._role.run_dir
         if start.meta is not None:
             await self._load(start.meta.position)
         opener = GroupOpener(self._worker.recipe, self._worker.check_samples)
-        archive = Archive(self._config, self._role.run_dir)
+        archive = Archive(self._config, run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
-        loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
-        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
+        loggers = self._loggers = StepLoggers(self._config, run_dir)
+        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, run_dir)
         try:
             async with (
-                open_server(
-                    self._config, self._role.run_dir, publisher.root, self._worker.ranks.device
-                ) as weight_server,
+                open_server(self._config, run_dir, publisher.root, self._worker.ranks.device) as weight_server,
                 asyncio.TaskGroup() as tasks,
             ):
                 self._saver = Saver(self._config, start, self._buffer, self._ranks, tasks)
+                deadline, epoch = self._config.weights.deadline, start.epoch
                 self._publishing = Publishing(
-                    publisher,
-                    weight_server,
-                    self._role.run_dir,
-                    self._buffer,
-                    epoch=start.epoch,
-                    deadline=self._config.weights.deadline,
-                    tasks=tasks,
+                    publisher, weight_server, run_dir, self._buffer, epoch=epoch, deadline=deadline, tasks=tasks
                 )
                 try:
                     await self._train_and_leave(tasks)

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, microbatch
-from streamrl.learner.model import exact_products
+from streamrl.learner.model import Backbone, exact_products
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.tree import Segment
 
@@ -78,23 +78,17 @@ def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
 
 @torch.no_grad()
 def checked(
-    limits: RowLimits,
-    states: Callable[[Microbatch], torch.Tensor],
-    ranks: Ranks,
-    *,
-    name: str,
-    vocabulary: int,
-    parameters: int,
-    experts: bool,
+    limits: RowLimits, states: Callable[[Microbatch], torch.Tensor], ranks: Ranks, module: Backbone
 ) -> RowLimits:
     """The limits, without rows of several responses where those change what a model computes. Collective.
 
-    `states` are the hidden states of a model at the places of a micro-batch that predict, shape (n, hidden).
+    `states` are the hidden states of `module` at the places of a micro-batch that predict, shape (n, hidden).
     """
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     longest = min(_MOST, max(_LEAST, int(_CHEAP[ranks.device.type] / (2 * parameters))))
-    batch = _samples(limits, longest, vocabulary)
+    batch = _samples(limits, longest, module.vocabulary)
     alone = replace(limits, shared=0, packed=False)
-    share = _ROUTED if experts else 1.0
+    share = _ROUTED if any("expert" in name for name in module.model.config.get_text_config().to_dict()) else 1.0
     segments = [(index, Segment.of_answer(sample.prompt, sample.tokens)) for index, sample in enumerate(batch)]
     why, causal, same = "", True, True
     with exact_products():
@@ -104,9 +98,10 @@ def checked(
         except _FAILURES as error:
             why, causal = f": {type(error).__name__}: {error}", False
         if ranks.all_min(int(causal)) != [1]:
-            what = f"fails on a sequence of {batch[0].width} tokens{why}"
+            later = "what it predicts at a token depends on later tokens"
+            what = f"fails on a sequence of {batch[0].width} tokens{why}" if why else later
             raise ConfigError(
-                f"{name} cannot be trained: {what if why else 'what it predicts at a token depends on later tokens'}",
+                f"{type(module.model).__name__} cannot be trained: {what}",
                 "name a causal model in model.path, lower model.context, set learner.compile to false, or try"
                 " model.attention: eager",
             )
@@ -115,9 +110,8 @@ def checked(
         try:
             for part in (microbatch(batch, rows, limits), microbatch(batch, [[[long]], [[other]]], limits)):
                 found = torch.split(states(part), part.counts.tolist())
-                same &= all(
-                    _agree(ours, expected[index], share) for index, ours in zip(part.samples, found, strict=True)
-                )
+                pairs = zip(found, part.samples, strict=True)
+                same &= all(_agree(ours, expected[index], share) for ours, index in pairs)
         except _FAILURES as error:
             why, same = f": {type(error).__name__}: {error}", False
             states(microbatch(batch, [[[long]]], alone))  # FSDP is in the middle of a pass, and this ends one

@@ -43,19 +43,11 @@ class ShardedModel:
         self.ranks, self.vocabulary = ranks, module.vocabulary
         self._module = module
         # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
-        check = partial(
-            checked,
-            states=lambda part: self._forward(part, targets=None),
-            ranks=ranks,
-            name=type(module.model).__name__,
-            vocabulary=module.vocabulary,
-            parameters=sum(parameter.numel() for parameter in module.parameters()),
-            experts=any("expert" in name for name in module.model.config.get_text_config().to_dict()),
-        )
-        self.limits = check(limits)
+        states = partial(self._forward, targets=None)
+        self.limits = checked(limits, states, ranks, module)
         if limits.packed and not self.limits.shared:
             module.flex = False
-            self.limits = check(dense(limits))
+            self.limits = checked(dense(limits), states, ranks, module)
         self._fsdp.unshard()
         module.check()
         self._reshard()

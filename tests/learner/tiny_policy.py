@@ -109,7 +109,7 @@ def run_config(
 
 
 @torch.no_grad()
-def untried(limits: RowLimits, states: Callable[[Microbatch], object], **_: object) -> RowLimits:
+def untried(limits: RowLimits, states: Callable[[Microbatch], object], *_: object) -> RowLimits:
     """In the place of `rows.checked`, which makes twenty passes: the one that FSDP needs to be set up."""
     states(dummy())
     return limits
