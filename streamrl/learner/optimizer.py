@@ -155,10 +155,6 @@ class ShardedAdamW:
         self._offload = Offload(away, keep=True)
         self._offload.to_host()
 
-    @property
-    def lr(self) -> float:
-        return learning_rate(self._config, self.updates)
-
     @torch.no_grad()
     def step(
         self, size: int, sums: torch.Tensor, kind: type[SumsT], lr_factor: Callable[[SumsT], float]
@@ -172,7 +168,7 @@ class ShardedAdamW:
         # FSDP averages over ranks, but the loss is a sum over all of them.
         scale = self._ranks.world / size
         norm = math.sqrt(float(packet[0])) * scale
-        rate, skipped = self.lr, not math.isfinite(norm)
+        rate, skipped = learning_rate(self._config, self.updates), not math.isfinite(norm)
         if skipped:
             logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
         else:

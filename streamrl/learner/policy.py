@@ -123,13 +123,11 @@ class Actor(TrainableModel[TokenSums]):
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
-        found = objective(
-            self._tokens(part, logprobs, entropy, step),
-            self.recipe,
-            kl_coefficient,
-            weights=self._weights(part),
-            measure_all=self.recipe.measures_all,
-        )
+        recipe, weights = self.recipe, None
+        if recipe.aggregate != "token_mean":
+            weights = self._to_device(token_weights(part.counts, recipe.aggregate, recipe.max_new_tokens))
+        tokens = self._tokens(part, logprobs, entropy, step)
+        found = objective(tokens, recipe, kl_coefficient, weights=weights, measure_all=recipe.measures_all)
         self._sums += found.sums
         return found.per_token.sum()
 
@@ -149,9 +147,3 @@ class Actor(TrainableModel[TokenSums]):
             reference=None if part.reference is None else self._to_device(part.reference),
             entropy=entropy,
         )
-
-    def _weights(self, part: Microbatch) -> torch.Tensor | None:
-        aggregate = self.recipe.aggregate
-        if aggregate == "token_mean":
-            return None
-        return self._to_device(token_weights(part.counts, aggregate, self.recipe.max_new_tokens))

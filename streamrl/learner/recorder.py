@@ -200,9 +200,9 @@ class Recorder:
         self._durable = recorded
         self._fresh.clear()
         self._checkpoints.remove_older(meta, _KEEP)
-        size = sum((run_dir / file).stat().st_size for file, _ in meta.recording)
-        self._role.status.update({"groups": meta.count, "bytes": size})
-        self._role.record({"groups": meta.count, "bytes": size})
+        figures = {"groups": meta.count, "bytes": sum((run_dir / file).stat().st_size for file, _ in meta.recording)}
+        self._role.status.update(figures)
+        self._role.record(figures)
 
 
 def _header(config: RunConfig, folder: Path) -> Header:

@@ -31,7 +31,7 @@ from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rows import checked, dense
-from streamrl.wire import Float32Array, Int32Array
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,6 @@ class ShardedModel:
 
     def check_samples(self, batch: Sequence[TrainSample]) -> None:
         """Raise a ValueError when a sample does not fit the model. Not collective."""
-        if not batch:
-            return
-        # Check all token ids at once first, because most batches are good; search for the sample only on failure.
-        ids = np.concatenate([array for sample in batch for array in _ids_of(sample)])
-        known = ids.min() >= 0 and ids.max() < self.vocabulary
         for sample in batch:
             if sample.width > self.limits.longest:
                 where = "" if sample.tree is None else " on one branch of an episode"
@@ -70,8 +65,9 @@ class ShardedModel:
                     f"group {sample.group_id}: an episode of {len(sample.tree.branches)} branches needs rows of several"
                     " lengths in one pass, and padding changes what this model computes"
                 )
-            every = () if known else np.concatenate(_ids_of(sample))
-            if any(token < 0 or token >= self.vocabulary for token in every):
+            observed = [] if sample.tree is None else [sample.tree.observed_ids]
+            ids = np.concatenate([sample.prompt, sample.tokens, *observed])
+            if ids.min() < 0 or ids.max() >= self.vocabulary:
                 raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
@@ -112,11 +108,6 @@ class ShardedModel:
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
-
-
-def _ids_of(sample: TrainSample) -> list[Int32Array]:
-    observed = [] if sample.tree is None else [sample.tree.observed_ids]
-    return [sample.prompt, sample.tokens, *observed]
 
 
 _PROBE = "Two plus 34 is thirty-six; naïve?"

@@ -362,7 +362,7 @@ def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     again.execute(Command.FETCH_CHECKPOINT, meta.position)
     assert settled(again) is WriteProgress.WRITTEN
     again.execute(Command.LOAD, meta.position)
-    ours, theirs = again.state.tensors(), worker.state.tensors()
+    ours, theirs = again.actor.shard_state(), worker.actor.shard_state()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     found["here"] = sorted(path.name for path in (second / "fetched").rglob("*"))
     snapshot = again.snapshot()
