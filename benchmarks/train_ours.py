@@ -22,7 +22,7 @@ from train_batches import CONTEXT, FIRST, VOCABULARY, Response, make_batch, thro
 from train_lines import Lines
 
 from streamrl.config import RunConfig
-from streamrl.learner.batch import TrainSample
+from streamrl.learner.batch import TrainSample, pack
 from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 
@@ -59,8 +59,9 @@ def actor(lines: Lines, folder: Path, options: dict[str, Any], batch: list[Respo
     samples = [sample_of(response) for response in batch]
     ranks = Ranks(rank=0, world=1, device=torch.device("cpu"), deadline=300)
     trained = Actor(config, ranks)
-    stats, _ = trained.update_policy(samples)
-    lines.ready(computed_tokens=stats.computed, passes=stats.passes)
+    trained.update_policy(samples)
+    passes = pack(samples, trained.limits)
+    lines.ready(computed_tokens=sum(part.input_ids.size for part in passes), passes=len(passes))
     lines.serve(lambda: trained.update_policy(samples))
     ranks.close()
 

@@ -1,14 +1,13 @@
 """Samples, and their arrays in the rows of micro-batches.
 
-There is one layout. A row holds blocks; a block is a prompt with the segments that continue it (`tree.py`): responses
-of its group, chains of turns, or trees of turns. Each token has one integer, `visible_until`: the key k is visible to
-the query q when k <= q < visible_until[k]. So every token sees exactly what it would see alone, at the position that it
-would have alone.
+A row holds blocks; a block is a prompt with the segments that continue it (`tree.py`): responses of its group, chains
+or trees of turns. Each token has one integer, `visible_until`: the key k is visible to the query q when
+k <= q < visible_until[k]. So every token sees what it would see alone, at the position that it would have alone.
 
-How rows are filled depends on what attention costs. Where only visible pairs cost something (flex attention on CUDA),
-a row is filled with blocks up to the tokens of a micro-batch. Where attention costs the square of the width (a dense
-mask), a row is one block, prompts are shared where that is less work, and rows of like length make a micro-batch. A
-model that does not keep to our mask has each response alone, in a pass of its own.
+Where only visible pairs cost something (flex attention on CUDA), a row is filled with blocks up to the tokens of a
+micro-batch. Where attention costs the square of the width (a dense mask), a row is one block, prompts are shared where
+that is less work, and rows of like length make a micro-batch. A model that does not keep to our mask has each response
+alone, in a pass of its own.
 
 The rows of one sample are never in two micro-batches, because losses and gates may need whole responses. Padding is on
 the right, where a causal model cannot see it, and widths are multiples, because kernels are prepared for every shape.
@@ -17,22 +16,19 @@ the right, where a causal model cannot see it, and widths are multiples, because
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from streamrl.learner.tree import Segment, Tree, segments
+from streamrl.learner.tree import Int64Array, Segment, Tree, segments
 from streamrl.wire import Float32Array, Int32Array
 
 PASS_TOKENS = 96
 """What one more pass costs, in tokens: padding up to that is cheaper than another micro-batch (measured on one core
 with the 1M-parameter model of `examples/sort`; larger models care less)."""
-PADDING = 1 << 30
-"""`Microbatch.visible_until` of padding: only what is behind it, other padding, sees it."""
+PADDING = 1 << 30  # `Microbatch.visible_until` of padding: only what is behind it, other padding, sees it
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 Block: TypeAlias = list[tuple[int, Segment]]
 """Segments that continue one prompt, which stands before them once, each with the index of its sample."""
 Row: TypeAlias = list[Block]
@@ -40,21 +36,15 @@ Row: TypeAlias = list[Block]
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Sizes that rows and micro-batches must keep, in tokens."""
-
     tokens: int  # of a micro-batch, padding included; a single longer row still gets one of its own
     longest: int = 1 << 30  # sequence that the model takes; padding does not go beyond it
     shared: int = 0  # widest row with several segments or branches; 0: each response is alone in its pass
     hidden: int = 1  # hidden size of the model
     packed: bool = False  # rows are filled with blocks up to `shared`: only visible pairs of tokens cost something
 
-    @property
-    def step(self) -> int:
-        """Widths are multiples of it."""
-        return 128 if self.packed else 16 if self.shared else 1
-
     def padded(self, width: int) -> int:
-        return -(-width // self.step) * self.step
+        step = 128 if self.packed else 16 if self.shared else 1
+        return -(-width // step) * step
 
     def work(self, width: int) -> int:
         """In arbitrary units: 24 hidden^2 per token and layer for the weights, 4 width hidden for the attention."""
@@ -64,10 +54,7 @@ class RowLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
-    """One response with what the learner needs of it; n sampled tokens. Optional arrays are None until computed.
-
-    Arrays are over the sampled tokens of all turns; `tree` says where they stand among the observed ones.
-    """
+    """One response with n sampled tokens; `tree` says where they stand among the observed ones of an episode."""
 
     group_id: int
     prompt: Int32Array  # token ids, shape (prompt tokens,), at least one
@@ -77,6 +64,7 @@ class TrainSample:
     reward: float
     advantages: Float32Array  # shape (n,), finite
     baseline: float | None = None  # reward of the greedy response to the prompt
+    # The arrays below are None until they are computed.
     proximal: Float32Array | None = None  # log-probability under the policy of the start of the step, shape (n,)
     reference: Float32Array | None = None  # log-probability under the reference policy, shape (n,)
     entropy: Float32Array | None = None  # of each token's distribution at the start of the step, in nats, shape (n,)
@@ -102,9 +90,7 @@ class TrainSample:
     @property
     def cost(self) -> int:
         """Tokens that go through the model when each turn is computed once."""
-        if self.tree is None:
-            return self.width
-        return self.tree.cost(len(self.prompt))
+        return self.width if self.tree is None else self.tree.cost(len(self.prompt))
 
     @property
     def has_advantage(self) -> bool:
@@ -116,13 +102,13 @@ class Microbatch:
     """Rows of one forward pass, and the places in them where sampled tokens are predicted; n tokens in all."""
 
     samples: Int64Array  # index in the batch of each sample, shape (samples,), row by row
-    counts: npt.NDArray[np.int64]  # sampled tokens of each sample, shape (samples,)
-    input_ids: npt.NDArray[np.int64]  # shape (rows, width), the last token again to the right
-    visible_until: npt.NDArray[np.int64]  # first column that does not see each token, `PADDING` for padding
-    position_ids: npt.NDArray[np.int64]  # shape (rows, width), place of each token in its own sequence, 0 for padding
+    counts: Int64Array  # sampled tokens of each sample, shape (samples,)
+    input_ids: Int64Array  # shape (rows, width), the last token again to the right
+    visible_until: Int64Array  # first column that does not see each token, `PADDING` for padding
+    position_ids: Int64Array  # shape (rows, width), place of each token in its own sequence, 0 for padding
     shared: bool  # some row holds more than one response or branch
-    positions: npt.NDArray[np.int64]  # flat index (row * width + column) of the place that predicts each token, (n,)
-    targets: npt.NDArray[np.int64]  # sampled token ids, shape (n,)
+    positions: Int64Array  # flat index (row * width + column) of the place that predicts each token, (n,)
+    targets: Int64Array  # sampled token ids, shape (n,)
     # The fields below are those of `TrainSample`, shape (n,); None when some sample has none.
     behaviour: Float32Array
     steps: Int64Array
@@ -132,7 +118,7 @@ class Microbatch:
     values: Float32Array | None = None
     returns: Float32Array | None = None
 
-    def deal_out(self, tokens: npt.NDArray[np.float32], batch: list[Float32Array]) -> None:
+    def deal_out(self, tokens: Float32Array, batch: list[Float32Array]) -> None:
         if len(self.samples):
             for index, piece in zip(self.samples, np.split(tokens, np.cumsum(self.counts)[:-1]), strict=True):
                 batch[index] = piece
@@ -164,10 +150,7 @@ def pack(batch: Sequence[TrainSample], limits: RowLimits) -> list[Microbatch]:
 
 
 def split(widths: Sequence[int], rows: Sequence[int], limits: RowLimits) -> list[list[int]]:
-    """Indices of bundles by micro-batch, widest first; `rows` of each.
-
-    A micro-batch has at most so many tokens, or one bundle, and less padding than one more pass would cost.
-    """
+    """Indices of bundles by micro-batch: at most so many tokens or one bundle, less padding than another pass costs."""
     parts: list[list[int]] = []
     width = spare = taken = 0
     for index in sorted(range(len(widths)), key=lambda bundle: -widths[bundle]):
@@ -250,27 +233,13 @@ def _bundles(units: Sequence[Row], limits: RowLimits) -> list[list[Row]]:
 
 def dummy() -> Microbatch:
     """One row with nothing to learn: a rank without rows runs it so that all ranks make the same number of passes."""
-    none = np.zeros(0, dtype=np.int64)
-    one = np.zeros(1, dtype=np.int64)
-    zero = np.zeros(1, dtype=np.float32)
-    row = np.zeros((1, 16), dtype=np.int64)
-    return Microbatch(
-        samples=none,
-        counts=none,
-        input_ids=row,
-        visible_until=np.full_like(row, 16),
-        position_ids=np.arange(16)[None],
-        shared=False,
-        positions=one,
-        targets=one,
-        behaviour=zero,
-        steps=one,
-        advantages=zero,
-    )
+    ids, zero, none = np.zeros(16, dtype=np.int32), np.zeros(1, dtype=np.float32), np.zeros(0, dtype=np.int64)
+    sample = TrainSample(0, ids, ids[:1], zero, zero.astype(np.int64), 0.0, zero)
+    row = [[(0, Segment.of_answer(sample.prompt, sample.tokens))]]
+    return replace(microbatch([sample], [row], RowLimits(tokens=16)), samples=none, counts=none)
 
 
 def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLimits) -> Microbatch:
-    """These rows, which hold every segment of their samples."""
     shared = any(len(row) > 1 or len(row[0]) > 1 or row[0][0][1].branches > 1 for row in rows)
     width = limits.padded(max(row_width(row) for row in rows))
     if not shared:

@@ -2,10 +2,8 @@
 
 Every rank writes its shard (checkpoint_files.py). When all are there, rank 0 writes `meta.json`, and the checkpoint
 counts from then on: that file appears whole or not at all, also in an object store, which cannot rename a folder. There
-is no "latest" file: the name carries epoch and step, so a learner that was paused and wakes up cannot replace the file
-of its successor, and Redis says which files are void (`eligible`).
-
-This module imports no torch, so that the audit can read `meta.json` and checksums without it.
+is no "latest" file: a learner that was paused and wakes up cannot replace the file of its successor, and Redis says
+which files are void (`eligible`). This module imports no torch: the audit reads with it.
 """
 
 from __future__ import annotations
@@ -20,27 +18,24 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import xxhash
 
 from streamrl.atomic import fsync_directory
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, StreamrlError, Unreachable
 from streamrl.learner.lineage import Interval, join
 from streamrl.store import Folder, ObjectStore, run_store
+from streamrl.weight_sync.files import file_checksum
 
 logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
 Kind = Literal["model", "recording"]
-NOWHERE: Final[Position] = (0, 0)
-"""The place before the first checkpoint: the model of the run itself."""
-FORMAT: Final = 2
-"""Of what is in the files: 1 had the tensors of the policy alone, without the part they are of."""
+NOWHERE: Final[Position] = (0, 0)  # the place before the first checkpoint: the model of the run itself
+FORMAT: Final = 2  # of what is in the files: 1 had the tensors of the policy alone, without the part they are of
 CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
 _EPOCH: Final = re.compile(r"(?:epoch|ckpt|trained)-(\d+)(?:-\d+|\.log)?")
 """Names that a learner of some epoch made: its mark, its checkpoints, and the log of versions of streamrl before."""
 META_FILE: Final = "meta.json"
-_CHUNK: Final = 8 << 20
 
 
 class CheckpointShard(msgspec.Struct, frozen=True):
@@ -51,8 +46,7 @@ class CheckpointShard(msgspec.Struct, frozen=True):
     checksum: str
 
 
-Link = tuple[str, int]
-"""A file and the bytes of it that count."""
+Link = tuple[str, int]  # a file and the bytes of it that count
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,16 +74,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.epoch}-{self.step}"
 
-    @property
-    def epochs(self) -> set[int]:
-        """The learners that made these weights."""
-        return {self.epoch, *(epoch for epoch, _ in self.bases)}
-
     def covers(self, position: Position) -> bool:
-        """Whether all that the checkpoint at `position` was trained on is in these weights.
-
-        False for a later one of this line, and for one of a learner that went on beside its successor.
-        """
+        """Whether all that the checkpoint at `position` was trained on is in these weights."""
         line = [*self.bases, self.position]
         return position == NOWHERE or any(epoch == position[0] and step >= position[1] for epoch, step in line)
 
@@ -99,7 +85,7 @@ class InvalidCheckpoint(StreamrlError):
 
 
 def parse_name(name: str | None) -> Position:
-    """Parse the `EPOCH-STEP` that Redis holds; (0, 0) when it holds none."""
+    """Parse the `EPOCH-STEP` that Redis holds, if any."""
     if not name:
         return NOWHERE
     epoch, _, step = name.partition("-")
@@ -107,20 +93,15 @@ def parse_name(name: str | None) -> Position:
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a directory, or in a store that fsspec knows.
-
-    In a store, `folder` is where this host keeps the shards on their way there, and a copy of the checkpoint it loads.
-    Methods block. `OSError`: the disk or the store does not work; `Unreachable` where that is no reason to pass a
-    checkpoint over.
-    """
+    """The checkpoints of a run, in a directory or a store. Methods block; `OSError`: one of them does not work."""
 
     def __init__(self, folder: Path, store: ObjectStore | None = None) -> None:
+        # With a store, `folder` has the shards on their way there, and a copy of the checkpoint that is loaded.
         self.folder, self.store = folder, store
         self.root: Folder | ObjectStore = store or Folder(folder)
 
     @classmethod
     def of(cls, config: RunConfig, run_dir: Path) -> Checkpoints:
-        """Those of a run: in `checkpoint.store`, else in its directory, as those of a recording always are."""
         url = None if config.recording.mode == "write" else config.checkpoint.store
         store = run_store(url, config, "checkpoint.store", "checkpoints")
         if store is None:
@@ -132,7 +113,7 @@ class Checkpoints:
         return [place for place in self._begun() if self.root.has(f"{folder_name(place)}/{META_FILE}")]
 
     def greatest_epoch(self) -> int:
-        """Greatest epoch of a learner that was here, 0 when none; the next one's must be above it."""
+        """Greatest epoch of a learner that was here; the next one's must be above it."""
         matches = (_EPOCH.fullmatch(name) for name in self.root.names())
         return max((int(match[1]) for match in matches if match), default=0)
 
@@ -147,11 +128,11 @@ class Checkpoints:
             ) from error
 
     def path(self, position: Position) -> Path:
-        """Folder with the shards on this host; those of a store are there after `fetch`."""
+        """Folder of the shards on this host; those of a store are there after `fetch`."""
         return self.folder / folder_name(position)
 
     def loadable(self, base: str | None, base_epoch: int, retired: str | None) -> Iterator[Meta]:
-        """Meta data of the checkpoints that `greatest` may choose, the greatest first; unreadable ones are logged."""
+        """Meta data of the checkpoints that `greatest` may choose, the greatest first."""
         with self._reading():
             positions = self.positions()
         for position in reversed(eligible(positions, base, base_epoch)):
@@ -164,12 +145,11 @@ class Checkpoints:
                 yield meta
 
     def greatest(self, base: str | None, base_epoch: int, retired: str | None = None) -> Meta | None:
-        """The greatest valid checkpoint that may be loaded; invalid ones are logged.
+        """The greatest valid checkpoint that may be loaded.
 
         `base` (`EPOCH-STEP`) was declared by the last learner, of epoch `base_epoch`. `retired` is the checkpoint that
-        Redis last retired groups for: a checkpoint that does not go on from it lacks those groups. When Redis comes
-        back from before a take-over and the older learner retires groups again, its line is continued; the same
-        roll-back brought the groups of the successor back.
+        Redis last retired groups for: one that does not go on from it lacks those groups. After a roll-back of Redis
+        the older learner's line may be continued: the roll-back brought the groups of its successor back.
         """
         for meta in self.loadable(base, base_epoch, retired):
             try:
@@ -179,7 +159,6 @@ class Checkpoints:
         return None
 
     def read(self, position: Position) -> Meta:
-        """The meta data of a checkpoint; `InvalidCheckpoint` when it cannot be read."""
         name = folder_name(position)
         with self._reading(name):
             data = self.root.read(f"{name}/{META_FILE}")
@@ -189,7 +168,7 @@ class Checkpoints:
             return before.converted(meta, self.root) if before.chain else meta
 
     def validate(self, position: Position) -> Meta:
-        """Read a checkpoint whole, compare it with its checksums, and return its meta data."""
+        """Read a checkpoint whole and compare it with its checksums."""
         meta, name = self.read(position), folder_name(position)
         if len(meta.shards) != meta.world:
             raise InvalidCheckpoint(f"{self.root}/{name}: {len(meta.shards)} shards of {meta.world} ranks")
@@ -204,10 +183,7 @@ class Checkpoints:
         return meta
 
     def fetch(self, meta: Meta) -> Path:
-        """Folder with the shards of a checkpoint: brought from the store once for all processes of a host, and proved.
-
-        A start that was killed meanwhile leaves what was whole to the next one.
-        """
+        """Folder with the shards of a checkpoint: brought from the store once for all ranks of a host, and proved."""
         folder = self.path(meta.position)
         if self.store is None:
             return folder
@@ -221,18 +197,17 @@ class Checkpoints:
                 if not (folder / shard.file).exists():
                     draft = folder / f"{shard.file}.part"
                     self.store.get(f"{folder.name}/{shard.file}", draft)
-                    if describe(draft).checksum != shard.checksum:
+                    if file_checksum(draft) != shard.checksum:
                         raise InvalidCheckpoint(f"{self.store}/{folder.name}/{shard.file} is not what was written")
                     draft.rename(folder / shard.file)
         return folder
 
     def begin(self, position: Position) -> Path:
-        """Make room for a checkpoint of this learner; what an attempt left that it does not know as saved goes."""
+        """Make room for a checkpoint of this learner; what a failed attempt left goes."""
         self.remove(position)
         return self.draft(position)
 
     def draft(self, position: Position) -> Path:
-        """Folder that this rank writes its shard of a new checkpoint to, before `send`."""
         folder = self.path(position) if self.store is None else self.folder / "sending"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -243,11 +218,7 @@ class Checkpoints:
             shard.unlink()
 
     def finish(self, meta: Meta) -> None:
-        """Make all durable and write `meta.json`: from then on it is a checkpoint.
-
-        After an OSError it may be one, if the answer of a store was lost. Then, and after InvalidCheckpoint, no group
-        may be retired for it.
-        """
+        """Make all durable and write `meta.json`. After an error it may be one; no group may be retired for it."""
         name = folder_name(meta.position)
         if self.store is None:
             for shard in meta.shards:
@@ -260,8 +231,7 @@ class Checkpoints:
             raise InvalidCheckpoint(f"{self.root}/{name}: its meta data read back is not what was written")
 
     def remove(self, position: Position) -> None:
-        """Remove a checkpoint, finished or not; without its `meta.json` the other files do not count."""
-        self.root.remove(f"{folder_name(position)}/{META_FILE}")
+        self.root.remove(f"{folder_name(position)}/{META_FILE}")  # first: without it the other files do not count
         self.root.remove(folder_name(position))
 
     def remove_unfinished(self, epoch: int) -> None:
@@ -272,10 +242,9 @@ class Checkpoints:
                 self.remove(position)
 
     def remove_older(self, current: Meta, keep: int, keep_every: int = 0) -> None:
-        """Remove what is older than the newest `keep` checkpoints that `current` goes on from, itself included.
+        """Remove what is older than the newest `keep` in the line of `current`; call it after Redis retired for that.
 
-        Call it only after Redis retired for `current`. Checkpoints of another line do not count as newest. The first
-        older checkpoint at or after each multiple of `keep_every` steps stays too (0: none).
+        The first checkpoint at or after each multiple of `keep_every` steps stays too (0: none).
         """
         places = self.positions()
         line = [place for place in places if current.covers(place)]
@@ -302,10 +271,9 @@ class Checkpoints:
 
 
 def eligible(places: Iterable[Position], base: str | None, base_epoch: int) -> list[Position]:
-    """Those of `places` that may be loaded: the declared base itself and what was written after it.
+    """Those of `places` that may be loaded: the declared base and what was written after it.
 
-    A checkpoint of an older epoch other than the base was written by a learner that was paused in its save while a
-    successor went on from the base. It is void, although its number may be the greatest.
+    Another one of an older epoch is void: its learner was paused in its save while a successor went on from the base.
     """
     declared = parse_name(base)
     return [place for place in places if not base or place == declared or place[0] >= base_epoch]
@@ -327,6 +295,7 @@ class _MetaBefore(msgspec.Struct):
     chain: list[Link] = []
 
     def converted(self, meta: Meta, root: Folder | ObjectStore) -> Meta:
+        epochs = {meta.epoch, *(epoch for epoch, _ in meta.bases)}  # of the learners that made these weights
         logs = [root.read(file)[:size] for file, size in self.chain]
         group_ids = [line for log in logs for line in log.split()]
         notes = re.findall(rb"^(\d+) (\d+) (\d+) \w+$", root.read("versions.log"), re.MULTILINE)
@@ -336,7 +305,7 @@ class _MetaBefore(msgspec.Struct):
         return msgspec.structs.replace(
             meta,
             trained=join((int(group_id), int(group_id)) for group_id in group_ids),
-            versions={version: step for epoch, version, step in numbers if epoch in meta.epochs and step <= meta.step},
+            versions={version: step for epoch, version, step in numbers if epoch in epochs and step <= meta.step},
         )
 
 
@@ -345,9 +314,4 @@ def shard_name(rank: int, world: int) -> str:
 
 
 def describe(path: Path) -> CheckpointShard:
-    checksum, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum.update(chunk)
-            size += len(chunk)
-    return CheckpointShard(path.name, size, checksum.hexdigest())
+    return CheckpointShard(path.name, path.stat().st_size, file_checksum(path))

@@ -1,11 +1,11 @@
 """The files of a checkpoint: one for each rank of the learner, written in the background, read by any number of ranks.
 
-A checkpoint holds the *parts* of the learner (actor, critic, KL controller, ...). A part has tensors, numbers,
-or both: the tensors are in the shards as `PART/NAME`, the numbers in `meta.json`.
+A checkpoint holds the *parts* of the learner: models (actor, critic), whose tensors are in the shards as `PART/NAME`,
+and parts with numbers (adapter, KL controller), which are in `meta.json`.
 
-Each rank has its rows of each tensor: it is split on its first dimension in equal pieces, the last ones shorter or
-empty (as FSDP2 does it), and a rank without a row leaves the name out. A tensor without dimensions is a number that all
-ranks have. So any number of ranks can read what any other number wrote, without an index of what lies where.
+Each rank has its rows of each tensor (`rows_of`), and a rank without a row leaves the name out. A tensor without
+dimensions is a number that all ranks have. So any number of ranks can read what any other number wrote, without an
+index of what lies where.
 """
 
 from __future__ import annotations
@@ -17,41 +17,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from streamrl.errors import Refused, Unreachable
-from streamrl.learner.checkpoint import (
-    FORMAT,
-    CheckpointShard,
-    InvalidCheckpoint,
-    Meta,
-    describe,
-    shard_name,
-)
-from streamrl.learner.ranks import Ranks
+from streamrl.learner.checkpoint import CheckpointShard, InvalidCheckpoint, Meta, describe, shard_name
+from streamrl.learner.ranks import Ranks, rows_of
+from streamrl.learner.sharding import TrainableModel
 from streamrl.weight_sync.tensors import write_tensors
 
 logger = logging.getLogger(__name__)
-
-
-def rows_of(size: int, rank: int, world: int) -> slice:
-    """Rows of a tensor of `size` rows that a rank holds."""
-    piece = -(-size // world)
-    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
 
 
 # ---- one file
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointShard:
-    """Write one rank's tensors durably, read the file back, and describe it.
-
-    The tensors are on the CPU and must not change meanwhile.
-    """
+    """Write one rank's tensors, which are on the CPU, durably, read the file back, and describe it."""
     path.unlink(missing_ok=True)
     plain = [(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
     entry = write_tensors(path, plain, durable=True)
@@ -67,29 +52,12 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointSh
 # ---- this rank's share
 
 
-@runtime_checkable
-class Tensors(Protocol):
-    def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of this rank's rows, by flat name; without dimensions: a number that all ranks have."""
-        ...
-
-    def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put back what `shard_state` returned, bit for bit. Refused, without effect, when it does not fit."""
-        ...
-
-
-@runtime_checkable
 class Numbers(Protocol):
     """A part with a few numbers that are the same on all ranks; JSON, so all must be finite."""
 
     def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned. Refused, without effect, when a number is missing or of another kind."""
-        ...
-
-
-Part = Tensors | Numbers
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 class WriteProgress(IntEnum):
@@ -101,37 +69,31 @@ class WriteProgress(IntEnum):
 
 
 class RankState:
-    """This rank's share of the checkpoints of a learner: `parts` by name, the same names on every rank."""
+    """This rank's share of the checkpoints of a learner; parts have the same names on every rank."""
 
-    def __init__(self, ranks: Ranks, parts: Mapping[str, Part]) -> None:
-        self.parts: dict[str, Part] = dict(parts)
-        self._ranks = ranks
+    def __init__(
+        self, ranks: Ranks, models: Mapping[str, TrainableModel[Any]], numbers: Mapping[str, Numbers] | None = None
+    ) -> None:
+        self._ranks, self._models, self._numbers = ranks, models, numbers or {}
+        self.parts = sorted([*self._models, *self._numbers])
         self.shards: list[CheckpointShard] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._newest: Future[bool] | None = None
         self._mine: CheckpointShard | None = None
 
     def describe(self, meta: Meta) -> Meta:
-        """Complete the meta data of a checkpoint with the parts and their numbers. Not collective."""
-        numbers = {name: part.state() for name, part in self.parts.items() if isinstance(part, Numbers)}
-        return msgspec.structs.replace(
-            meta, format=FORMAT, world=self._ranks.world, parts=sorted(self.parts), numbers=numbers
-        )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}/{key}": rows
-            for name, part in self.parts.items()
-            if isinstance(part, Tensors)
-            for key, rows in part.shard_state().items()
-        }
+        """Complete the meta data of a checkpoint with the parts and their numbers."""
+        numbers = {name: part.state() for name, part in self._numbers.items()}
+        return msgspec.structs.replace(meta, world=self._ranks.world, parts=self.parts, numbers=numbers)
 
     def save(self, draft: Path, send: Callable[[Path], None] | None = None) -> None:
-        """Copy the state to the host and begin to write this rank's file of a draft, which `send` gets. Not collective.
+        """Copy the state to the host and begin to write this rank's file, which `send` gets; training may go on.
 
-        Training may go on at once. Call it between two steps, when the file before it is written or failed.
+        Call it between two steps, when the file before it is written or failed.
         """
-        path, tensors = draft / shard_name(self._ranks.rank, self._ranks.world), self.tensors()
+        path = draft / shard_name(self._ranks.rank, self._ranks.world)
+        states = {name: model.shard_state() for name, model in self._models.items()}
+        tensors = {f"{name}/{key}": rows for name, state in states.items() for key, rows in state.items()}
 
         def write() -> None:
             self._mine = write_shard(path, tensors)
@@ -140,15 +102,12 @@ class RankState:
 
         self.begin(write)
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """Begin other work on files in the thread that writes them; `saved` says how far it is. Not collective."""
+    def begin(self, work: Callable[[], object]) -> None:
+        """Begin work in the thread that writes files; `saved` says how far it is."""
         self._newest = self._executor.submit(_done, work)
 
     def saved(self) -> WriteProgress:
-        """How far the newest work is on the slowest rank. Collective; it does not wait for a disk.
-
-        When all have written, `shards` describes their files.
-        """
+        """How far the newest work is on the slowest rank; `shards` describes the files. Collective, never waits."""
         if self._newest is None:
             mine = WriteProgress.FAILED
         elif not self._newest.done():
@@ -173,34 +132,25 @@ class RankState:
         ]
 
     def load(self, folder: Path, meta: Meta) -> None:
-        """Put the state of a checkpoint back, whatever number of ranks wrote it. Not collective."""
-        self.check(meta)
+        """Put the state of a checkpoint back, whatever number of ranks wrote it; Refused when its parts are others."""
+        missing, left = sorted({*self.parts} - {*meta.parts}), sorted({*meta.parts} - {*self.parts})
+        if missing or left:
+            lacks, has = f"has no state of {', '.join(missing)}", f"has state of {', '.join(left)}"
+            raise Refused(
+                f"ckpt-{meta.name} {lacks if missing else f'{has}, which this learner does not have'}: it was written"
+                " with another algorithm",
+                "go on with the settings of `learner` that wrote it, or start afresh with --fresh",
+            )
         with open_shards(folder, meta.world) as shards:
             tensors = shards.rows(self._ranks.rank, self._ranks.world)
-        for name, part in self.parts.items():
-            if isinstance(part, Tensors):
-                prefix = f"{name}/"
-                part.load_shard_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-            if isinstance(part, Numbers):
-                part.load_state(meta.numbers[name])
-
-    def check(self, meta: Meta) -> None:
-        """Refuse a checkpoint that lacks state this learner needs, or has state it cannot use."""
-        ours, theirs = set(self.parts), set(meta.parts)
-        numbered = {name for name, part in self.parts.items() if isinstance(part, Numbers)}
-        if missing := sorted((ours - theirs) | (numbered - meta.numbers.keys())):
-            what = f"has no state of {', '.join(missing)}"
-        elif left := sorted((theirs - ours) | (meta.numbers.keys() - numbered)):
-            what = f"has state of {', '.join(left)}, which this learner does not have"
-        else:
-            return
-        raise Refused(
-            f"ckpt-{meta.name} {what}: it was written with another algorithm",
-            "go on with the settings of `learner` that wrote it, or start afresh with --fresh",
-        )
+        for name, model in self._models.items():
+            prefix = f"{name}/"
+            model.load_shard_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        for name, part in self._numbers.items():
+            part.load_state(meta.numbers[name])
 
 
-def _done(work: Callable[[], None]) -> bool:
+def _done(work: Callable[[], object]) -> bool:
     try:
         work()
     except (OSError, InvalidCheckpoint, Unreachable) as error:
@@ -228,7 +178,7 @@ class ShardReader:
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Rows of a tensor on the CPU, all of them when None; a tensor without dimensions whole."""
+        """Rows of a tensor, all of them when None; a tensor without dimensions whole."""
         holders = self._holders[name]
         if not holders[0].get_slice(name).get_shape():
             number: torch.Tensor = holders[0].get_tensor(name)
@@ -256,7 +206,7 @@ class ShardReader:
 
 @contextmanager
 def open_shards(folder: Path, world: int) -> Iterator[ShardReader]:
-    """Open the files of a checkpoint that `world` ranks wrote; InvalidCheckpoint when one is missing or damaged."""
+    """The files of a checkpoint that `world` ranks wrote; InvalidCheckpoint when one is missing or damaged."""
     with ExitStack() as files:
         shards = []
         for rank in range(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
-from streamrl.learner.batch import Microbatch, TrainSample
+from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import Backbone
 from streamrl.learner.model_loading import SMALL, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
@@ -38,32 +39,15 @@ class ValueModel(Backbone):
         super().__init__(model.base_model)
         self.value_head = ValueHead(model.get_output_embeddings().weight.shape[1])
 
-    def forward(
-        self,
-        *,
-        input_ids: torch.Tensor,
-        visible_until: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(self, *, targets: torch.Tensor | None, **rows: Any) -> torch.Tensor:
         """Value of the state before each target; float32, shape (n,). Arguments as of `LogProbModel.forward`."""
-        states = self.states(input_ids, visible_until, position_ids, positions)
-        if targets is None:
-            return states
-        values: torch.Tensor = self.value_head(states)
+        states = self.states(**rows)
+        values: torch.Tensor = states if targets is None else self.value_head(states)
         return values
 
 
 class Critic(TrainableModel[ValueSums]):
-    """A value function of its own, sharded over the ranks of the learner (`learner.critic.kind: model`).
-
-    It starts from a causal language model whose output layer is replaced by a scalar head, and reads the same rows as
-    the actor, with the schedule of the actor and a learning rate of its own.
-
-    Raises:
-        ConfigError: the model is missing, or is no causal language model.
-    """
+    """A causal language model with a scalar head: the rows and the schedule of the actor, its own learning rate."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, critic = config.learner, config.learner.critic
@@ -84,13 +68,10 @@ class Critic(TrainableModel[ValueSums]):
         """Add the gradient of the value loss of this rank's samples, which have `values` and `returns`. Collective."""
         self._backward(self._agree(batch), self._loss)
 
-    def update_critic(self, batch: Sequence[TrainSample], *, tokens: int | None = None) -> UpdateStats[ValueSums]:
-        """One update with the samples of all ranks, which have so many tokens. Collective."""
+    def update_critic(self, batch: Sequence[TrainSample]) -> UpdateStats[ValueSums]:
+        """One update with the samples of all ranks, divided by their tokens. Collective."""
         self.accumulate(batch)
-        if tokens is None:
-            count = torch.tensor([sum(len(sample.tokens) for sample in batch)], device=self.ranks.device)
-            tokens = max(1, int(self.ranks.all_sum(count)))
-        return self.apply_update(tokens)
+        return self.apply_update(max(1, self._total(*sizes(batch))[0]))
 
     def _loss(self, part: Microbatch) -> torch.Tensor:
         values: torch.Tensor = self._forward(part)
@@ -104,7 +85,6 @@ class Critic(TrainableModel[ValueSums]):
 
 
 def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModel) -> Critic:
-    """Make the critic of a run with `learner.critic.kind: model`. Collective."""
     critic = Critic(config, ranks)
     path = config.learner.critic.path or config.model.path
     check_fit("learner.critic.path", path, critic, actor, config.model)

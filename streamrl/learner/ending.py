@@ -41,7 +41,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         return f"{_GOES_ON[self.reason]} to train on, or start anew with --fresh"
 
     def holds(self, config: RunConfig) -> bool:
-        """Whether the run is over under this configuration too; it is not when somebody raised the limit."""
+        """Whether the run is over under this configuration too: somebody may have raised the limit."""
         if self.reason == "steps":
             return config.learner.steps is not None and self.step >= config.learner.steps
         if self.reason == "accuracy":
@@ -52,7 +52,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_finished(run_dir: Path) -> Finished | None:
-    """Read `finished.json`; None when it is missing or a crash cut it off."""
+    """None when it is missing or a crash cut it off."""
     try:
         return msgspec.json.decode((run_dir / FINISHED_FILE).read_bytes(), type=Finished)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -69,10 +69,7 @@ async def has_ended(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
 
 
 async def is_over(config: RunConfig, run_dir: Path, ledger: Ledger) -> bool:
-    """As `has_ended`, when the learner starts.
-
-    If not, the file of an earlier end is removed: whoever starts roles asks whether it is there.
-    """
+    """As `has_ended`; if not, the file of an earlier end goes: whoever starts roles asks whether it is there."""
     if await has_ended(config, run_dir, ledger):
         logger.info("the run is over already", extra={"end": str(read_finished(run_dir))})
         return True

@@ -27,8 +27,7 @@ from streamrl.weight_sync.manifest import Adapter
 logger = logging.getLogger(__name__)
 _FILE_BYTES: Final = 2 << 30
 
-OnProgress = Callable[[int, int], None]
-"""Called with bytes read and bytes in all."""
+OnProgress = Callable[[int, int], None]  # called with bytes read and bytes in all
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Exported:
 
 
 def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
-    """Choose a checkpoint (the newest without a step), read it whole and compare it with its checksums."""
+    """The checkpoint of a step, without one the newest, compared with its checksums."""
     places = checkpoints.positions()
     fitting = [place for place in places if step is None or place[1] == step]
     if not fitting:
@@ -58,10 +57,7 @@ def choose_checkpoint(checkpoints: Checkpoints, step: int | None) -> Meta:
 
 
 def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
-    """Write the model at the end of a run to `RUN_DIR/model`, with `learner.ema` its average to `model-ema` as well.
-
-    With `checkpoint.store` they are copied there, too. CannotCreate: one could not be written, or copied.
-    """
+    """Write the model at the end of a run, with `learner.ema` its average too; to the directory and any store."""
     folder = Checkpoints.of(config, run_dir).fetch(meta)
     store = run_store(config.checkpoint.store, config, "checkpoint.store")
     for name, average in {"model": False, "model-ema": True}.items():
@@ -73,7 +69,6 @@ def export_model(config: RunConfig, run_dir: Path, meta: Meta) -> None:
 
 
 def copy_model(folder: Path, store: ObjectStore, name: str = "") -> None:
-    """Copy an exported directory to a store; CannotCreate when that fails."""
     try:
         store.put_folder(folder, name)
     except OSError as error:
@@ -89,11 +84,9 @@ def export_checkpoint(
     average: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Exported:
-    """Write a checkpoint as a Hugging Face directory, in `model.dtype`; it appears whole, and replaces another.
+    """Write a checkpoint, or its `average`, as a Hugging Face directory; it appears whole, or what was there stays.
 
     An adapter is merged into the base model, which is loaded for that, and is also written to the folder `adapter`.
-    `average` writes the average of the weights (`learner.ema`). When the directory cannot be written (CannotCreate),
-    what was there before is still there.
     """
     model, kind = _skeleton(config), "ema" if average else "weight"
     with open_shards(folder, meta.world) as shards:
@@ -139,10 +132,9 @@ def _read(
     kind: str,
     on_progress: OnProgress | None,
 ) -> tuple[dict[str, torch.Tensor], tuple[Adapter, dict[str, torch.Tensor]] | None]:
-    """Whole tensors of a checkpoint by their names in `model`, which has no storage; and its adapter.
+    """Whole tensors of a checkpoint by their names in `model`, which has no storage, and its adapter.
 
-    Buffers that files of this model hold are not trained, so they come from `model.path`. `kind` is `weight`, or `ema`
-    for the average.
+    Buffers that files of this model hold are not trained, so they come from `model.path`.
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     prefix = f"actor/{kind}/"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +13,87 @@ from streamrl import wire
 from streamrl.errors import StreamrlError, WireError
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.learner.batch import Int64Array, TrainSample
-from streamrl.learner.episode_figures import EpisodeFigures
-from streamrl.learner.tree import Tree
-from streamrl.learner.turns import return_to_go, total_reward
+from streamrl.learner.batch import TrainSample
+from streamrl.learner.tree import Int64Array, Tree, return_to_go
 from streamrl.queues.records import ClosedGroup
 
 
 class Unusable(StreamrlError):
     """A closed group that cannot be trained; it goes to the dead letters with this reason."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeFigures:
+    """Sums over samples with turns; they add up over groups and steps."""
+
+    episodes: int = 0
+    turns: int = 0  # sampled ones
+    branches: int = 0
+    sampled: int = 0
+    observed: int = 0
+    context: int = 0  # tokens before sampled turns, each time they were read
+    cached: int = 0  # of these, the ones that the engine still had
+    calls: int = 0
+    unknown: int = 0
+    failed: int = 0  # calls that did not end well, unknown tools apart
+    model_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    rewards: float = 0.0
+    replayed: int = 0
+    restarts: int = 0
+    stops: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, sample: wire.Sample, tree: Tree, prompt: int = 0) -> EpisodeFigures:
+        uses = [use for turn in sample.turns for use in turn.tools]
+        before, context = [0] * len(sample.turns), 0
+        roots = {wire.PROMPT: prompt, wire.NOTHING: 0}
+        for number, turn in enumerate(sample.turns):
+            parent = turn.parent
+            before[number] = roots[parent] if parent < 0 else before[parent] + tree.length(parent)
+            context += before[number] if turn.sampled else 0
+        return cls(
+            episodes=1,
+            turns=sum(turn.sampled > 0 for turn in sample.turns),
+            branches=len(tree.branches),
+            sampled=sum(tree.sampled),
+            observed=sum(map(len, tree.observed)),
+            context=context,
+            cached=sum(turn.cached for turn in sample.turns),
+            calls=len(uses),
+            unknown=sum(use.outcome == "unknown" for use in uses),
+            failed=sum(use.outcome not in {"ok", "unknown"} for use in uses),
+            model_seconds=sum(turn.model_seconds for turn in sample.turns),
+            tool_seconds=sum(turn.tool_seconds for turn in sample.turns),
+            rewards=sum(tree.rewards),
+            replayed=sample.replayed,
+            restarts=sample.restarts,
+            stops=Counter([sample.stop or "unknown"]),
+        )
+
+    def __add__(self, other: EpisodeFigures) -> EpisodeFigures:
+        names = [each.name for each in fields(self)]
+        return EpisodeFigures(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def line(self) -> dict[str, Any]:
+        if not self.episodes:
+            return {}
+        return {
+            "episodes": self.episodes,
+            "turns_per_sample": self.turns / self.episodes,
+            "branches_per_sample": self.branches / self.episodes,
+            "stops": dict(sorted(self.stops.items())),
+            "observed_fraction": self.observed / max(1, self.observed + self.sampled),
+            "cached_fraction": self.cached / max(1, self.context),
+            "turn_reward_mean": self.rewards / self.episodes,
+            "model_seconds_per_sample": self.model_seconds / self.episodes,
+            "tool_seconds_per_sample": self.tool_seconds / self.episodes,
+            "tool_calls": self.calls,
+            "tool_failures": self.failed,
+            "tool_unknown": self.unknown,
+            "replayed_turns": self.replayed,
+            "restarted_episodes": self.restarts,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,7 +115,6 @@ class TrainGroup:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt counts once for each response."""
         return sum(len(sample.prompt) for sample in self.samples)
 
     @property
@@ -72,7 +144,7 @@ class TrainGroup:
 
 
 class GroupOpener:
-    """Decodes and checks closed groups; `check` raises ValueError when samples do not fit the model."""
+    """Opens closed groups; `check` raises ValueError when samples do not fit the model."""
 
     def __init__(self, recipe: Recipe, check: Callable[[Sequence[TrainSample]], None]) -> None:
         self._recipe, self._check = recipe, check
@@ -81,10 +153,7 @@ class GroupOpener:
         """Open one group. Advantages that need more than the group are 0 here and computed later."""
         try:
             responses = _decode(closed)
-            versions = {
-                version: step_of(version) for sample, _ in responses if not sample.greedy for _, version in sample.runs
-            }
-            samples = _train_samples(closed, responses, versions)
+            samples = _train_samples(closed, responses, step_of)
             self._check(samples)
             train = self._estimated(samples)
         except (WireError, ValueError) as error:
@@ -115,17 +184,20 @@ def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
 
 
 def _train_samples(
-    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], versions: Mapping[int, int]
+    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], step_of: Callable[[int], int]
 ) -> list[TrainSample]:
     prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
-    baseline = next((reward + total_reward(Tree.of(sample)) for sample, reward in responses if sample.greedy), None)
+    baseline = next(
+        (reward + sum(turn.reward or 0.0 for turn in sample.turns) for sample, reward in responses if sample.greedy),
+        None,
+    )
     train = [
         TrainSample(
             group_id=closed.group_id,
             prompt=prompt,
             tokens=sample.token_ids,
             logprobs=sample.token_logprobs,
-            steps=_token_steps(sample, versions),
+            steps=_token_steps(sample, step_of),
             reward=reward,
             advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
             tree=Tree.of(sample),
@@ -146,9 +218,9 @@ def _episode_figures(responses: Sequence[tuple[wire.Sample, float]], train: Sequ
     return sum(found, EpisodeFigures())
 
 
-def _token_steps(sample: wire.Sample, versions: Mapping[int, int]) -> Int64Array:
+def _token_steps(sample: wire.Sample, step_of: Callable[[int], int]) -> Int64Array:
     found, places = np.unique(sample.token_versions, return_inverse=True)
-    return np.asarray([versions[version] for version in found.tolist()], dtype=np.int64)[places]
+    return np.asarray([step_of(version) for version in found.tolist()], dtype=np.int64)[places]
 
 
 def group_data(

@@ -18,8 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, StreamrlError, Unreachable, leaves, unwrap
@@ -45,28 +44,17 @@ from streamrl.weight_sync.transports import open_server
 
 logger = logging.getLogger(__name__)
 _STARVED_SECONDS: Final = 0.25
-_MAX_DIVERGED: Final = 8
-"""Steps in a row in which a model had no finite gradient, after which the learner gives up."""
+_MAX_DIVERGED: Final = 8  # steps in a row in which a model had no finite gradient, after which the learner gives up
 _MAX_UNREAD: Final = 5
 """Micro-batches in a row without a reference, after which the learner gives up; about 4 s with the pauses."""
-_UNREAD_SECONDS: Final = 0.125
-"""Half of the first pause after such a micro-batch; the pause doubles."""
-_REPEAT_SECONDS: Final = 2.0
-"""Pause between checks of a waiting learner that engines can get the newest version."""
+_UNREAD_SECONDS: Final = 0.125  # half of the first pause after one; the pause doubles
+_REPEAT_SECONDS: Final = 2.0  # pause between checks of a waiting learner that engines can get the newest version
 
 
 async def run_learner(role: Role) -> None:
     """Train until the run is over or `role.stop` is set; then everything trained is in a checkpoint and retired.
 
-    Started again after the end of a run, it returns at once, unless there is more to do now. It may be cancelled or
-    killed at any point: the next learner goes on from the last checkpoint and the ledger.
-
-    Raises:
-        Refused: going on would lose groups or break another promise.
-        Fenced: a newer learner took over.
-        CannotCreate: the last checkpoint, the export or several versions in a row could not be written.
-        Unreachable: Redis or another rank is gone, or the reference of a run.
-        ConfigError: the model cannot be trained, or the training has diverged.
+    It may be cancelled or killed at any point: the next learner goes on from the last checkpoint and the ledger.
     """
     torch = TorchThread()
     try:
@@ -102,10 +90,7 @@ async def _train(role: Role, ranks: Ranks, torch: TorchThread) -> None:
 
 @asynccontextmanager
 async def _on_devices(role: Role, rank: int) -> AsyncIterator[LearnerDevices | None]:
-    """Take devices shared with engines (`rollout.placement: colocated`); None when there are none for this rank.
-
-    When the device lock is lost, the block is cancelled and an ExceptionGroup is raised; the process has to end.
-    """
+    """Take devices shared with engines (`rollout.placement: colocated`); a lost lock cancels the block."""
     if role.config.rollout.placement != "colocated" or rank:
         yield None
         return
@@ -135,7 +120,7 @@ async def _lead(role: Role, ranks: RankGroup) -> None:
 
 
 async def _begin(role: Role, ranks: RankGroup) -> Start:
-    """Take over, and keep the other ranks from timing out while a large checkpoint is read."""
+    """Take over; the other ranks do not time out while a large checkpoint is read."""
     async with asyncio.TaskGroup() as tasks:
         talking = tasks.create_task(ranks.keep_alive(role.config.learner.collective_deadline), name="keep alive")
         checkpoints, model = ranks.worker.checkpoints, role.config.model.path
@@ -161,44 +146,25 @@ class Leader:
         self._published_step = -1
         self._starved_since: float | None = None
         self._start = start
-        self._buffer: TrainBuffer
-        self._publishing: Publishing
-        self._saver: Saver
-        self._loggers: StepLoggers
 
     async def run(self) -> None:
-        start = self._start
+        start, run_dir = self._start, self._role.run_dir
         if start.meta is not None:
             await self._load(start.meta.position)
         opener = GroupOpener(self._worker.recipe, self._worker.check_samples)
-        archive = Archive(self._config, self._role.run_dir)
+        archive = Archive(self._config, run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
-        loggers = self._loggers = StepLoggers(self._config, self._role.run_dir)
-        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, self._role.run_dir)
+        loggers = self._loggers = StepLoggers(self._config, run_dir)
+        publisher = await asyncio.to_thread(Publisher, self._config.weights, self._config.name, run_dir)
         try:
             async with (
-                open_server(
-                    self._config, self._role.run_dir, publisher.root, self._worker.ranks.device
-                ) as weight_server,
+                open_server(self._config, run_dir, publisher.root, self._worker.ranks.device) as weight_server,
                 asyncio.TaskGroup() as tasks,
             ):
-                self._saver = Saver(
-                    self._config,
-                    start,
-                    self._buffer,
-                    trained=self._worker,
-                    copy=partial(self._ranks.order, Command.SAVE),
-                    written=self._ranks.saved,
-                    tasks=tasks,
-                )
+                self._saver = Saver(self._config, start, self._buffer, self._ranks, tasks)
+                deadline, epoch = self._config.weights.deadline, start.epoch
                 self._publishing = Publishing(
-                    publisher,
-                    weight_server,
-                    self._role.run_dir,
-                    self._buffer,
-                    epoch=start.epoch,
-                    deadline=self._config.weights.deadline,
-                    tasks=tasks,
+                    publisher, weight_server, run_dir, self._buffer, epoch=epoch, deadline=deadline, tasks=tasks
                 )
                 try:
                     await self._train_and_leave(tasks)
@@ -277,7 +243,7 @@ class Leader:
         return self._buffer.choose(room, cost, last=last) if room > 0 else []
 
     async def _starve(self) -> None:
-        """Wait for groups; meanwhile save when due, and check that engines can get the weights."""
+        """Wait for groups; meanwhile save when due, and see to it that engines can get the weights."""
         now = time.monotonic()
         self._starved_since = self._starved_since or now
         if self._worker.step != self._published_step and now - self._starved_since >= _REPEAT_SECONDS:
@@ -298,16 +264,16 @@ class Leader:
         await first_of(self._role.stop.wait(), self._buffer.changed.wait(), seconds=_STARVED_SECONDS)
 
     async def _save_between_steps(self) -> None:
-        """An open step is abandoned first when the hard cap keeps out the groups that it lacks."""
+        # An open step is abandoned when the hard cap keeps out the groups that it lacks.
         if self._buffer.in_step and (await self._role.ledgers.train.state()).live >= self._config.hard_cap:
             await self._abandon()
         if not self._buffer.in_step:
             await self._saver.begin(self._version)
 
     async def _nobody_has_it(self) -> bool:
-        """Whether engines are there and none took the newest version within `weights.deadline`.
+        """Whether engines are there and none took the newest version in time: its files may be damaged.
 
-        Its files may be damaged, and engines that stay behind take no prompts, so there would be no further version.
+        Engines that stay behind take no prompts, so there would be no further version.
         """
         if self._publishing.age < self._config.weights.deadline:
             return False
@@ -317,13 +283,12 @@ class Leader:
         return bool(held) and max(held) < self._publishing.version
 
     async def _micro_batch(self, groups: Sequence[TrainGroup]) -> None:
-        """Train one micro-batch; meanwhile the crash counters of the one before are cleared."""
         self._meter.begin()
         self._starved_since = None
         await self._buffer.start_step(groups)
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(self._ranks.train(groups))
-            tasks.create_task(self._buffer.clear_crash_counts())
+            tasks.create_task(self._buffer.clear_crash_counts())  # of the micro-batch before
         if work.result():
             self._buffer.computed(groups)
             self._unread = 0
@@ -331,7 +296,6 @@ class Leader:
             await self._give_back(groups)
 
     async def _give_back(self, groups: Sequence[TrainGroup]) -> None:
-        """Make groups candidates again after a pause, because a rank lacks their reference."""
         await self._buffer.release(groups)
         self._unread += 1
         logger.warning("micro-batch skipped: a rank lacks reference log-probabilities", extra={"groups": len(groups)})
@@ -363,7 +327,7 @@ class Leader:
             await self._saver.begin(self._version)
 
     async def _apply(self) -> tuple[list[TrainGroup], StepStats] | None:
-        """Apply the step; returns its groups and statistics, None when nothing of it was applied."""
+        """Apply the step; None when nothing of it was applied."""
         in_step = self._buffer.in_step
         tokens, responses = sum(group.tokens for group in in_step), sum(group.responses for group in in_step)
         stats: StepStats = await self._ranks.order(Command.APPLY, max(1, tokens), responses)
@@ -398,7 +362,7 @@ class Leader:
                 tasks.create_task(self._publish())
 
     async def _publish(self) -> None:
-        """Publish the present weights in the background, as a new version; waits for the version before."""
+        """Publish the present weights in the background, after the version before."""
         await self._publishing.settle()
         self._version += 1
         self._published_step = self._worker.step
@@ -433,15 +397,9 @@ class Leader:
         )
         logger.info("the run is over", extra={"reason": reason, "step": self._worker.step})
 
-    def _show(self, step: int, line: dict[str, object]) -> None:
+    def _show(self, step: int, line: dict[str, Any]) -> None:
         head = {"step": step, "epoch": self._start.epoch, "version": self._version}
-        self._role.status.update(
-            {
-                **head,
-                "loss": float(line["loss"]),  # type: ignore[arg-type]
-                "reward": float(line["reward_mean"]),  # type: ignore[arg-type]
-                **self._meter.shown(),
-            }
-        )
+        shown = {"loss": line["loss"], "reward": line["reward_mean"], **self._meter.shown()}
+        self._role.status.update({**head, **shown})
         self._role.record({**head, **line})
         self._loggers.log(step, line)

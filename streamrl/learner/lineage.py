@@ -1,7 +1,6 @@
 """Which groups the weights of a checkpoint were trained on, and which step each version of the weights came from.
 
-Both are in the checkpoint's `meta.json`: the groups as intervals of ids, the steps of the versions that were still
-young enough to be trained. This module imports no torch: the audit reads the same fields.
+Both are in the checkpoint's `meta.json`. This module imports no torch: the audit reads the same fields.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Final
 
 from streamrl.atomic import write_durably
 
-Interval = tuple[int, int]
-"""The first and the last id of groups without a gap."""
+Interval = tuple[int, int]  # the first and the last id of groups without a gap
 VERSION_FILE: Final = "weights.version"
 
 
@@ -35,10 +33,7 @@ def ids_of(intervals: Iterable[Interval]) -> list[int]:
 
 
 def use_version(run_dir: Path, version: int) -> None:
-    """Write down, durably, that a version will be published; call before publishing it.
-
-    A power loss may take the newest versions and their numbers from Redis, while engines on other hosts have them.
-    """
+    """Note a version durably before it is published: a power loss may take its number from Redis, not from engines."""
     write_durably(run_dir / VERSION_FILE, b"%d\n" % version)
 
 
@@ -51,9 +46,8 @@ def greatest_version(run_dir: Path) -> int:
 class Branch:
     """Steps of the surviving branch by version, so that staleness counts updates and not restarts.
 
-    A version that is not known counts as the newest one before it. So a version of a lost branch counts as the step at
-    which that branch left the surviving one. Its tokens are farther from the present policy than this number says; the
-    importance weights account for it, because the log-probabilities of sampling are stored with the tokens.
+    A version of a lost branch counts as the step at which that branch left this one. Its tokens are farther from the
+    policy than that says; the importance weights account for it, from the stored log-probabilities of sampling.
     """
 
     def __init__(self, steps: Mapping[int, int]) -> None:
@@ -61,15 +55,13 @@ class Branch:
         self._order = list(self._steps)
 
     def note(self, version: int, step: int) -> None:
-        """Numbers only grow."""
         self._steps[version] = step
         self._order.append(version)
 
     def step(self, version: int) -> int:
-        """Step of a version, or of the newest version before it (0 when none)."""
+        """Step of a version, or of the newest version before it."""
         place = bisect.bisect_right(self._order, version)
         return self._steps[self._order[place - 1]] if place else 0
 
     def since(self, step: int) -> dict[int, int]:
-        """The versions of this step and later ones."""
         return {version: at for version, at in self._steps.items() if at >= step}

@@ -38,9 +38,7 @@ _BASE: Final = ".base_layer."
 class Lora:
     """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
 
-    The targets of `model`, which is on `meta`, are adapted in place; all other parameters are frozen. A is drawn from
-    `seed`, so all ranks draw the same, and B is zero: before the first update the model computes what the base
-    computes. `rows` get those of DoRA's magnitudes.
+    The targets of `model`, which is on `meta`, are adapted in place. All ranks draw the same A from `seed`; B is zero.
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig, rows: OwnRows) -> None:
@@ -98,7 +96,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within the block the model is the base: the reference policy of a run with LoRA. Not collective."""
+        """Within the block the model is the base: the reference policy of a run with LoRA."""
         # Not by peft's enable_adapters: it changes requires_grad too, of the sharded parameters on the way in and of
         # the gathered ones on the way out, and FSDP would never train the adapter again.
         for layer in self._layers.values():
@@ -111,10 +109,7 @@ class Lora:
 
     @torch.no_grad()
     def merged_rows(self, adapter: Mapping[str, DTensor]) -> Rows:
-        """Gather what merging needs; return what merges this rank's rows of one parameter of the base. Collective.
-
-        The rows are float32 where the module is adapted, else as given. The next update invalidates the function.
-        """
+        """Gather what merging needs; return what merges this rank's rows, until the next update. Collective."""
         lora_a = {module: _whole(adapter[names_of(module, dora=False).lora_a]) for module in self._layers}
 
         @torch.no_grad()
@@ -134,7 +129,7 @@ class Lora:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Compare what `state` said with this adapter (Refused when it is another one); nothing is loaded."""
+        """Refuse a checkpoint of another adapter; there is nothing to load."""
         ours = self.state()
         if odd := sorted(name for name in ours.keys() | state.keys() if ours.get(name) != state.get(name)):
             raise Refused(

@@ -12,20 +12,19 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from threading import Semaphore
+from typing import Any, Final
 
 import numpy as np
-from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.losses import ValueSums
-from streamrl.learner.episode_figures import EpisodeFigures
-from streamrl.learner.groups import TrainGroup
+from streamrl.learner.groups import EpisodeFigures, TrainGroup
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
 from streamrl.queues.pace import Pace
@@ -45,16 +44,12 @@ class StepMeter:
         self._seconds: deque[float] = deque(maxlen=max(_USUAL_STEPS, checkpoint_every + 1))
 
     def begin(self) -> None:
-        """The first groups are there. Later calls do nothing."""
         if self._since is None:
             self._since = time.monotonic()
             self._pace.mark(self._since, 0, 0.0)
 
     def shown(self) -> dict[str, float]:
-        """Fields of the heartbeat after a step: its pace, when it ended, and how long a step takes at most, as usual.
-
-        One step says nothing of what is usual.
-        """
+        """Fields of the heartbeat: the pace, when the step ended, and the longest of the last ones if known."""
         usual = {"step_seconds": round(max(self._seconds), 3)} if len(self._seconds) > 1 else {}
         return {**self._pace.shown(), "stepped": time.time(), **usual}
 
@@ -66,11 +61,7 @@ class StepMeter:
         busy: Sequence[tuple[float, float]],
         read: Sequence[int],
     ) -> dict[str, Any]:
-        """Close the step and describe it (docs/reference/metrics.md); steps count from 1.
-
-        `busy` are intervals of `time.monotonic()` since the last line, `read` the lengths of all responses read since
-        then.
-        """
+        """Close the step and describe it; `busy` are intervals and `read` lengths of responses since the last line."""
         now = time.monotonic()
         seconds, self._since = now - (self._since or now), now
         idle = max(0.0, seconds - sum(end - start for start, end in busy))
@@ -163,37 +154,26 @@ def histogram(lengths: Sequence[int]) -> dict[str, int]:
 
 logger = logging.getLogger(__name__)
 _PROJECT: Final = "streamrl"
-_MOST_WAITING: Final = 256
-"""Lines that wait for slow loggers; further ones are left out."""
+_MOST_WAITING: Final = 256  # lines that wait for slow loggers
 _CLOSE_SECONDS: Final = 20.0
 
 
-class StepLogger(Protocol):
-    """One place that figures go to; used by one thread."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard(StepLogger):
+class TensorBoard:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         del config
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
 
-    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    @override
     def close(self) -> None:
         self._writer.close()
 
 
-class Tracker(StepLogger):
+class Tracker:
     """A run of a library with the interface of wandb, named as the run. Addresses and paths are not sent."""
 
     def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
@@ -202,17 +182,15 @@ class Tracker(StepLogger):
         options = {"dir": str(run_dir)} if name == "wandb" else {}
         self._library.init(project=_PROJECT, name=config.name, config=about, **options)
 
-    @override
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         # Log the step as a figure, because it goes back when a checkpoint is loaded.
         self._library.log({**figures, "step": step})
 
-    @override
     def close(self) -> None:
         self._library.finish()
 
 
-_MAKERS: Final[dict[str, Callable[[RunConfig, Path], StepLogger]]] = {
+_MAKERS: Final[dict[str, Callable[[RunConfig, Path], TensorBoard | Tracker]]] = {
     "tensorboard": TensorBoard,
     "wandb": partial(Tracker, "wandb"),
     "trackio": partial(Tracker, "trackio"),
@@ -227,25 +205,18 @@ class StepLoggers:
                 raise ConfigError(
                     f"learner.report_to: {name} is not installed", f"pip install 'streamrl[{name}]', or leave it out"
                 )
-        self._config, self._run_dir = config, run_dir
-        self._loggers: dict[str, StepLogger] = {}
-        self._last: Future[None] | None = None
-        self._waiting = self._left_out = 0
+        self._loggers: dict[str, TensorBoard | Tracker] = {}
+        self._free = Semaphore(_MOST_WAITING)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loggers")
-        if self._names:
-            self._last = self._executor.submit(self._open)
+        for name in self._names:
+            self._executor.submit(self._try, name, partial(self._open, name, config, run_dir))
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Queue the figures of a step and return at once. Call it from the event loop only."""
-        if not self._names:
-            return
-        if self._waiting >= _MOST_WAITING:
-            self._left_out += 1
-            if self._left_out == 1:
-                logger.warning("loggers are too slow: lines are left out", extra={"loggers": list(self._names)})
-            return
-        self._waiting += 1
-        self._last = self._executor.submit(self._send, step, figures(line))
+        """Queue the figures of a step and return at once."""
+        if self._names and self._free.acquire(blocking=False):
+            self._executor.submit(self._send, step, figures(line))
+        elif self._names:
+            logger.warning("loggers are too slow: a line is left out", extra={"step": step})
 
     def close(self) -> None:
         """Write what is left, for at most `_CLOSE_SECONDS`; it may block."""
@@ -258,15 +229,11 @@ class StepLoggers:
 
     # ---- in the thread
 
-    def _open(self) -> None:
-        for name in self._names:
-            self._try(name, partial(self._make, name))
-
-    def _make(self, name: str) -> None:
-        self._loggers[name] = _MAKERS[name](self._config, self._run_dir)
+    def _open(self, name: str, config: RunConfig, run_dir: Path) -> None:
+        self._loggers[name] = _MAKERS[name](config, run_dir)
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:
-        self._waiting -= 1
+        self._free.release()
         for name, target in list(self._loggers.items()):
             self._try(name, partial(target.log, step, values))
 

@@ -1,14 +1,11 @@
 """Any Hugging Face causal language model, unmodified, as a module that gives log-probabilities.
 
-`LogProbModel` wraps the model. Everything from token ids to log-probabilities happens inside its `forward`, so that
-the output layer is used while FSDP holds the whole parameters. Parameters keep their Hugging Face names below `model.`.
-
-Logits are the largest tensor of language model training: tokens x vocabulary, 4 bytes each. Here they exist for one
-chunk of tokens at a time. When there is more than one chunk, each is recomputed in the backward pass.
+Everything from token ids to log-probabilities happens inside `LogProbModel.forward`, so that the output layer is used
+while FSDP holds the whole parameters. Logits, the largest tensor of training, exist for one chunk of tokens at a time;
+when there is more than one chunk, each is recomputed in the backward pass.
 
 Before a model is sharded, its layers may be set to recompute or compile, and its output layer to float32. Each replaces
-the `forward` of some modules and nothing else, so parameters keep their names and FSDP its hooks, which stay outside of
-what is compiled or recomputed.
+the `forward` of some modules, so parameters keep their names and FSDP its hooks, outside of what is compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -32,10 +29,8 @@ from typing_extensions import override
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
 
-_LOG_ZERO = -1e4
-"""Stands for log 0: finite, and its `exp` is 0."""
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states of shape (n, hidden) to logits of shape (n, vocabulary)."""
+_LOG_ZERO = -1e4  # stands for log 0: finite, and its `exp` is 0
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states of shape (n, hidden) to logits of shape (n, vocabulary)
 
 
 def token_logprobs(
@@ -48,12 +43,9 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probability of each target, and the entropy of each distribution in nats when asked for.
+    """The log-probability of each target, and the entropy of each distribution in nats; float32, shape (n,).
 
-    `head` is the output layer with whatever the model does to its logits; `hidden` are the last hidden states at the
-    places that predict the targets, shape (n, hidden); targets are token ids, shape (n,). At most `chunk` tokens have
-    logits at the same time, forward and backward. `entropy_gradient` lets the entropy carry a gradient, which costs as
-    much again. Results are float32, shape (n,); the softmax is taken in float32.
+    `hidden` are the states that predict the targets, shape (n, hidden). An entropy with a gradient costs as much again.
     """
     count = hidden.shape[0]
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = functools.partial(
@@ -97,13 +89,13 @@ _RECOMPILES = 64
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model, the natural units of FSDP: what Hugging Face says must not be split."""
+    """The repeated layers of a model, the units of FSDP: what Hugging Face says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
-    """Apply `compile`, `checkpoint_activations` and `head_float32`; call it once, before the model is sharded."""
+    """Apply `compile`, `checkpoint_activations` and `head_float32`, before the model is sharded."""
     layers = decoder_layers(model) if config.compile or config.checkpoint_activations else []
     if not layers and (config.compile or config.checkpoint_activations):
         option = "compile" if config.compile else "checkpoint_activations"
@@ -191,14 +183,11 @@ class _PassThrough(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A Hugging Face model over rows of tokens that may hold several responses to one prompt.
-
-    It stays in evaluation mode, because dropout would make the importance ratios random.
-    """
+    """A Hugging Face model over rows of tokens that may hold several responses to one prompt."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model.eval()
+        self.model = model.eval()  # dropout would make the importance ratios random
         self.flex = False  # whether the model was set up for block masks
 
     def hidden(
@@ -206,10 +195,9 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
         extra: dict[str, Any] = {}
-        form = mask_form(input_ids.device.type, self.flex, visible_until is not None)
         if visible_until is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
-            mask = block_mask(visible_until) if form == "flex" else dense_mask(visible_until, dtype)
+            mask = block_mask(visible_until) if self.flex else dense_mask(visible_until, dtype)
             extra = {"attention_mask": mask, "position_ids": position_ids}
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
         hidden: torch.Tensor = outputs.last_hidden_state
@@ -222,11 +210,11 @@ class Backbone(nn.Module):
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Last hidden states at the places that predict the targets, shape (n, hidden)."""
+        """Those at the places that predict the targets, shape (n, hidden)."""
         return self.hidden(input_ids, visible_until, position_ids).flatten(0, 1).index_select(0, positions)
 
     def check(self) -> None:
-        """Refuse a model whose results are not what they are taken for; called when its parameters are gathered."""
+        """Refuse a model whose results are not what they are taken for; its parameters are gathered."""
 
     @property
     def vocabulary(self) -> int:
@@ -235,11 +223,10 @@ class Backbone(nn.Module):
 
 
 class LogProbModel(Backbone):
-    """Log-probabilities of sampled tokens under a causal language model.
+    """Log-probabilities of sampled tokens; `temperature` is that of the engines' softmax.
 
     The model's own `forward` turns hidden states into logits, with its layers replaced by a pass-through, so output
-    layer, soft caps and scales are always the model's. `temperature` is that of the engines' softmax; at most `chunk`
-    tokens have logits at the same time.
+    layer, soft caps and scales are always the model's.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
@@ -266,20 +253,10 @@ class LogProbModel(Backbone):
         entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probabilities, and entropies when asked for, of `targets`.
+        """Log-probabilities of `targets`, and entropies when asked for; float32, shape (n,). Tensors: see `Microbatch`.
 
-        Args:
-            input_ids: shape (rows, width), padded on the right.
-            visible_until: shape (rows, width), as in `Microbatch`, where rows are shared; else None: a causal model
-                does not see what is behind, and without a mask attention takes its fast kernels.
-            position_ids: shape (rows, width) where rows are shared, else None.
-            positions: flat index into (rows x width) of the place that predicts each target, shape (n,).
-            targets: shape (n,); None: return the hidden states that predict them, shape (n, hidden).
-            entropy: also return the entropy of the predicted distribution.
-            entropy_gradient: it carries a gradient.
-
-        Returns:
-            float32 of shape (n,), and the same or None.
+        `visible_until` and `position_ids` are None where rows are not shared: without a mask attention takes its fast
+        kernels. Without `targets`, the hidden states that predict them, shape (n, hidden).
         """
         states = self.states(input_ids, visible_until, position_ids, positions)
         if targets is None:
@@ -306,7 +283,9 @@ class LogProbModel(Backbone):
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise self._unknown(f"{type(error).__name__}: {error}") from error
             expected = self.model(input_ids=ids, use_cache=False).logits[0]
-        if not close(ours, expected):
+        # Equal up to the rounding of another order of float32 operations.
+        near = 1e-4 * float(expected.abs().max())
+        if ours.shape != expected.shape or not torch.allclose(ours, expected, rtol=1e-4, atol=near):
             raise self._unknown("its logits are not those of its output layer on its last hidden states")
 
     def _unknown(self, why: str) -> ConfigError:
@@ -314,17 +293,9 @@ class LogProbModel(Backbone):
         return ConfigError(f"{kind} cannot be trained: {why}", "name another model in model.path, or report the model")
 
 
-MaskForm: TypeAlias = Literal["none", "dense", "flex"]
 _ROWS: Final = "streamrl_rows"
 """Name, in transformers, of attention that takes a block mask where it gets one, and else is sdpa."""
 _BLOCK: Final = 128
-
-
-def mask_form(device: str, flex: bool, shared: bool) -> MaskForm:
-    """How attention gets `visible_until`; a causal model needs no mask for rows that are not shared."""
-    if not shared:
-        return "none"
-    return "flex" if flex and device == "cuda" else "dense"
 
 
 def takes_flex(model: PreTrainedModel, device: torch.device, attention: str) -> bool:
@@ -366,7 +337,7 @@ def dense_mask(until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def block_mask(until: torch.Tensor) -> BlockMask:
-    """The same mask for flex attention; the width is a multiple of 128. Nothing of width^2 is made, but per block."""
+    """The same mask for flex attention; the width is a multiple of 128."""
     rows, width = until.shape
     blocks = until.view(rows, 1, 1, width // _BLOCK, _BLOCK)
     starts = torch.arange(0, width, _BLOCK, device=until.device)[:, None]
@@ -386,16 +357,10 @@ def block_mask(until: torch.Tensor) -> BlockMask:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices in full precision within the block, so that two ways can be compared."""
+    """Multiply float32 matrices in full precision, so that two ways can be compared."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to the rounding of another order of float32 operations, relative to the largest value."""
-    scale = float(expected.abs().max())
-    return ours.shape == expected.shape and torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * scale)

@@ -23,7 +23,7 @@ from streamrl.config.learner import LearnerConfig
 from streamrl.errors import CannotCreate, ConfigError
 from streamrl.learner.batch import RowLimits
 from streamrl.learner.model import Backbone, decoder_layers, set_up_layers, takes_flex
-from streamrl.learner.ranks import Ranks
+from streamrl.learner.ranks import Ranks, rows_of
 from streamrl.learner.rows import row_limits
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,7 @@ while each unit costs a gather and a scatter."""
 
 
 def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
-    """Load the causal language model of a run whole, in float32 on the CPU.
-
-    `key` of the run's configuration names the path, for messages. A model with a weight that is not finite is refused
-    (ConfigError). Code that comes with a model is never executed.
-    """
+    """Load a model whole, in float32 on the CPU; one with a weight that is not finite is refused (`key` names it)."""
     model = _read(config, key)
     broken = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
     if broken:
@@ -49,20 +45,17 @@ def load_model(config: ModelConfig, key: str = "model.path") -> PreTrainedModel:
 
 
 def load_rows(config: ModelConfig, ranks: Ranks, key: str = "model.path") -> tuple[PreTrainedModel, OwnRows]:
-    """As `load_model`, but the model is on `meta`, and this rank reads its own rows alone. Collective.
-
-    A model of which transformers puts rows together from several tensors of its files is read whole and cut then.
-    """
+    """As `load_model`, but the model is on `meta`, and this rank reads its own rows alone. Collective."""
     model = _read(config, key, ranks.host_mesh if ranks.world > 1 else None)
+    # Where transformers puts rows together from several tensors of the files, the model is read whole and cut then.
     if ranks.world > 1 and not all(map(_keeps_rows, getattr(model, "_weight_conversions", ()))):
         model = _read(config, key)
     rows: OwnRows = {}
     broken = []
 
     def keep(name: str, weight: nn.Parameter) -> nn.Parameter:
-        each = -(-len(weight) // ranks.world)  # as FSDP cuts
         whole = weight.detach()
-        own = whole.to_local() if isinstance(whole, DTensor) else whole[ranks.rank * each : (ranks.rank + 1) * each]
+        own = whole.to_local() if isinstance(whole, DTensor) else whole[rows_of(len(whole), ranks.rank, ranks.world)]
         if not bool(torch.isfinite(own).all()):
             broken.append(name)
         empty = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
@@ -76,7 +69,6 @@ def load_rows(config: ModelConfig, ranks: Ranks, key: str = "model.path") -> tup
 
 
 def _read(config: ModelConfig, key: str, mesh: DeviceMesh | None = None) -> PreTrainedModel:
-    """Read a model in float32; with `mesh` its parameters are DTensors of which only this rank's rows are read."""
     try:
         with _cut_before_reading(mesh) if mesh is not None else nullcontext():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -141,8 +133,7 @@ def prepare(
 ) -> tuple[RowLimits, bool]:
     """Set a model of `load_rows` up, shard and fill it; returns the limits of rows before it is tried, and of `shard`.
 
-    `learner` is the section as it counts for this model; `small` and `exact` are those of `shard`. Parameters that are
-    not trained have the type `model.dtype`: no update needs more digits than the forward pass has.
+    `learner` is the section as it counts for this model. Parameters that are not trained have the type `model.dtype`.
     """
     model.flex = takes_flex(model.model, ranks.device, config.model.attention)
     limits = row_limits(config, model.model.config.get_text_config(), packed=model.flex)
@@ -160,7 +151,6 @@ def prepare(
 
 
 def _check_room(ranks: Ranks, place: torch.device, need: int, path: str) -> None:
-    """Raise CannotCreate on all ranks if one has no room; collective."""
     problem = None
     try:
         check_room(place, need, f"a rank's share of {path}")
@@ -194,12 +184,10 @@ def shard(
     exact: Iterable[nn.Module] = (),
     offload: bool = False,
 ) -> bool:
-    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2).
+    """Shard every parameter on dimension 0 over the mesh, in place (FSDP2); True: it is one unit that stays whole.
 
-    With `dtype` bfloat16 forward and backward run in it, while weights, gradients and their reduction stay float32; the
-    modules of `exact`, which do not overlap, run in float32 whatever `dtype` is. A model with fewer parameters than
-    `small` becomes one unit that stays whole between forward and backward (returns True). With `offload`, shards and
-    gradients lie on the host, and each unit is on the device only while it computes; on a CPU nothing changes.
+    Forward and backward run in `dtype`, the modules of `exact`, which do not overlap, in float32; weights, gradients
+    and their reduction are float32. With `offload` a unit is on the device only while it computes.
     """
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     offload = offload and mesh.device_type != "cpu"

@@ -1,8 +1,7 @@
 """AdamW on this rank's shards, with a learning rate that follows a schedule, and an average of the weights.
 
-The optimizer works on the local tensors of the DTensors. Shards are disjoint and AdamW is element-wise, so this is
-exact, and it avoids the dispatch of DTensor, which costs more than the arithmetic when the model is small. The only
-thing that ranks must agree on is the gradient norm, whose squares simply add up.
+The optimizer works on the local tensors of the DTensors: shards are disjoint and AdamW is element-wise, so this is
+exact, and it avoids the dispatch of DTensor, which costs more than the arithmetic when the model is small.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ SumsT = TypeVar("SumsT", bound=Sums)
 
 
 class Offload:
-    """The storages of some tensors, which lie on their device or, as copies, in the host's memory.
+    """The storages of some tensors, on their device or, as copies, in the host's memory; views of them stay valid.
 
-    The tensors stay the same objects with the same storages, so views of them (in FSDP, an optimizer) stay valid. While
-    they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for the
-    next time, page-locked for a CUDA device: for tensors that move often. `constant` ones are copied there once.
+    While they are on the host their storages have no bytes and must not be touched. `keep` holds the host's memory for
+    the next time, page-locked for a CUDA device. `constant` ones are copied there once.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False, constant: bool = False) -> None:
@@ -46,7 +44,7 @@ class Offload:
         return self._copies is not None
 
     def to_host(self) -> None:
-        """Copy everything to the host, then free the device. Whole or not at all; a repeat does nothing."""
+        """Whole or not at all; a repeat does nothing."""
         if self._copies is not None:
             return
         copies = self._kept or [self._room(storage) for storage in self._storages]
@@ -60,7 +58,7 @@ class Offload:
         self._copies = copies
 
     def to_device(self) -> None:
-        """Bring everything back. Whole or not at all (a device without room); a repeat does nothing."""
+        """Whole or not at all (a device without room); a repeat does nothing."""
         if self._copies is None:
             return
         grown = []
@@ -85,12 +83,10 @@ def updates_per_step(config: LearnerConfig) -> int:
 
 
 def learning_rate(config: LearnerConfig, updates: int) -> float:
-    """Rate of the next update after so many, linear warm-up first, then the schedule.
+    """Rate of the next update after so many: linear warm-up from `lr / warmup` to `lr`, then the schedule.
 
-    The warm-up rises from `lr / warmup` to `lr`. After it, with x from 0 at its end to 1 after `steps` steps, the rate
-    is `lr` (constant), `lr (1 - (1 - floor) x)` (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine,
-    Loshchilov and Hutter, arXiv 1608.03983, without restarts). Later updates have the rate of the floor. Steps of the
-    configuration count as `updates_per_step` updates each.
+    With x from 0 at the end of the warm-up to 1 after `steps` steps it is `lr` (constant), `lr (1 - (1 - floor) x)`
+    (linear), or `lr (floor + (1 - floor) (1 + cos(pi x)) / 2)` (cosine, Loshchilov and Hutter, arXiv 1608.03983).
     """
     each = updates_per_step(config)
     warmup = config.warmup_steps * each
@@ -114,7 +110,7 @@ _COUNTERS = frozenset({"updates", _SKIPPED, "updates_of_head_alone", "updates_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats(Generic[SumsT]):
-    """What one update of a model did; the same on all ranks."""
+    """The same on all ranks."""
 
     update: int  # updates applied so far, this one included unless it was skipped
     loss: float  # sum of the loss over the tokens of the update, divided by its size
@@ -127,10 +123,9 @@ class UpdateStats(Generic[SumsT]):
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with its state made at once, so that it can always be saved.
 
-    With `ema` there is also an exponential average of the weights, in float32, that begins at the first weights:
-    `average = d average + (1 - d) weights` after every update, where d to the power of the updates of a step is `ema`.
-    With `offload`, moments and average are on the device only during an update. The local tensors of the parameters
-    must not be replaced, and every rank has the parameters in the same order.
+    With `ema` there is also an average of the weights: `average = d average + (1 - d) weights` after every update,
+    where d to the power of the updates of a step is `ema`. With `offload`, moments and average are on the device only
+    during an update. The local tensors of the parameters must not be replaced.
     """
 
     def __init__(
@@ -160,26 +155,20 @@ class ShardedAdamW:
         self._offload = Offload(away, keep=True)
         self._offload.to_host()
 
-    @property
-    def lr(self) -> float:
-        return learning_rate(self._config, self.updates)
-
     @torch.no_grad()
     def step(
         self, size: int, sums: torch.Tensor, kind: type[SumsT], lr_factor: Callable[[SumsT], float]
     ) -> UpdateStats[SumsT]:
-        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+        """Update the weights with the gradient, divided by `size` and clipped, and forget it. Collective.
 
-        The gradient is divided by `size`, that of the whole update over all ranks, and clipped to `learner.clip_norm`.
-        When its norm is not finite, the update is skipped and reported. `sums` are those of this rank, float64, in the
-        order of `kind.names()`; they are added up over the ranks, and `lr_factor` sees the result.
+        `sums` are those of this rank in the order of `kind.names()`; `lr_factor` sees those of all ranks.
         """
         packet = self._ranks.all_sum(torch.cat([self._squared_norm()[None].to(sums.device), sums])).cpu()
         trained = kind.from_tensor(packet[1:])
         # FSDP averages over ranks, but the loss is a sum over all of them.
         scale = self._ranks.world / size
         norm = math.sqrt(float(packet[0])) * scale
-        rate, skipped = self.lr, not math.isfinite(norm)
+        rate, skipped = learning_rate(self._config, self.updates), not math.isfinite(norm)
         if skipped:
             logger.warning("update skipped", extra={"grad_norm": norm, "update": self.updates})
         else:
@@ -198,14 +187,10 @@ class ShardedAdamW:
         )
 
     def _squared_norm(self) -> torch.Tensor:
-        """Squared norm of this rank's gradients, which it moves to the shards; a missing gradient counts as zero."""
+        """Of this rank's gradients, which it moves to the shards; a missing gradient counts as zero."""
         for name, shard in self._shards.items():
             gradient = self._parameters[name].grad
-            if gradient is None:
-                shard.grad = torch.zeros_like(shard)
-            else:
-                assert isinstance(gradient, DTensor)
-                shard.grad = gradient.to_local()
+            shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else torch.zeros_like(shard)
         norms = torch._foreach_norm(self._gradients())  # noqa: SLF001  as torch.nn.utils.clip_grad_norm_ does
         return torch.stack(norms).double().square().sum()
 
@@ -216,10 +201,7 @@ class ShardedAdamW:
             shard.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of weights, moments, average and update counter of this rank, by flat name.
-
-        Those of a CUDA device are valid until the next call, which reuses their page-locked memory.
-        """
+        """Copies on the CPU of what this rank has, by flat name; of a CUDA device valid until the next call."""
         counters = {"updates": self.updates} | ({_SKIPPED: self._skipped} if self._skipped else {})
         tensors = {name: torch.tensor(count, dtype=torch.int64) for name, count in counters.items()}
         with self._at_hand():
@@ -237,8 +219,7 @@ class ShardedAdamW:
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned, bit for bit. Refused, without effect, when it does not fit.
 
-        Gradients are forgotten. An average that the run does not keep is left out; one that was not kept begins at the
-        loaded weights.
+        An average that the run does not keep is left out; one that was not kept begins at the loaded weights.
         """
         live = self.live()
         expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
@@ -279,7 +260,7 @@ class ShardedAdamW:
                 self._offload.to_host()
 
     def live(self) -> dict[str, torch.Tensor]:
-        """This rank's weights, moments and average themselves, by flat name. What is offloaded has no storage."""
+        """This rank's weights, moments and average themselves, by flat name; what is offloaded has no storage."""
         weights = {f"weight/{name}": shard for name, shard in self._shards.items()}
         moments = {
             f"{moment}/{name}": self._adamw.state[shard][moment]

@@ -29,36 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroStats:
-    samples: int  # that went through the model
-    skipped: int  # with a zero advantage, whose gradient is zero; they are not computed
-    tokens: int  # sampled ones with a gradient
-    computed: int  # tokens that went through the model, prompts and padding included
-    passes: int  # forward and backward, dummy ones included; the same on all ranks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbs:
-    """Log-probabilities of the sampled tokens, one array per sample in the order of the batch."""
-
-    logprobs: list[Float32Array]  # shape (completion tokens,) each
+    logprobs: list[Float32Array]  # of the sampled tokens, one array per sample in the order of the batch
     entropy: list[Float32Array] | None  # in nats, of the distribution each token was drawn from; None: not asked for
 
 
 class Actor(TrainableModel[TokenSums]):
-    """A causal language model in training, sharded over the ranks of the learner.
-
-    Args:
-        small: models with fewer parameters than this are one FSDP unit.
-
-    Attributes:
-        recipe: the algorithm.
-        lora: the adapter, which alone is trained then; None: all weights are.
-
-    Raises:
-        ConfigError: the model is missing, is no causal language model, computes logits in a way we do not know, or
-            cannot be adapted; or the tokenizer, where the algorithm needs it.
-    """
+    """A causal language model in training; with `lora` its adapter alone is trained, else all weights are."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         self.config = config
@@ -82,30 +59,14 @@ class Actor(TrainableModel[TokenSums]):
         super().__init__(model, learner, ranks, limits, kind=TokenSums, whole=whole)
 
     def compute_log_prob(self, batch: Sequence[TrainSample], calculate_entropy: bool = False) -> LogProbs:
-        """Return log-probabilities of the sampled tokens under the present weights. Collective, without gradients.
-
-        `batch` are this rank's samples, possibly none; their advantages and behaviour log-probs are not used.
-        """
+        """Log-probabilities under the present weights of this rank's samples. Collective, no gradient."""
         logprobs, entropy = self._compute(batch, 2, entropy=calculate_entropy)
         return LogProbs(logprobs=logprobs, entropy=entropy if calculate_entropy else None)
 
-    def accumulate(
-        self,
-        batch: Sequence[TrainSample],
-        *,
-        step: int = 0,
-        kl_coefficient: float = 0.0,
-    ) -> MicroStats:
-        """Add the gradient of the objective of these samples, summed over tokens. Collective; one all-reduce of ours.
+    def accumulate(self, batch: Sequence[TrainSample], *, step: int = 0, kl_coefficient: float = 0.0) -> None:
+        """Add the gradient of the objective of this rank's samples, summed over tokens. Collective.
 
-        Samples without an advantage are skipped where that is exact (`Recipe.skips_zero`); they still count in what is
-        given to `apply_update`. The proximal policy of samples that carry none is the present one.
-
-        `batch` are this rank's samples, possibly none, with a reference where `learner.kl.where` is loss. The ages of
-        their tokens follow from `step`, that of the learner.
-
-        Returns:
-            What was done on this rank, from numbers known to the host: nothing waits for the device.
+        Samples without an advantage are skipped where that is exact; they count in the size of the update all the same.
         """
         skips = self.recipe.skips_zero
         live = [sample for sample in batch if sample.has_advantage] if skips else batch
@@ -115,32 +76,14 @@ class Actor(TrainableModel[TokenSums]):
         if idle:
             ages = np.concatenate([np.maximum(0, step - sample.steps) for sample in idle])
             self._sums += skipped_sums(ages.size, int(ages.sum())).to(self._sums.device, non_blocking=True)
-        return MicroStats(
-            samples=sum(len(part.samples) for part in parts),
-            skipped=len(idle),
-            tokens=sum(int(part.counts.sum()) for part in parts),
-            computed=sum(part.input_ids.size for part in parts),
-            passes=len(parts),
-        )
 
     def update_policy(
-        self,
-        batch: Sequence[TrainSample],
-        *,
-        size: int | None = None,
-        step: int = 0,
-        kl_coefficient: float = 0.0,
-    ) -> tuple[MicroStats, UpdateStats[TokenSums]]:
-        """One update with the samples of all ranks: `accumulate` and `apply_update`. Collective.
-
-        Without a `size`, as of `apply_update`, it is that of all ranks' batches.
-        """
-        stats = self.accumulate(batch, step=step, kl_coefficient=kl_coefficient)
-        if size is None:
-            counts = torch.tensor(sizes(batch), device=self.ranks.device)
-            tokens, responses = self.ranks.all_sum(counts).tolist()
-            size = self.recipe.normaliser(tokens=tokens, responses=responses)
-        return stats, self.apply_update(size)
+        self, batch: Sequence[TrainSample], *, step: int = 0, kl_coefficient: float = 0.0
+    ) -> UpdateStats[TokenSums]:
+        """One update with the samples of all ranks. Collective."""
+        self.accumulate(batch, step=step, kl_coefficient=kl_coefficient)
+        tokens, responses = self._total(*sizes(batch))
+        return self.apply_update(self.recipe.normaliser(tokens=tokens, responses=responses))
 
     @property
     def published(self) -> dict[str, DTensor]:
@@ -153,14 +96,11 @@ class Actor(TrainableModel[TokenSums]):
         return None if self.lora is None or self._merges else self.lora.about
 
     def published_rows(self) -> Rows | None:
-        """Function from this rank's rows of `published` to the rows of a version; None: they are the same. Collective.
-
-        Valid until the next update.
-        """
+        """What makes rows of a version of this rank's rows, until the next update; None: the same. Collective."""
         return self.lora.merged_rows(self._parameters) if self.lora is not None and self._merges else None
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """The policy without its adapter as a `Reference` (`learner.reference.kind: base`): no copy of any weight."""
+        """The policy without its adapter (`learner.reference.kind: base`): no copy of any weight."""
         assert self.lora is not None, "no adapter is trained"
         with self.lora.disabled():
             return self.compute_log_prob(batch).logprobs
@@ -183,13 +123,11 @@ class Actor(TrainableModel[TokenSums]):
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
-        found = objective(
-            self._tokens(part, logprobs, entropy, step),
-            self.recipe,
-            kl_coefficient,
-            weights=self._weights(part),
-            measure_all=self.recipe.measures_all,
-        )
+        recipe, weights = self.recipe, None
+        if recipe.aggregate != "token_mean":
+            weights = self._to_device(token_weights(part.counts, recipe.aggregate, recipe.max_new_tokens))
+        tokens = self._tokens(part, logprobs, entropy, step)
+        found = objective(tokens, recipe, kl_coefficient, weights=weights, measure_all=recipe.measures_all)
         self._sums += found.sums
         return found.per_token.sum()
 
@@ -209,9 +147,3 @@ class Actor(TrainableModel[TokenSums]):
             reference=None if part.reference is None else self._to_device(part.reference),
             entropy=entropy,
         )
-
-    def _weights(self, part: Microbatch) -> torch.Tensor | None:
-        aggregate = self.recipe.aggregate
-        if aggregate == "token_mean":
-            return None
-        return self._to_device(token_weights(part.counts, aggregate, self.recipe.max_new_tokens))

@@ -24,21 +24,10 @@ _HANGS: Final = 2
 
 
 class Publishing:
-    """Publishes one version after the other, each in order, never two at once.
+    """Publishes one version after the other, in a thread of its own; engines are told when all is there.
 
-    Writing, deltas and checksums run in a thread of their own, neither in the torch thread nor in the event loop.
-    Engines are told when all is there; the learner waits for none.
-
-    A version that cannot be written is logged and left out, and the next one is tried. When the versions of three steps
-    in a row failed, or all within `deadline` seconds, the learner gives up: without new weights in the engines, each
-    step makes training worse. `tasks` owns the background task; an error there ends the learner.
-
-    Attributes:
-        version: newest version that engines can see, 0 when none.
-        record: figures of the newest one, for the record of the step: `published` (its number), `publish_seconds` from
-            the copied weights to the ledger, `snapshot_seconds` of the copy, `publish_step` that its weights are of,
-            `publish_bytes` of its files, `publish_kind` and `publish_density` (share of values that changed; None when
-            they were not compared).
+    A version that cannot be written is logged and left out. When the versions of three steps in a row failed, or all
+    within `deadline` seconds, the learner gives up: without new weights in the engines, each step makes training worse.
     """
 
     def __init__(
@@ -52,7 +41,7 @@ class Publishing:
         deadline: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self.version = 0
+        self.version = 0  # newest one that engines can see
         self.record: dict[str, object] = {"publish_seconds": 0.0}
         self._publisher, self._weight_server = publisher, weight_server
         self._run_dir, self._buffer, self._epoch = run_dir, buffer, epoch
@@ -71,7 +60,6 @@ class Publishing:
             await asyncio.wait([self._running])
 
     async def start(self, version: int, step: int, snapshot: PolicySnapshot) -> None:
-        """Begin to publish a `snapshot`, after the version before it."""
         await self.settle()
         publish = self._publish(version, step, snapshot)
         self._running = self._tasks.create_task(publish, name=f"publish {version}")
@@ -81,14 +69,13 @@ class Publishing:
         return time.monotonic() - self._shown_at
 
     def force_full_next(self) -> None:
-        """Have the next version written whole: what it would build on may be damaged. Only when settled."""
+        """Have the next version written whole: what it would build on may be damaged."""
         self._publisher.force_full_next()
 
     async def repeat(self) -> bool:
-        """Show the newest version again, in case Redis came back with an older state. A repeat changes nothing.
+        """Show the newest version again: Redis may be back with an older state, and without it engines sample nothing.
 
-        A waiting learner calls it: engines that cannot get a version generate nothing, and without groups there would
-        never be another version. False when the present weights have to be published again, because the files are gone.
+        False when the present weights have to be published again, because the files are gone.
         """
         await self.settle()
         if self._failed_steps or not self._publisher.holds_newest():
@@ -97,7 +84,7 @@ class Publishing:
         return True
 
     def close(self) -> None:
-        """End the thread. The published versions stay: engines and the evaluation at the end still need them."""
+        """End the thread. The versions stay: engines and the evaluation at the end still need them."""
         self._executor.shutdown(wait=not self._hung)
 
     async def _publish(self, version: int, step: int, snapshot: PolicySnapshot) -> None:

@@ -4,28 +4,30 @@
 Leader -> RankGroup.order(command, *integers) -- broadcast --> RankWorker.execute on every rank, in its torch thread
                                                follow: the loop of the ranks above 0
 ```
-Rank 0 has read and opened every group. It deals the samples of a micro-batch to the ranks (deal.py), so the others
-never ask the ledger.
+Rank 0 has read and opened every group. It deals the samples of a micro-batch to the ranks, so the others never ask the
+ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, get_args
 
+import msgspec
+import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.learner.batch import TrainSample
+from streamrl.learner.batch import RowLimits, TrainSample, work_of
 from streamrl.learner.checkpoint import Checkpoints
-from streamrl.learner.checkpoint_files import Part, RankState, WriteProgress
-from streamrl.learner.deal import deal, scatter
+from streamrl.learner.checkpoint_files import RankState, WriteProgress
 from streamrl.learner.groups import TrainGroup
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference_servers import NoReference
@@ -37,40 +39,72 @@ from streamrl.queues.device_lock import LearnerDevices
 logger = logging.getLogger(__name__)
 
 
+def deal(
+    groups: Sequence[TrainGroup], world: int, limits: RowLimits, *, split: bool, every: bool
+) -> list[list[TrainSample]]:
+    """Samples of each rank: the costliest piece first, to the idlest rank (Graham 1969: at most 4/3 of the best).
+
+    A piece is a group, which computes its prompt once; with `split` a part of a group that would be more than half the
+    load of a rank. Groups without a gradient go to no rank, unless `every` one counts.
+    """
+    costs = [0 if group.zero_gradient else work_of(group.samples, limits) for group in groups]
+    half = max(1, sum(costs) // (2 * world))
+    pieces: list[tuple[int, Sequence[TrainSample]]] = []
+    for group, cost in zip(groups, costs, strict=True):
+        if group.zero_gradient and not every:
+            continue
+        parts = min(len(group.samples), max(1, -(-cost // half))) if split and world > 1 else 1
+        ordered = sorted(group.samples, key=lambda sample: -sample.cost) if parts > 1 else group.samples
+        cut = [ordered[first::parts] for first in range(parts)]
+        pieces += [(work_of(part, limits) if cost else 0, part) for part in cut]
+    shares: list[list[TrainSample]] = [[] for _ in range(world)]
+    loads = [(0, rank) for rank in range(world)]
+    for cost, part in sorted(pieces, key=lambda piece: -piece[0]):
+        load, rank = heapq.heappop(loads)
+        shares[rank] += part
+        heapq.heappush(loads, (load + cost, rank))
+    return shares
+
+
+def scatter(ranks: Ranks, shares: Sequence[Sequence[TrainSample]]) -> Sequence[TrainSample]:
+    """This rank's share; rank 0 has all of them. Collective."""
+    if ranks.rank == 0:
+        ranks.scatter([b"", *map(encode, shares[1:])])
+        return shares[0]
+    return decode(ranks.scatter(()))
+
+
+def encode(samples: Sequence[TrainSample]) -> bytes:
+    return msgspec.msgpack.encode(samples, enc_hook=np.ndarray.tobytes)
+
+
+def decode(data: bytes) -> list[TrainSample]:
+    return msgspec.msgpack.decode(data, type=list[TrainSample], dec_hook=_array)
+
+
+def _array(kind: Any, data: bytes) -> np.ndarray[Any, Any]:
+    """An array of `kind`, which is `NDArray[...]`; writable, as torch wants it."""
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.frombuffer(bytearray(data), dtype)
+
+
 class Command(IntEnum):
-    IDLE = 0
-    """Nothing to do; keeps the others from giving up."""
-    LOAD = 1
-    """epoch, step: load this checkpoint."""
-    TRAIN = 2
-    """1 or 0, ids of groups: a micro-batch whose samples follow (`deal.scatter`); 1: none of them has a gradient."""
-    APPLY = 3
-    """tokens, responses: the updates of the step."""
-    PUBLISH = 4
-    """Gather the weights on rank 0."""
-    DISCARD = 5
-    """Forget the gradients of a step that will not be finished."""
-    SAVE = 6
-    """epoch, step: copy the state and begin to write this rank's shard of the checkpoint."""
+    IDLE = 0  # keeps the other ranks from giving up
+    LOAD = 1  # epoch, step: load this checkpoint
+    TRAIN = 2  # 1 or 0, ids of groups: a micro-batch, whose samples follow (`scatter`); 1: none has a gradient
+    APPLY = 3  # tokens, responses: the updates of the step
+    PUBLISH = 4  # gather the weights on rank 0
+    DISCARD = 5  # forget the gradients of a step that will not be finished
+    SAVE = 6  # epoch, step: copy the state and begin to write this rank's shard of the checkpoint
     STOP = 8
-    """Leave."""
-    UNLOAD = 10
-    """Move weights and moments to the host: engines come onto the devices."""
-    RELOAD = 11
-    """Bring them back."""
-    POLL_SAVE = 12
-    """Say whether the shard is written, or the checkpoint fetched."""
-    FETCH_CHECKPOINT = 13
-    """epoch, step: begin to bring a checkpoint from a store to this host."""
+    UNLOAD = 10  # move weights and moments to the host: engines come onto the devices
+    RELOAD = 11  # bring them back
+    POLL_SAVE = 12  # say whether the shard is written, or the checkpoint fetched
+    FETCH_CHECKPOINT = 13  # epoch, step: begin to bring a checkpoint from a store to this host
 
 
 class RankWorker:
-    """One rank's models with what was trained into them.
-
-    Methods are collective unless they say otherwise: every rank calls the same one in the same order, in its torch
-    thread. A step is streamed or collected, as its recipe says (step.py). `reserved` are the bytes of the device that
-    torch kept when the models had left it.
-    """
+    """One rank's models with what was trained into them; all ranks call its methods in the same order."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, models: Models, checkpoints: Checkpoints) -> None:
         actor, weights = models.actor, config.weights
@@ -79,18 +113,14 @@ class RankWorker:
         self.ranks, self.recipe, self.actor = ranks, models.recipe, actor
         self._models = models
         self.checkpoints = checkpoints
-        parts: dict[str, Part] = {"actor": actor}
-        if actor.lora is not None:
-            parts["lora"] = actor.lora
-        if models.critic is not None:
-            parts["critic"] = models.critic
-        if config.learner.kl.controller == "adaptive":
-            parts["kl"] = models.kl
-        self.state = RankState(ranks, parts)
+        critics = {"critic": models.critic} if models.critic is not None else {}
+        adapters = {"lora": actor.lora} if actor.lora is not None else {}
+        kl = {"kl": models.kl} if config.learner.kl.controller == "adaptive" else {}
+        self.state = RankState(ranks, {"actor": actor, **critics}, {**adapters, **kl})
         self._streams = self.recipe.streams
         self._gids: list[int] = []
         self._samples: list[TrainSample] = []  # of a step that does not stream
-        self.reserved = 0
+        self.reserved = 0  # bytes of the device that torch kept when the models had left it
         # With deltas the version before is what the next one is compared with.
         sets = 2 if weights.delta.enabled else 1
         dtype: torch.dtype = getattr(torch, weights.dtype)
@@ -114,7 +144,8 @@ class RankWorker:
                 position = arguments[0], arguments[1]
                 return self.state.save(self.checkpoints.draft(position), partial(self.checkpoints.send, position))
             case Command.FETCH_CHECKPOINT:
-                return self.state.begin(partial(self.fetch, arguments[0], arguments[1]))
+                position = arguments[0], arguments[1]
+                return self.state.begin(lambda: self.checkpoints.fetch(self.checkpoints.read(position)))
             case Command.POLL_SAVE:
                 return self.state.saved()
             case Command.UNLOAD:
@@ -131,11 +162,7 @@ class RankWorker:
                 model.check_samples(batch)
 
     def train(self, group_ids: Sequence[int], samples: Sequence[TrainSample], *, idle: bool = False) -> bool:
-        """Take in one micro-batch. Returns False, without effect, if any rank lacks its reference log-probs.
-
-        `group_ids` are those of all ranks, `samples` this rank's share. With `idle`, no group of the micro-batch has a
-        gradient, so no rank runs the model.
-        """
+        """Take in a micro-batch with the groups of all ranks; False, without effect: a rank has no reference for it."""
         try:
             if not idle:
                 with self.ranks.computing("micro-batch"):
@@ -150,7 +177,7 @@ class RankWorker:
         return True
 
     def apply(self, tokens: int, responses: int) -> StepStats:
-        """Apply the updates of the step, which has so many sampled tokens and responses on all ranks."""
+        """Apply the updates of the step, which has so many tokens and responses on all ranks."""
         with self.ranks.computing("update"):
             if self._streams:
                 stats = update_streamed(self._models, tokens=tokens, responses=responses)
@@ -169,13 +196,9 @@ class RankWorker:
         self._gids, self._samples = [], []
 
     def snapshot(self) -> PolicySnapshot:
-        """Copy the published weights to rank 0. The copy stays valid until the next one (deltas: next but one)."""
+        """Copy the published weights to rank 0, valid until the next copy (deltas: next but one)."""
         with self.ranks.computing("copy of the weights"):
             return self._copies.take(self._models.actor.published_rows())
-
-    def fetch(self, epoch: int, step: int) -> None:
-        """Not collective."""
-        self.checkpoints.fetch(self.checkpoints.read((epoch, step)))
 
     def load(self, epoch: int, step: int) -> None:
         meta = self.checkpoints.read((epoch, step))
@@ -184,13 +207,11 @@ class RankWorker:
         self.count = meta.count
 
     def unload(self) -> None:
-        """Move weights and moments to the host; not collective. A repeat does nothing."""
         for model in self._models.movable:
             model.to_host()
         self.reserved = self.ranks.give_back_memory()
 
     def reload(self) -> None:
-        """Bring them back to the device; not collective. A repeat does nothing."""
         for model in self._models.movable:
             model.to_device()
 
@@ -202,20 +223,19 @@ _BUSY: Final = frozenset({Command.TRAIN, Command.APPLY, Command.PUBLISH, Command
 _NEEDS_NO_DEVICE: Final = frozenset(
     {Command.IDLE, Command.STOP, Command.POLL_SAVE, Command.FETCH_CHECKPOINT, Command.UNLOAD, Command.RELOAD}
 )
-_ASK_SECONDS: Final = 0.01
-"""First pause between two questions whether all ranks have written; it doubles."""
+_ASK_SECONDS: Final = 0.01  # first pause between two questions whether all ranks have written; it doubles
 _LONGEST_ASK: Final = 1.0
 
 
 class TorchThread:
-    """The one thread that runs torch. `busy` are its intervals of computing, in `time.monotonic()`."""
+    """The one thread that runs torch."""
 
     def __init__(self) -> None:
-        self.busy: list[tuple[float, float]] = []
+        self.busy: list[tuple[float, float]] = []  # intervals of computing, in `time.monotonic()`
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run in the thread and return its result. Cancelling the caller does not stop the thread's work."""
+        """Run in the thread; cancelling the caller does not stop it."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
 
     def take_busy(self) -> list[tuple[float, float]]:
@@ -242,19 +262,17 @@ class RankGroup:
         return self._devices is not None
 
     async def release(self) -> None:
-        """Let engines have shared devices, because there is nothing to do. A repeat does nothing."""
+        """Let engines have shared devices, because there is nothing to do."""
         if self._devices is not None:
             await self._devices.give()
 
     async def order(self, command: Command, *arguments: int, shares: Sequence[Sequence[TrainSample]] = ()) -> Any:
-        """Have all ranks execute a command; returns what `RankWorker.execute` returns on this one.
-
-        Broadcast and execution are one piece of work of the torch thread: a caller that is cancelled between them would
-        leave the other ranks in a collective that this one never joins.
-        """
+        """Have all ranks execute a command; returns what `RankWorker.execute` returns on this one."""
         if self._devices is not None and command not in _NEEDS_NO_DEVICE:
             await self._devices.take()
 
+        # Broadcast and execution are one piece of work of the thread: a caller that is cancelled between them would
+        # leave the other ranks in a collective that this one never joins.
         def execute() -> Any:
             self.worker.ranks.broadcast_ints([command, *arguments])
             self._told_at = started = time.monotonic()
@@ -271,16 +289,16 @@ class RankGroup:
         return await self.torch.run(execute)
 
     async def train(self, groups: Sequence[TrainGroup]) -> bool:
-        """Have the ranks share a micro-batch. False, without effect on any rank, when one could not."""
+        """Have the ranks share a micro-batch; False as of `RankWorker.train`."""
         worker, recipe = self.worker, self.worker.recipe
-        shares = deal(groups, worker.ranks.world, worker.actor.work, split=recipe.early, every=recipe.reads_all)
+        shares = deal(groups, worker.ranks.world, worker.actor.limits, split=recipe.early, every=recipe.reads_all)
         idle = all(group.zero_gradient for group in groups) and not recipe.reads_all
         group_ids = [group.group_id for group in groups]
         trained: bool = await self.order(Command.TRAIN, int(idle), *group_ids, shares=shares)
         return trained
 
     async def saved(self) -> WriteProgress:
-        """Wait until all ranks have written, or fetched, what they were ordered to, or one of them has failed."""
+        """Wait until all ranks have written, or fetched, what they were ordered to, or one has failed."""
         pause = _ASK_SECONDS
         while (progress := WriteProgress(await self.order(Command.POLL_SAVE))) is WriteProgress.WRITING:
             await asyncio.sleep(pause)

@@ -1,7 +1,7 @@
 """The processes of one learner, and the few small collectives that keep them in step.
 
-All ranks must call the same collectives in the same order. Each collective ends within the deadline: when a rank is
-gone or stuck, the others get an error and leave, and the supervisor starts the whole learner again.
+All ranks call the same collectives in the same order. Each ends within the deadline: when a rank is gone or stuck, the
+others get an error and leave, and the supervisor starts the whole learner again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ RENDEZVOUS = "STREAMRL_RENDEZVOUS"
 """Environment variable with the rendezvous of the ranks: `file:///new/file` or `tcp://host:port`."""
 
 
-class Ranks:
-    """This process among the ranks of the learner, with its device and process group. Rank 0 talks to Redis for all.
+def rows_of(size: int, rank: int, world: int) -> slice:
+    """Rows of a tensor of `size` rows that a rank holds: equal pieces, the last shorter or empty, as FSDP2 cuts."""
+    piece = -(-size // world)
+    return slice(min(rank * piece, size), min((rank + 1) * piece, size))
 
-    A single rank is a process group too, so that one rank and many run the same code. CPU tensors travel by gloo, CUDA
-    tensors by NCCL.
-    """
+
+class Ranks:
+    """This process among the ranks of the learner. A single rank is a process group too."""
 
     def __init__(self, *, rank: int, world: int, device: torch.device, deadline: float, rendezvous: str = "") -> None:
-        """Join the process group; returns when all ranks have.
-
-        `deadline` is the longest wait in seconds for the others, here and in each collective. `rendezvous` is
-        `file:///path` of a file that no earlier group has used, or `tcp://host:port`; empty only for a single rank.
-        """
+        """Join, when all ranks do; `rendezvous` is `file:///path` of a new file, or `tcp://host:port`."""
         self.rank = rank
         self.world = world
         self.device = device
@@ -71,11 +69,7 @@ class Ranks:
         return cls(rank=rank, world=world, device=device, deadline=learner.collective_deadline, rendezvous=rendezvous)
 
     def broadcast_ints(self, values: Sequence[int] = ()) -> list[int]:
-        """Return rank 0's `values` on all ranks; the argument of the other ranks is ignored.
-
-        Two collectives of int64, never pickle. The other ranks wait for rank 0 until the deadline, so rank 0 must
-        broadcast now and then also when it has nothing to say.
-        """
+        """Rank 0's `values`, on all ranks. They wait until the deadline, so rank 0 must speak now and then."""
         if self.world == 1:
             return list(values)
         with self._collective("broadcast"):
@@ -89,7 +83,7 @@ class Ranks:
         return [int(value) for value in data.tolist()]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part of those that rank 0 has; the argument of the other ranks is ignored. Collective."""
+        """This rank's part of those that rank 0 has. Collective."""
         if self.world == 1:
             return parts[0]
         sizes = self.broadcast_ints([len(part) for part in parts])
@@ -111,11 +105,7 @@ class Ranks:
         return self._reduce_ints(values, dist.ReduceOp.MIN)
 
     def share(self, folder: Path) -> bool:
-        """Whether every rank has rank 0's `folder` under the same path. Collective.
-
-        Rank 0 puts a file there that the others look for: names of hosts say nothing about file systems. OSError on
-        rank 0 when it cannot.
-        """
+        """Whether every rank has rank 0's `folder` under the same path, by a file that it puts there. Collective."""
         if self.world == 1:
             return True
         number = uuid.uuid4().int >> 65
@@ -129,14 +119,14 @@ class Ranks:
         return everyone
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks in place and return it, one all-reduce on the tensor's device."""
+        """Sum a tensor over the ranks in place, on its device."""
         if self.world > 1:
             with self._collective("sum"):
                 dist.all_reduce(tensor)
         return tensor
 
     def give_back_memory(self) -> int:
-        """Leave what torch's allocator does not use to others on the device; returns the bytes that it still holds."""
+        """Leave unused memory of torch to others on the device; returns the bytes that it still holds."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.empty_cache()
@@ -148,7 +138,6 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Leave the process group; a repeat does nothing."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
-"""The recorder: it takes the learner's place in a run that records rollouts and trains nothing.
+"""The recorder: the learner's place in a run that records rollouts and trains nothing.
 
 ```
 take over -> publish the model once -> { closed groups -> files -> fsync -> checkpoint without weights -> retire }
 ```
-To the ledger it is a learner: it fences, marks its epoch, and retires groups for checkpoints that say
-which groups are durable. So the audit proves of a recording what it proves of a training.
+To the ledger it is a learner: it fences, marks its epoch, and retires groups for checkpoints that say which groups are
+durable. So the audit proves of a recording what it proves of a training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import Finished, Reason, is_over, write_finished
 from streamrl.learner.lineage import join, use_version
 from streamrl.learner.takeover import Start, take_over
-from streamrl.queues.records import ClosedGroup
 from streamrl.queues.role import Role
 from streamrl.weight_sync.publisher import Publisher
 from streamrl.weight_sync.transports import WeightServer, open_server
@@ -41,10 +40,7 @@ _KEEP: Final = 2
 
 
 async def run_recorder(role: Role) -> None:
-    """Record until the run is over or `role.stop` is set; then everything recorded is durable and retired.
-
-    It may be killed at any point: the next recorder goes on from what it left.
-    """
+    """Record until the run is over or `role.stop` is set; then everything recorded is durable and retired."""
     ledger = role.ledgers.train
     if await is_over(role.config, role.run_dir, ledger):
         role.ready()
@@ -84,7 +80,6 @@ class Recorder:
             self._writer.close()
 
     async def _publish(self, publisher: Publisher, weight_server: WeightServer) -> None:
-        """Publish the model of the run, which is its only version."""
         from streamrl.learner.model_loading import load_model
 
         def write() -> bytes:
@@ -147,7 +142,6 @@ class Recorder:
         return float("inf") if steps is None else steps * self._config.learner.groups_per_step
 
     async def _take(self, group_ids: Sequence[int]) -> None:
-        """Read closed groups that are not recorded yet, oldest first; one that cannot be decoded fails."""
         for group_id in group_ids:
             if len(self._durable) + len(self._fresh) >= self._goal:
                 return
@@ -155,7 +149,10 @@ class Recorder:
             if group is None:
                 continue
             try:
-                _decode(group)
+                wire.decode(group.prompt, wire.Prompt)
+                for payload, score in group.samples.values():
+                    wire.decode(payload, wire.Sample)
+                    wire.decode(score, wire.SampleScore)
             except WireError as error:
                 await self._ledger.fail_group(self._start.nonce, group_id, f"cannot be recorded: {error}")
                 continue
@@ -163,7 +160,6 @@ class Recorder:
             self._fresh.add(group_id)
 
     async def _reason(self) -> Reason | None:
-        """Return "data" when the data is at its end and every live group is recorded."""
         state, epochs = await self._ledger.state(), self._config.data.epochs
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return None
@@ -204,13 +200,12 @@ class Recorder:
         self._durable = recorded
         self._fresh.clear()
         self._checkpoints.remove_older(meta, _KEEP)
-        size = sum((run_dir / file).stat().st_size for file, _ in meta.recording)
-        self._role.status.update({"groups": meta.count, "bytes": size})
-        self._role.record({"groups": meta.count, "bytes": size})
+        figures = {"groups": meta.count, "bytes": sum((run_dir / file).stat().st_size for file, _ in meta.recording)}
+        self._role.status.update(figures)
+        self._role.record(figures)
 
 
 def _header(config: RunConfig, folder: Path) -> Header:
-    """The header of the existing recording (ConfigError: other temperature), else a new one."""
     there = read_header(folder) if folder.exists() else None
     if there is not None:
         if there.temperature != config.sampling.temperature:
@@ -223,11 +218,3 @@ def _header(config: RunConfig, folder: Path) -> Header:
     return Header(
         id=uuid.uuid4().hex, run=config.name, model=config.model.path, temperature=config.sampling.temperature
     )
-
-
-def _decode(group: ClosedGroup) -> None:
-    """`WireError` when a message of the group cannot be decoded."""
-    wire.decode(group.prompt, wire.Prompt)
-    for payload, score in group.samples.values():
-        wire.decode(payload, wire.Sample)
-        wire.decode(score, wire.SampleScore)

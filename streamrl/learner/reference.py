@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.learner.batch import TrainSample
@@ -27,20 +26,14 @@ class Reference(Protocol):
         ...
 
     def to_host(self) -> None:
-        """Free the device's memory; not collective. A repeat does nothing."""
+        """Free the device's memory. A repeat does nothing, as of `to_device`."""
         ...
 
-    def to_device(self) -> None:
-        """Undo `to_host`; not collective. A repeat does nothing."""
-        ...
+    def to_device(self) -> None: ...
 
 
-class FrozenReference(ShardedModel, Reference):
-    """A copy of a model that stays as it is, sharded over the ranks (`learner.reference.kind: frozen`).
-
-    It is a copy of `learner.reference.path`, or of the model that training started from, also after a restart.
-    With `learner.reference.offload` its weights are on the device only during `compute_ref_log_prob`.
-    """
+class FrozenReference(ShardedModel):
+    """A copy that stays as it is: of another model, or of the one that training started from, also after a restart."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, small: int = SMALL) -> None:
         learner, path = config.learner, config.learner.reference.path or config.model.path
@@ -55,12 +48,11 @@ class FrozenReference(ShardedModel, Reference):
         shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         # On a CPU there is no other memory to go to.
         elsewhere = ranks.device.type != "cpu"
-        self._offloads = learner.reference.offload and elsewhere
+        self._offloads = learner.reference.offload and elsewhere  # on the device only while it computes
         self._offload = Offload(shards, constant=elsewhere)
         if self._offloads:
             self._offload.to_host()
 
-    @override
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
         self._offload.to_device()
         try:
@@ -70,18 +62,15 @@ class FrozenReference(ShardedModel, Reference):
             if self._offloads:
                 self._offload.to_host()
 
-    @override
     def to_host(self) -> None:
         self._offload.to_host()
 
-    @override
     def to_device(self) -> None:
         if not self._offloads:
             self._offload.to_device()
 
 
 def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Reference | None:
-    """Make a frozen or remote reference; None for `none` and `base`. Collective."""
     reference = config.learner.reference
     if reference.kind == "remote":
         return ServerReference(config, ranks)

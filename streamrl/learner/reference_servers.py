@@ -1,7 +1,7 @@
 """Log-probabilities of a frozen model, the reference policy or a teacher, from vLLM or SGLang servers.
 
-Each response, or branch of an episode, is scored by the least busy server, by another when that one fails. No kind of
-server applies a temperature to the log-probabilities of a prompt, so temperature 1 is the only one that fits.
+Each response, or branch of an episode, is scored by the least busy server, by another when that one fails or is silent.
+No server applies a temperature to the log-probabilities of a prompt, so temperature 1 is the only one that fits.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 _MODELS: Final = Call("GET", "/v1/models", repeatable=True)
-_LOWEST: Final = -9000.0
-"""vLLM writes -9999 for a log-probability of minus infinity."""
+_LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability of minus infinity
 _HIGHEST: Final = 1e-3
 """Greatest log-probability accepted: rounding stays below it, a server that answers with logits goes far beyond."""
-_IN_FLIGHT: Final = 32
-"""Requests that one rank has at one server at the same time, on average."""
-_PAUSE: Final = 1.0
-"""Longest pause before all servers are asked again."""
-_REST_SECONDS: Final = 10.0
-"""Time for which a server that failed is asked last."""
+_IN_FLIGHT: Final = 32  # requests that one rank has at one server at the same time, on average
+_PAUSE: Final = 1.0  # longest pause before all servers are asked again
+_REST_SECONDS: Final = 10.0  # time for which a server that failed is asked last
 
 
 class NoReference(Unreachable):
@@ -65,11 +61,7 @@ Clients: TypeAlias = Mapping[str, HttpClient]
 
 
 class ServerReference:
-    """Log-probabilities under the model that servers hold (`learner.reference.kind: remote`).
-
-    Each rank sends its own samples, over HTTP. When a server fails or is silent, the response goes to another one; what
-    has no answer within `learner.reference.deadline` fails, on all ranks (NoReference).
-    """
+    """Each rank sends its own samples; what has no answer within the deadline fails, on all ranks (NoReference)."""
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
@@ -80,7 +72,7 @@ class ServerReference:
         self._together(self._look)
 
     def compute_ref_log_prob(self, batch: Sequence[TrainSample]) -> list[Float32Array]:
-        """As `Reference` says; also DataError when servers refuse a response, WireError for unusable answers."""
+        """DataError: servers refuse a response; WireError: unusable answers."""
         found = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in batch]
 
         async def score(clients: Clients) -> None:
@@ -106,7 +98,7 @@ class ServerReference:
         """It uses no device."""
 
     def _together(self, work: Callable[[Clients], Awaitable[object]]) -> None:
-        """Run `work` with connections to all servers; a failure on one rank is raised on all."""
+        """Run `work` with clients of all servers; a failure on one rank is raised on all."""
         failure: StreamrlError | None = None
         try:
             asyncio.run(self._within(work))
@@ -168,7 +160,7 @@ class ServerReference:
         await self._any_of(lambda server: self._know(server, clients))
 
     async def _know(self, server: _Server, clients: Clients) -> tuple[Dialect, str]:
-        """The dialect of a server and its model; `ConfigError`: it cannot score what the run samples."""
+        """`ConfigError`: the server cannot score what the run samples."""
         if server.speaks is not None:
             return server.speaks
         answer = await clients[server.url].call(_MODELS, self._patience, retry=False)

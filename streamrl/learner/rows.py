@@ -1,8 +1,8 @@
 """Which rows a model takes: what its configuration allows, and one check at the start that rows change nothing.
 
-The log-probability of a response must be that of the response alone, whatever stands beside it. Models come with any
-attention: windows under any name, masks of their own, positions that depend on the longest row. So the configuration of
-a model is not trusted, and the sharded model is tried once, on its device and in its type:
+The log-probability of a response must be that of the response alone. Models come with any attention: windows under any
+name, masks of their own, positions that depend on the longest row. So the sharded model is tried once, on its device
+and in its type:
 
 ```
 a sequence, and its first half alone     differ: refused, its log-probabilities depend on later tokens
@@ -24,22 +24,17 @@ from transformers import PreTrainedConfig
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, microbatch
-from streamrl.learner.model import exact_products
+from streamrl.learner.model import Backbone, exact_products
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.tree import Segment
 
 logger = logging.getLogger(__name__)
-_WIDEST_DENSE: Final = 2048
-"""Above this width a mask of width^2 costs more than the shared prompts save."""
+_WIDEST_DENSE: Final = 2048  # above this width a mask of width^2 costs more than the shared prompts save
 _WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 """Windows of attention that our mask replaces, so that shared rows must fit into them."""
-_BY_LENGTH: Final = ("longrope", "dynamic")
-"""Rotary embeddings that change for sequences above a length."""
-_LEAST: Final = 512
-_MOST: Final = 4096
-"""Tokens of the longest row of the check: at least and at most."""
-_CHEAP: Final = {"cpu": 1e11, "cuda": 1e14}
-"""Floating-point operations that such a row may cost above the least one."""
+_BY_LENGTH: Final = ("longrope", "dynamic")  # rotary embeddings that change for sequences above a length
+_LEAST, _MOST = 512, 4096  # tokens of the longest row of the check
+_CHEAP: Final = {"cpu": 1e11, "cuda": 1e14}  # floating-point operations that a longer row than the least may cost
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of hidden states, relative to the longest one; bfloat16 rounds in every layer."""
 _ROUTED: Final = 0.9
@@ -49,7 +44,6 @@ _FAILURES: Final = (AttributeError, TypeError, ValueError, RuntimeError, IndexEr
 
 
 def row_limits(config: RunConfig, text: PreTrainedConfig, *, packed: bool) -> RowLimits:
-    """Limits by the configurations of run and model; `packed`: only visible pairs of tokens cost something."""
     tokens = config.learner.tokens_per_microbatch
     longest = min(config.model.context, getattr(text, "max_position_embeddings", None) or config.model.context)
     if longest > tokens:
@@ -65,7 +59,6 @@ def row_limits(config: RunConfig, text: PreTrainedConfig, *, packed: bool) -> Ro
 
 
 def dense(limits: RowLimits) -> RowLimits:
-    """The limits of rows under a mask of width^2."""
     return replace(limits, shared=min(limits.shared, 4 * limits.hidden, _WIDEST_DENSE), packed=False)
 
 
@@ -85,26 +78,17 @@ def _check_rotary(text: PreTrainedConfig, longest: int) -> None:
 
 @torch.no_grad()
 def checked(
-    limits: RowLimits,
-    states: Callable[[Microbatch], torch.Tensor],
-    ranks: Ranks,
-    *,
-    name: str,
-    vocabulary: int,
-    parameters: int,
-    experts: bool,
+    limits: RowLimits, states: Callable[[Microbatch], torch.Tensor], ranks: Ranks, module: Backbone
 ) -> RowLimits:
     """The limits, without rows of several responses where those change what a model computes. Collective.
 
-    `states` are the hidden states of a model at the places of a micro-batch that predict, shape (n, hidden).
-
-    Raises:
-        ConfigError: the model fails on a sequence, or what it predicts at a token depends on later ones.
+    `states` are the hidden states of `module` at the places of a micro-batch that predict, shape (n, hidden).
     """
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     longest = min(_MOST, max(_LEAST, int(_CHEAP[ranks.device.type] / (2 * parameters))))
-    batch = _samples(limits, longest, vocabulary)
+    batch = _samples(limits, longest, module.vocabulary)
     alone = replace(limits, shared=0, packed=False)
-    share = _ROUTED if experts else 1.0
+    share = _ROUTED if any("expert" in name for name in module.model.config.get_text_config().to_dict()) else 1.0
     segments = [(index, Segment.of_answer(sample.prompt, sample.tokens)) for index, sample in enumerate(batch)]
     why, causal, same = "", True, True
     with exact_products():
@@ -114,9 +98,10 @@ def checked(
         except _FAILURES as error:
             why, causal = f": {type(error).__name__}: {error}", False
         if ranks.all_min(int(causal)) != [1]:
-            what = f"fails on a sequence of {batch[0].width} tokens{why}"
+            later = "what it predicts at a token depends on later tokens"
+            what = f"fails on a sequence of {batch[0].width} tokens{why}" if why else later
             raise ConfigError(
-                f"{name} cannot be trained: {what if why else 'what it predicts at a token depends on later tokens'}",
+                f"{type(module.model).__name__} cannot be trained: {what}",
                 "name a causal model in model.path, lower model.context, set learner.compile to false, or try"
                 " model.attention: eager",
             )
@@ -125,9 +110,8 @@ def checked(
         try:
             for part in (microbatch(batch, rows, limits), microbatch(batch, [[[long]], [[other]]], limits)):
                 found = torch.split(states(part), part.counts.tolist())
-                same &= all(
-                    _agree(ours, expected[index], share) for index, ours in zip(part.samples, found, strict=True)
-                )
+                pairs = zip(found, part.samples, strict=True)
+                same &= all(_agree(ours, expected[index], share) for ours, index in pairs)
         except _FAILURES as error:
             why, same = f": {type(error).__name__}: {error}", False
             states(microbatch(batch, [[[long]]], alone))  # FSDP is in the middle of a pass, and this ends one

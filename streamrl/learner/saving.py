@@ -14,17 +14,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from streamrl.config import RunConfig
 from streamrl.errors import DeadlineExceeded, Fenced, StreamrlError
-from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta
-from streamrl.learner.checkpoint_files import RankState, WriteProgress
+from streamrl.learner.checkpoint import InvalidCheckpoint, Meta
+from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.lineage import join
+from streamrl.learner.rank_group import Command, RankGroup
 from streamrl.learner.takeover import Start
 from streamrl.learner.train_buffer import TrainBuffer
 
@@ -33,46 +32,20 @@ _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
 
 
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written: its meta data without the shards, and the groups that it makes durable."""
-
-    meta: Meta
-    group_ids: frozenset[int]
-    started: float
-
-
-class Trained(Protocol):
-    step: int
-    count: int  # groups whose gradients are in the weights
-    state: RankState
-    checkpoints: Checkpoints
-
-
 class Saver:
     """The checkpoints of one learner, one at a time.
 
     A checkpoint that fails (full disk) leaves the run as it was: nothing is retired, training goes on until the hard
-    cap of live groups stops admission, and it is tried again after a pause that doubles. `newest` is the newest
-    checkpoint that this learner wrote or loaded. `copy` has all ranks copy their state and begin to write it; `written`
-    waits for the slowest rank. `tasks` owns the background task; an error there ends the learner.
+    cap of live groups stops admission, and it is tried again after a pause that doubles.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        start: Start,
-        buffer: TrainBuffer,
-        *,
-        trained: Trained,
-        copy: Callable[[int, int], Awaitable[None]],
-        written: Callable[[], Awaitable[WriteProgress]],
-        tasks: asyncio.TaskGroup,
+        self, config: RunConfig, start: Start, buffer: TrainBuffer, ranks: RankGroup, tasks: asyncio.TaskGroup
     ) -> None:
         self._config, self._start, self._buffer = config, start, buffer
-        self._trained, self._copy, self._written, self._tasks = trained, copy, written, tasks
-        self._checkpoints = trained.checkpoints
-        self.newest = start.meta
+        self._ranks, self._trained, self._tasks = ranks, ranks.worker, tasks
+        self._checkpoints = ranks.worker.checkpoints
+        self.newest = start.meta  # the newest checkpoint that this learner wrote or loaded
         self._begun = start.step
         self._running: asyncio.Task[None] | None = None
         self._pause, self._retry_at = 0.0, 0.0
@@ -83,33 +56,30 @@ class Saver:
         return due and time.monotonic() >= self._retry_at
 
     async def begin(self, version: int) -> None:
-        """Begin a checkpoint of the present weights; the groups they were trained on are retired when it is durable.
+        """Begin a checkpoint of the present weights, between two steps; its groups are retired when it is durable.
 
-        Call it between two steps only. It first waits for the checkpoint before it, so with `checkpoint.background` at
-        most the groups of two intervals are unretired. If it is cancelled or killed half way, it leaves shards, which
-        the next learner removes, or a finished checkpoint, whose groups the next learner retires. `version` is the
-        greatest number used so far. It raises Fenced when a newer learner has left its mark, even if Redis forgot that
-        learner.
+        If it is cancelled or killed half way, it leaves shards, which the next learner removes, or a finished
+        checkpoint, whose groups the next learner retires. Fenced: a newer learner has left its mark.
         """
-        await self.settle()
+        await self.settle()  # so at most the groups of two intervals are unretired
         if not self._buffer.fresh:
             return
-        saving = _Saving(self._describe(version), frozenset(self._buffer.fresh), time.monotonic())
-        place = saving.meta.position
+        meta, group_ids, started = self._describe(version), self._buffer.fresh, time.monotonic()
         try:
             await self._check_alone()
-            await asyncio.to_thread(self._checkpoints.begin, place)
+            await asyncio.to_thread(self._checkpoints.begin, meta.position)
         except OSError as error:
-            self._failed(saving.meta, error)
+            self._failed(meta, error)
             return
-        await self._copy(*place)
+        await self._ranks.order(Command.SAVE, *meta.position)
         self._begun = self._trained.step
-        self._running = self._tasks.create_task(self._complete(saving), name=f"checkpoint {saving.meta.name}")
+        completing = self._complete(meta, group_ids, started)
+        self._running = self._tasks.create_task(completing, name=f"checkpoint {meta.name}")
         if not self._config.checkpoint.background:
             await self.settle()
 
     async def settle(self) -> None:
-        """Wait until no checkpoint is being written, failed or not; at most `checkpoint.deadline`."""
+        """Wait until no checkpoint is being written; at most `checkpoint.deadline`."""
         if self._running is not None:
             await asyncio.wait([self._running])
 
@@ -136,15 +106,15 @@ class Saver:
         if newer > self._start.epoch:
             raise Fenced(f"checkpoint: the learner of epoch {newer} has taken over from this one ({self._start.epoch})")
 
-    async def _complete(self, saving: _Saving) -> None:
-        meta, deadline = saving.meta, self._config.checkpoint.deadline
+    async def _complete(self, meta: Meta, group_ids: set[int], started: float) -> None:
+        deadline = self._config.checkpoint.deadline
         try:
             async with asyncio.timeout(deadline):
                 saved = await self._write(meta)
         except InvalidCheckpoint as error:
             await self._withdraw(meta, error)
             return
-        except StreamrlError:
+        except StreamrlError:  # some are OSErrors
             raise
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -153,19 +123,19 @@ class Saver:
         except OSError as error:
             await self._withdraw(meta, error)
             return
-        await self._buffer.saved(meta.name, saving.group_ids)
+        await self._buffer.saved(meta.name, group_ids)
         self._pause, self.newest = 0.0, saved
         keep, keep_every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         try:
             await asyncio.to_thread(self._checkpoints.remove_older, saved, keep, keep_every)
         except OSError as error:  # they take room and do no harm
             logger.warning("old checkpoints stay", extra={"error": str(error)})
-        seconds = round(time.monotonic() - saving.started, 3)
+        seconds = round(time.monotonic() - started, 3)
         logger.info("checkpoint", extra={"checkpoint": meta.name, "groups": meta.count, "seconds": seconds})
 
     async def _write(self, meta: Meta) -> Meta:
         await self._buffer.archive.sync()
-        if await self._written() is not WriteProgress.WRITTEN:
+        if await self._ranks.saved() is not WriteProgress.WRITTEN:
             raise OSError("a rank could not write its shard")
         whole = msgspec.structs.replace(meta, shards=self._trained.state.shards)
         await asyncio.to_thread(self._checkpoints.finish, whole)

@@ -4,11 +4,9 @@
 model_loading.prepare -> ShardedModel   lays samples out in rows and runs them: the reference policy
                          TrainableModel   with gradients and an optimizer: the actor and a critic
 ```
-A step is any number of backward passes, each over whatever samples have come in, and one update. What is differentiated
-is a sum over tokens; the division by the size of the step comes with the update, when that size is known. So a step
-gives the same weights however its samples were divided into passes, up to the rounding of float sums.
-
-Every method marked collective must be called by all ranks in the same order, from one thread.
+A step is any number of backward passes and one update. What is differentiated is a sum over tokens; the division by the
+size of the step comes with the update, so a step gives the same weights however its samples were divided into passes,
+up to the rounding of float sums. All ranks call collective methods in the same order, from one thread.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pack, work_of
+from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pack
 from streamrl.learner.model import Backbone
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rows import checked, dense
-from streamrl.wire import Float32Array, Int32Array
+from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
 
@@ -41,36 +39,21 @@ _PREFIX = "model."
 
 
 class ShardedModel:
-    """A module over rows of tokens: sharded by `shard`, it takes a `Microbatch` and returns arrays of shape (n,)."""
-
     def __init__(self, module: Backbone, ranks: Ranks, limits: RowLimits) -> None:
         self.ranks, self.vocabulary = ranks, module.vocabulary
         self._module = module
         # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
-        check = partial(
-            checked,
-            states=lambda part: self._forward(part, targets=None),
-            ranks=ranks,
-            name=type(module.model).__name__,
-            vocabulary=module.vocabulary,
-            parameters=sum(parameter.numel() for parameter in module.parameters()),
-            experts=any("expert" in name for name in module.model.config.get_text_config().to_dict()),
-        )
-        self.limits = check(limits)
+        states = partial(self._forward, targets=None)
+        self.limits = checked(limits, states, ranks, module)
         if limits.packed and not self.limits.shared:
             module.flex = False
-            self.limits = check(dense(limits))
+            self.limits = checked(dense(limits), states, ranks, module)
         self._fsdp.unshard()
         module.check()
         self._reshard()
 
     def check_samples(self, batch: Sequence[TrainSample]) -> None:
-        """Raise a ValueError when a sample does not fit the model: unknown token, too long. Not collective."""
-        if not batch:
-            return
-        # Check all token ids at once first, because most batches are good; search for the sample only on failure.
-        ids = np.concatenate([array for sample in batch for array in _ids_of(sample)])
-        known = ids.min() >= 0 and ids.max() < self.vocabulary
+        """Raise a ValueError when a sample does not fit the model. Not collective."""
         for sample in batch:
             if sample.width > self.limits.longest:
                 where = "" if sample.tree is None else " on one branch of an episode"
@@ -82,19 +65,15 @@ class ShardedModel:
                     f"group {sample.group_id}: an episode of {len(sample.tree.branches)} branches needs rows of several"
                     " lengths in one pass, and padding changes what this model computes"
                 )
-            every = () if known else np.concatenate(_ids_of(sample))
-            if any(token < 0 or token >= self.vocabulary for token in every):
+            observed = [] if sample.tree is None else [sample.tree.observed_ids]
+            ids = np.concatenate([sample.prompt, sample.tokens, *observed])
+            if ids.min() < 0 or ids.max() >= self.vocabulary:
                 raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
 
     def _reshard(self) -> None:
-        """Free the gathered parameters and keep only the shards."""
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def work(self, samples: Sequence[TrainSample]) -> int:
-        """Work of the samples of one group, as `RowLimits.work` counts. Not collective."""
-        return work_of(samples, self.limits)
 
     @property
     def _fsdp(self) -> FSDPModule:
@@ -131,11 +110,6 @@ class ShardedModel:
         return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
 
 
-def _ids_of(sample: TrainSample) -> list[Int32Array]:
-    observed = [] if sample.tree is None else [sample.tree.observed_ids]
-    return [sample.prompt, sample.tokens, *observed]
-
-
 _PROBE = "Two plus 34 is thirty-six; naïve?"
 
 
@@ -153,31 +127,25 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
         )
     if path == model.path:
         return
-    ours, theirs = _tokenizer(model.tokenizer or model.path), _tokenizer(path)
-    if ours is not None and theirs is not None and _ids(ours) != _ids(theirs):
+    ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)
+    if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
             f"{key} {path} has another tokenizer than the policy: the same ids would be other words to it",
             "name a model with the tokenizer of model.path",
         )
 
 
-def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+def _probe_ids(path: str) -> list[int] | None:
+    """What a tokenizer makes of a sentence; None when there is none."""
     folder = Path(path)
-    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
-        # transformers would make up an empty one.
-        logger.info("tokenizers not compared", extra={"path": path, "reason": "it has none"})
-        return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        # Where a directory has no tokenizer, transformers would make up an empty one.
+        if not folder.is_dir() or [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+            ids: list[int] = AutoTokenizer.from_pretrained(path).encode(_PROBE, add_special_tokens=False)
+            return ids
     except (OSError, ValueError, KeyError) as error:
         logger.info("tokenizers not compared", extra={"path": path, "reason": str(error)})
-        return None
-    return tokenizer
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids: list[int] = tokenizer.encode(_PROBE, add_special_tokens=False)
-    return ids
+    return None
 
 
 class TrainableModel(ShardedModel, Generic[SumsT]):
@@ -213,27 +181,15 @@ class TrainableModel(ShardedModel, Generic[SumsT]):
         self._offload = Offload(moving, keep=ranks.device.type != "cpu")
 
     @property
-    def updates(self) -> int:
-        return self._optimizer.updates
-
-    @property
     def parameters(self) -> dict[str, DTensor]:
         """Sharded parameters that are trained, by Hugging Face name; tied ones appear once."""
         return dict(self._parameters)
 
     def apply_update(self, size: int) -> UpdateStats[SumsT]:
-        """Update the weights with the accumulated gradient and forget it. Collective, one all-reduce.
+        """Update the weights with the accumulated gradient, divided by `size`, at least 1. Collective.
 
-        The gradient is clipped to `learner.clip_norm`. When its norm is not finite, the update is skipped and reported.
-        Without any accumulated gradient the gradient is zero, and AdamW moves on its momentum.
-
-        Args:
-            size: what the accumulated sum is divided by, at least 1 and the same on all ranks. For the actor it is
-                `Recipe.normaliser`: with `token_mean` the sampled tokens of all ranks, those of zero-advantage samples
-                included. For a critic it is the sampled tokens of all ranks.
+        A norm that is not finite skips the update; without any gradient AdamW moves on its momentum.
         """
-        if size < 1:
-            raise ValueError(f"an update needs the token count of its step, got {size}")
         stats = self._optimizer.step(size, self._sums, self._kind, self._lr_factor)
         self._reshard()
         self._sums.zero_()
@@ -244,26 +200,26 @@ class TrainableModel(ShardedModel, Generic[SumsT]):
         self._sums.zero_()
 
     def to_host(self) -> None:
-        """Free the device's memory of weights and moments; nothing else may be called until `to_device`.
-
-        Gradients of a step in progress stay where they are. Not collective; a repeat does nothing.
-        """
+        """Free the device's memory of weights and moments; the gradients of a step in progress stay."""
         self._reshard()
         self._offload.to_host()
 
     def to_device(self) -> None:
-        """Undo `to_host`; whole or not at all when the device has no room. Not collective; a repeat does nothing."""
         self._offload.to_device()
 
     def shard_state(self) -> dict[str, torch.Tensor]:
-        """Copies, so training may go on while they are written; on CUDA valid until the next call. Not collective."""
+        """Copies, so training may go on while they are written; on CUDA valid until the next call."""
         return self._optimizer.state()
 
     def load_shard_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put back what `shard_state` of the same rank returned; accumulated gradients are forgotten."""
         self._optimizer.load(tensors)
         self._reshard()
         self.discard()
+
+    def _total(self, *counts: int) -> list[int]:
+        """The sums of counts over the ranks. Collective."""
+        totals: list[int] = self.ranks.all_sum(torch.tensor(counts, device=self.ranks.device)).tolist()
+        return totals
 
     def _lr_factor(self, trained: SumsT) -> float:
         del trained
@@ -273,10 +229,7 @@ class TrainableModel(ShardedModel, Generic[SumsT]):
         return name
 
     def _backward(self, parts: Sequence[Microbatch], loss: Callable[[Microbatch], torch.Tensor]) -> None:
-        """Add the gradient of the loss of all parts that `_agree` returned.
-
-        The loss is a sum over the tokens of a part, shape (), from `_forward`; a dummy part needs one too, times 0.
-        """
+        """Add the gradient of a loss, a sum over the tokens of a part; a dummy part needs one too, times 0."""
         for place, part in enumerate(parts):
             # A whole model keeps its gradients unsharded between the passes and reduces them once.
             self._fsdp.set_requires_gradient_sync(not self._whole or place == len(parts) - 1)

@@ -6,18 +6,18 @@ streaming   stream            each micro-batch is differentiated as it comes in
 collected   collect           each micro-batch is kept, with proximal, reference, values, entropy (no gradient)
             update_collected  advantages -> normalised over the step -> passes x mini-batches updates
 ```
-`Recipe.streams` says which of the two a run takes: it streams when nothing needs the whole step. Mini-batches are drawn
-by (seed, step, pass), the same on all ranks, whatever the order in which groups came.
+`Recipe.streams` says which of the two a run takes. Mini-batches are drawn by (seed, step, pass), the same on all ranks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from streamrl.config import RunConfig
@@ -26,17 +26,18 @@ from streamrl.learner.algorithms.kl import KlController, penalties
 from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.algorithms.tokens import TokenSums
-from streamrl.learner.batch import TrainSample, sizes
+from streamrl.learner.batch import TrainSample
 from streamrl.learner.critic import Critic, make_critic
 from streamrl.learner.groups import group_data
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import Reference, make_reference
+from streamrl.learner.tree import FloatArray
 from streamrl.wire import Float32Array
 
 logger = logging.getLogger(__name__)
-FloatArray = npt.NDArray[np.float64]
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +70,6 @@ class Models:
 
 
 def make_models(config: RunConfig, ranks: Ranks) -> Models:
-    """Load actor, critic and reference as configured. Collective."""
     actor = Actor(config, ranks)
     critic = make_critic(config, ranks, actor) if config.learner.critic.kind == "model" else None
     base = config.learner.reference.kind == "base"
@@ -79,7 +79,7 @@ def make_models(config: RunConfig, ranks: Ranks) -> Models:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """What all updates of a step did; the same on all ranks. Means are over the updates that were applied."""
+    """The same on all ranks. Means are over the updates that were applied."""
 
     updates: int  # of the actor that were applied
     skipped_updates: int  # of actor and critic, whose gradient was not finite
@@ -128,7 +128,7 @@ def stream(models: Models, batch: Sequence[TrainSample], step: int) -> None:
 
 
 def update_streamed(models: Models, *, tokens: int, responses: int) -> StepStats:
-    """Update the actor; `tokens` and `responses` are those of all ranks, also of groups that are not computed."""
+    """`tokens` and `responses` are those of all ranks, also of groups that are not computed."""
     size = models.recipe.normaliser(tokens=tokens, responses=responses)
     return StepStats.of([models.actor.apply_update(size)], kl_coefficient=models.kl_coefficient)
 
@@ -144,27 +144,24 @@ def collect(models: Models, batch: Sequence[TrainSample]) -> list[TrainSample]:
 
 
 def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence[TrainSample], step: int) -> StepStats:
-    """All updates of a step. When advantages cannot be computed on some rank, none is applied: `skipped`.
+    """All updates of a step with the groups of all ranks, of which `samples` are this rank's share.
 
-    `group_ids` are all groups of the step on all ranks, in the same order everywhere; `samples` are this rank's, as
-    `collect` returned them; `step` is that of the learner, before the update.
+    When advantages cannot be computed on some rank, none is applied: `skipped`. `step` is that before the update.
     """
-    actor, critic, recipe, coefficient = models.actor, models.critic, models.recipe, models.kl_coefficient
-    estimated = _estimate(models, samples)
+    recipe, coefficient = models.recipe, models.kl_coefficient
+    # The ranks agree before `_normalised`, which is collective.
+    arrays = _on_all(models.actor.ranks, partial(_advantages, models, samples))
+    estimated = None if arrays is None else _on_all(models.actor.ranks, partial(_normalised, models, samples, arrays))
     if estimated is None:
         return StepStats.of([], kl_coefficient=coefficient, failed=True)
-    counts = _counts(actor.ranks, group_ids, estimated)
     policy_updates: list[UpdateStats[TokenSums]] = []
     critic_updates: list[UpdateStats[ValueSums]] = []
     for chosen in _mini_batches(recipe, group_ids, step):
         batch = [sample for sample in estimated if sample.group_id in chosen]
-        tokens, responses = (int(count) for count in counts[[group_id in chosen for group_id in group_ids]].sum(axis=0))
         if step >= recipe.critic_warmup:
-            size = recipe.normaliser(tokens=tokens, responses=responses)
-            _, stats = actor.update_policy(batch, size=size, step=step, kl_coefficient=coefficient)
-            policy_updates.append(stats)
-        if critic is not None:
-            critic_updates.append(critic.update_critic(batch, tokens=max(1, tokens)))
+            policy_updates.append(models.actor.update_policy(batch, step=step, kl_coefficient=coefficient))
+        if models.critic is not None:
+            critic_updates.append(models.critic.update_critic(batch))
     return StepStats.of(policy_updates, kl_coefficient=coefficient, critic=critic_updates)
 
 
@@ -190,30 +187,27 @@ def _with_reference(models: Models, batch: Sequence[TrainSample]) -> list[TrainS
     return [replace(sample, reference=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
 
 
-def _estimate(models: Models, samples: Sequence[TrainSample]) -> list[TrainSample] | None:
-    """The samples with their advantages (and returns); None on all ranks when it failed on one."""
-    ranks = models.actor.ranks
+def _on_all(ranks: Ranks, compute: Callable[[], list[_T]]) -> list[_T] | None:
+    """What `compute` returns; None on all ranks when it raised a ValueError on one."""
+    done = None
     try:
-        arrays = _advantages(models, samples)
+        done = compute()
     except ValueError as error:
         logger.error("advantages not computed", extra={"error": str(error)})  # noqa: TRY400
-        arrays = None
-    if ranks.all_min(int(arrays is not None)) != [1] or arrays is None:
-        return None
-    try:
-        advantages = normalise(arrays, models.recipe.estimator.normalise, lambda values: _all_sum(ranks, values))
-        done = [
-            replace(
-                sample,
-                advantages=advantage.astype(np.float32),
-                returns=None if sample.values is None else (array + sample.values).astype(np.float32),
-            )
-            for sample, array, advantage in zip(samples, arrays, advantages, strict=True)
-        ]
-    except ValueError as error:
-        logger.error("advantages not computed", extra={"error": str(error)})  # noqa: TRY400
-        done = None
     return done if ranks.all_min(int(done is not None)) == [1] else None
+
+
+def _normalised(models: Models, samples: Sequence[TrainSample], arrays: list[FloatArray]) -> list[TrainSample]:
+    """The samples with their advantages, and the returns of a critic. Collective."""
+    advantages = normalise(arrays, models.recipe.estimator.normalise, partial(_all_sum, models.actor.ranks))
+    return [
+        replace(
+            sample,
+            advantages=advantage.astype(np.float32),
+            returns=None if sample.values is None else (array + sample.values).astype(np.float32),
+        )
+        for sample, array, advantage in zip(samples, arrays, advantages, strict=True)
+    ]
 
 
 def _advantages(models: Models, samples: Sequence[TrainSample]) -> list[FloatArray]:
@@ -240,15 +234,6 @@ def _penalties(models: Models, group: Sequence[TrainSample]) -> list[FloatArray]
     proximal = [sample.proximal for sample in group if sample.proximal is not None]
     reference = [sample.reference for sample in group if sample.reference is not None]
     return penalties(proximal, reference, kl.estimator, models.kl_coefficient)
-
-
-def _counts(ranks: Ranks, group_ids: Sequence[int], samples: Sequence[TrainSample]) -> FloatArray:
-    """Sampled tokens and responses of each group, whichever rank has it, shape (groups, 2)."""
-    places = {group_id: place for place, group_id in enumerate(group_ids)}
-    counts = np.zeros((len(group_ids), 2))
-    for sample in samples:
-        counts[places[sample.group_id]] += sizes([sample])
-    return _all_sum(ranks, counts)
 
 
 def _mini_batches(recipe: Recipe, group_ids: Sequence[int], step: int) -> Iterator[set[int]]:

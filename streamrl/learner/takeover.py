@@ -32,7 +32,7 @@ class Start:
 
     @property
     def checkpoint(self) -> str:
-        """Name of the loaded checkpoint as Redis knows it; `0-0` for none."""
+        """As Redis knows it."""
         return self.meta.name if self.meta else "0-0"
 
     def next_checkpoint(
@@ -58,11 +58,6 @@ async def take_over(ledger: Ledger, checkpoints: Checkpoints, run_dir: Path, *, 
 
     Before `resume` it writes only the fence, a mark of its epoch beside the checkpoints, and the cursor of a Redis that
     lost its data. Each call is another learner with a new epoch.
-
-    Raises:
-        Refused: no valid checkpoint holds the groups that Redis has retired, so they would be lost; or the weights do
-            not fit the ids of trained groups; or the checkpoint is of another format, kind or model.
-        Fenced: another learner came in between.
     """
     nonce = uuid.uuid4().hex
     fence = await ledger.fence(nonce, await asyncio.to_thread(checkpoints.greatest_epoch))

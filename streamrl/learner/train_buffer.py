@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD: Final = 2
 _DOORBELL_SECONDS: Final = 0.5
-_REST: Final = 4.0
-"""Pause after a reading, in times of its length: reading takes at most a fifth of the loop."""
+_REST: Final = 4.0  # pause after a reading, in times of its length: reading takes at most a fifth of the loop
 
 
 class Stage(Enum):
@@ -51,23 +50,15 @@ class TrainBuffer:
 
     All methods that write raise `Fenced` when a newer learner took over. They may be repeated and cancelled at any
     point: the scripts behind them set absolute values.
-
-    Attributes:
-        durable: ids in the chain of the newest durable checkpoint.
-        dropped: groups dropped by this learner, for whatever reason.
-        zero_variance: of these, the ones with equal rewards (`learner.advantage.zero_variance`).
-        unretired: closed groups in Redis that are trained, not retired, and whose slots are free, at the last reading.
-        untrained: closed groups in Redis that can still be trained, at the last reading.
-        changed: set after each reading; the task that waits for it clears it.
-        archive: gets every group that is read, before anything is decided about it.
     """
 
     def __init__(self, ledger: Ledger, config: RunConfig, start: Start, opener: GroupOpener, archive: Archive) -> None:
-        self.durable = set(start.trained)
-        self.dropped = self.zero_variance = 0
+        self.durable = set(start.trained)  # ids in the newest durable checkpoint
+        self.dropped = self.zero_variance = 0  # groups dropped by this learner, and those of them with equal rewards
+        # Closed groups in Redis, at the last reading: in the weights and without a slot; to be trained yet.
         self.unretired = self.untrained = 0
-        self.changed = asyncio.Event()
-        self.archive = archive
+        self.changed = asyncio.Event()  # set after each reading; the task that waits for it clears it
+        self.archive = archive  # gets every group that is read, before anything is decided about it
         self._groups: dict[int, GroupState] = {}
         self._closed = 0
         self._ledger, self._nonce, self._config = ledger, start.nonce, config
@@ -106,11 +97,7 @@ class TrainBuffer:
             await self._read()
 
     async def ended(self) -> bool:
-        """Whether no group will close any more: the data is at its end and every live group is in `scored`.
-
-        An end after fewer epochs than configured now does not count, because the feeder will go on. Dead-lettered
-        groups that wait to be admitted again are more data.
-        """
+        """Whether no group will close any more, under the epochs that are configured now."""
         state, epochs = await self._ledger.state(), self._config.data.epochs
         if state.done != state.cursor or epochs is None or state.epochs < epochs or state.replays:
             return False
@@ -122,12 +109,10 @@ class TrainBuffer:
     def choose(self, room: int, cost: int, *, last: bool) -> list[TrainGroup]:
         """The groups of the next micro-batch, oldest first; none when it is better to wait for more.
 
-        With `learner.order: strict` a group must be among the `room` oldest live ones that are not trained yet, so that
-        the learner waits for a slow group. A group in whose steps a learner died is tried alone, so that another death
-        tells it from its neighbours. `cost` are the tokens that make a micro-batch worth a pass; fewer are taken when
-        they fill the step, or with `last`, when no more groups will come.
+        `cost` are the tokens that make a micro-batch worth a pass; fewer fill the step, or are the last ones.
         """
         groups = self._nearest(room)
+        # A group in whose steps a learner died is tried alone: another death tells it from its neighbours.
         suspects = [group for group in groups if group.crashes]
         if suspects:
             return suspects[:1]
@@ -135,7 +120,6 @@ class TrainBuffer:
         return groups if enough else []
 
     async def drop_stale(self, step: int) -> None:
-        """Drop every candidate with a token that is too old to be trained at `step`."""
         limit = self._config.token_staleness_limit
         async with self._lock:
             candidates = self._at(Stage.CANDIDATE)
@@ -158,7 +142,7 @@ class TrainBuffer:
             self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
 
     def take_lengths(self) -> list[int]:
-        """Lengths of all responses that were read since the last call, trained or not."""
+        """Of all responses that were read since the last call, trained or not."""
         lengths, self._lengths = self._lengths, []
         return lengths
 
@@ -172,12 +156,11 @@ class TrainBuffer:
         await self._ledger.start_step(self._nonce, [group.group_id for group in groups])
 
     def computed(self, groups: Sequence[TrainGroup]) -> None:
-        """Note that the forward and backward pass of these groups went well."""
         for group in groups:
             self._groups[group.group_id].computed = True
 
     async def clear_crash_counts(self) -> None:
-        """Clear the crash counters of groups of the step that were `computed` since the last call."""
+        """For the groups of the step that were `computed` since the last call."""
         done = [state for state in self._groups.values() if state.stage is Stage.IN_STEP and state.computed]
         for state in done:
             state.computed = False
@@ -193,7 +176,6 @@ class TrainBuffer:
         await self.refresh()
 
     async def discard(self, groups: Sequence[TrainGroup], why: str) -> None:
-        """Drop groups of the step whose update could not be applied."""
         async with self._lock:
             await self._drop([group.group_id for group in groups], why)
 
@@ -214,13 +196,12 @@ class TrainBuffer:
             await self._ledger.finish_step(self._nonce, self.unretired, 0, None, group_ids)
 
     async def announce(self, version: int, manifest: bytes) -> None:
-        """Show engines a version of the weights; a repeat shows it again where Redis has forgotten it."""
+        """Show engines a version of the weights."""
         async with self._lock:
             await self._read()
             await self._ledger.finish_step(self._nonce, self.unretired, version, manifest)
 
     async def saved(self, checkpoint: str, group_ids: Collection[int]) -> None:
-        """Retire groups that are in a durable checkpoint."""
         self.durable.update(group_ids)
         for group_id in group_ids:
             self._groups.pop(group_id, None)
@@ -312,6 +293,5 @@ class TrainBuffer:
         return [group for group in groups if group.group_id in first]
 
     def _taken(self, group_id: int) -> bool:
-        """Whether a group is trained, in the step, or keeps a slot of it."""
         state = self._groups.get(group_id)
         return group_id in self.durable or (state is not None and state.stage is not Stage.CANDIDATE)

@@ -5,9 +5,9 @@ prompt ─ turn 0 (sampled) ─ turn 1 (observed) ┬ turn 2 (sampled)      bran
                                               └ turn 3 (sampled)      branch 1: turns 0 1 3, trains 3
 NOTHING ─ turn 4 (observed) ─ turn 5 (sampled)                        branch 2: turns 4 5, has a prompt of its own
 ```
-Branches are the paths from a root to a last sampled turn, in the order of a depth-first walk, so what a branch shares
-with earlier ones is its beginning. Each sampled token is trained in the first branch that holds it. Turns that no
-sampled turn follows predict nothing and take no place.
+Branches are the paths from a root to a last sampled turn, in depth-first order, so what a branch shares with earlier
+ones is its beginning. Each sampled token is trained in the first branch that holds it; turns that no sampled turn
+follows take no place.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class EpisodeBranch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """Turns of one sample; the sampled tokens themselves stand in the arrays of the sample."""
-
     parents: tuple[int, ...]  # as in `wire.Turn`
     sampled: tuple[int, ...]  # sampled tokens of each turn, 0 for an observed one
     observed: tuple[Int32Array, ...]  # ids of each turn, none for a sampled one
@@ -49,7 +47,7 @@ class Tree:
 
     @classmethod
     def of(cls, sample: Sample) -> Tree | None:
-        """The tree of a sample; None for a single answer, which needs none."""
+        """None for a single answer, which needs none."""
         if not sample.turns:
             return None
         return cls(
@@ -67,7 +65,7 @@ class Tree:
         return np.concatenate([np.zeros(0, dtype=np.int32), *self.observed])
 
     def places(self, turns: Iterable[int]) -> Int64Array:
-        """Places of the sampled tokens of turns in the arrays of the sample."""
+        """Where the sampled tokens of turns are in the arrays of the sample."""
         found = [np.arange(self.starts[turn], self.starts[turn] + self.sampled[turn]) for turn in turns]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
@@ -77,7 +75,7 @@ class Tree:
         return [self.places(branch.turns[branch.new :]) for branch in self.branches]
 
     def width(self, branch: EpisodeBranch, prompt: int) -> int:
-        """Tokens that a pass over this branch alone has, without the last one, from which nothing is predicted."""
+        """Tokens that a pass over this branch alone has."""
         tokens = sum(self.length(turn) for turn in branch.turns) - 1
         return tokens if branch.own_prompt else prompt + tokens
 
@@ -112,13 +110,10 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order.
-
-    The last token of each branch is left out, because nothing is predicted from it.
-    """
+    """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order."""
 
     prompt: Int32Array
-    ids: Int32Array  # shape (n,)
+    ids: Int32Array  # shape (n,), without the last token of each branch, from which nothing is predicted
     visible_until: Int64Array  # first place in `ids` that does not see each token, shape (n,)
     depth: Int64Array  # tokens between the prompt and each token, shape (n,)
     before: Int64Array  # place in `ids` that predicts each trained token, -1: the end of the prompt, shape (m,)
@@ -127,19 +122,15 @@ class Segment:
 
     @classmethod
     def of_answer(cls, prompt: Int32Array, tokens: Int32Array) -> Segment:
-        """A single answer without turns, of at least one token."""
         places = np.arange(len(tokens))
         until = np.full(len(tokens) - 1, len(tokens) - 1)
         return cls(prompt, tokens[:-1], until, places[:-1], places - 1, places, 1)
 
 
 def segments(tree: Tree, prompt: Int32Array, tokens: Int32Array, widest: int) -> list[Segment]:
-    """The branches of a sample by prompt; a segment has one, or several in at most `widest` tokens with the prompt.
-
-    Where some branch alone is wider than `widest`, each segment has one branch: the mask of several branches and the
-    model's own attention do not go together in one pass.
-    """
+    """The branches of a sample by prompt; a segment has one, or several in at most `widest` tokens with the prompt."""
     widths = [tree.width(branch, len(prompt)) for branch in tree.branches]
+    # The mask of several branches and the model's own attention do not go together in one pass.
     together = max(widths, default=0) <= widest
     parts: list[list[EpisodeBranch]] = []
     taken: list[int] = []
@@ -200,8 +191,6 @@ def _segment(tree: Tree, prompt: Int32Array, tokens: Int32Array, branches: Seque
 
 
 class Span(NamedTuple):
-    """One whole sequence with places of it that are sampled tokens."""
-
     ids: Int32Array
     at: Int64Array  # places in `ids` of the trained tokens
     targets: Int64Array  # places of the same in the arrays of the sample
@@ -225,3 +214,18 @@ def spans(tree: Tree | None, prompt: Int32Array, tokens: Int32Array) -> list[Spa
             end += count
         found.append(Span(np.concatenate(parts), np.concatenate(at), tree.places(branch.turns[branch.new :])))
     return found
+
+
+def return_to_go(tree: Tree | None) -> FloatArray | None:
+    """Sum of the rewards of turns from each sampled token on, shape (n,); None where no turn has a reward.
+
+    A turn's reward is for each sampled token of itself and of the turns that it continues. The baseline is taken over
+    samples: a mean subtracted from each reward before this sum would be charged for every further turn (verl 7244).
+    """
+    if tree is None or not any(tree.rewards):
+        return None
+    going = list(tree.rewards)
+    for turn in range(len(going) - 1, -1, -1):
+        if tree.parents[turn] >= 0:
+            going[tree.parents[turn]] += going[turn]
+    return np.repeat(np.asarray(going, dtype=np.float64), tree.sampled)

@@ -23,7 +23,7 @@ _BUCKET_BYTES: Final = 128 << 20
 
 @dataclass(frozen=True)
 class PolicySnapshot:
-    """A copy of all weights, valid until `Copies` needs its memory again; training may go on."""
+    """A copy of all weights, valid until `Copies` needs its memory again."""
 
     tensors: list[tuple[str, torch.Tensor]]  # Hugging Face names, on the CPU; empty on ranks above 0
     seconds: float = 0.0  # duration of the copy: the time that a step loses by a version
@@ -31,10 +31,7 @@ class PolicySnapshot:
 
 
 class Copies:
-    """Host memory that snapshots are copied into, again and again: fresh memory costs six times the copy.
-
-    A snapshot is overwritten by the one that comes `sets` after it. Values are cast before they travel.
-    """
+    """Host memory for snapshots, used again after `sets` of them: fresh memory costs six times the copy."""
 
     def __init__(
         self, parameters: Mapping[str, DTensor], dtype: torch.dtype, sets: int = 1, adapter: Adapter | None = None
@@ -48,19 +45,16 @@ class Copies:
         started = time.monotonic()
         copies = self._sets.popleft() if len(self._sets) == self._most else self._room()
         for bucket in self._buckets():
+            rows = {name: parameter.to_local().detach() for name, parameter in bucket.items()}
+            if changed is not None:
+                rows = {name: changed(name, own) if own.numel() else own for name, own in rows.items()}
             _gather(
-                [(parameter, self._rows(name, parameter, changed)) for name, parameter in bucket.items()],
-                [copies[name] for name in bucket if copies],
-                self._dtype,
+                list(bucket.values()), list(rows.values()), [copies[name] for name in bucket if copies], self._dtype
             )
         if any(parameter.device_mesh.device_type == "cuda" for parameter in self._parameters.values()):
             torch.cuda.synchronize()
         self._sets.append(copies)
         return PolicySnapshot(list(copies.items()), time.monotonic() - started, self._adapter)
-
-    def _rows(self, name: str, parameter: DTensor, changed: Rows | None) -> torch.Tensor:
-        rows = parameter.to_local().detach()
-        return rows if changed is None or not rows.numel() else changed(name, rows)
 
     def _buckets(self) -> Iterator[dict[str, DTensor]]:
         bucket: dict[str, DTensor] = {}
@@ -84,19 +78,18 @@ class Copies:
         }
 
 
-def _gather(rows: list[tuple[DTensor, torch.Tensor]], wholes: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere). Collective.
-
-    FSDP cuts a tensor along its first dimension into pieces of `ceil(rows / ranks)`, so no rank has more than rank 0.
-    """
-    mesh = rows[0][0].device_mesh
+def _gather(
+    parameters: list[DTensor], rows: list[torch.Tensor], wholes: list[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Copy the rows of all ranks into `wholes` of rank 0 (empty elsewhere), which has most. Collective."""
+    mesh = parameters[0].device_mesh
     if mesh.size() == 1:
-        for whole, (_, own) in zip(wholes, rows, strict=True):
+        for whole, own in zip(wholes, rows, strict=True):
             whole.copy_(own, non_blocking=True)
         return
-    pieces = [-(-len(parameter) // mesh.size()) * math.prod(parameter.shape[1:]) for parameter, _ in rows]
+    pieces = [-(-len(parameter) // mesh.size()) * math.prod(parameter.shape[1:]) for parameter in parameters]
     flat = torch.zeros(sum(pieces), dtype=dtype, device=mesh.device_type)
-    for place, (_, own) in zip(torch.split(flat, pieces), rows, strict=True):
+    for place, own in zip(torch.split(flat, pieces), rows, strict=True):
         place[: own.numel()].copy_(own.reshape(-1))
     parts = [torch.empty_like(flat) for _ in range(mesh.size())] if wholes else None
     dist.gather(flat, parts, group=mesh.get_group(), group_dst=0)

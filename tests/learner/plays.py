@@ -20,20 +20,19 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_kit import estimated, rewarded, weights
-from tiny_policy import count_tokens, lay_out, make_batch, run_config, untried
+from tiny_policy import count_tokens, lay_out, make_batch, passes_of, run_config, untried
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
 from streamrl.learner.batch import TrainSample, sizes
-from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.critic import Critic
-from streamrl.learner.deal import scatter
 from streamrl.learner.model_loading import load_rows
 from streamrl.learner.policy import Actor
-from streamrl.learner.rank_group import Command, RankWorker
+from streamrl.learner.rank_group import Command, RankWorker, scatter
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.reference import FrozenReference
 from streamrl.learner.step import Models, make_models
@@ -108,10 +107,13 @@ def train(actor: Actor, steps: range) -> list[dict[str, Any]]:
     records = []
     for step in steps:
         batch = make_batch(step, groups=4, size=4, zero=1)
-        passes = [actor.accumulate(part[actor.ranks.rank]).passes for part in pieces(step, actor.ranks.world)]
+        passes, counts = passes_of(actor), [0]
+        for part in pieces(step, actor.ranks.world):
+            actor.accumulate(part[actor.ranks.rank])
+            counts.append(len(passes))
         stats = actor.apply_update(count_tokens(batch))
         trained = {"tokens": stats.trained.tokens, "ess": stats.trained.ess}
-        records.append({"loss": stats.loss, "norm": stats.grad_norm, "passes": passes, **trained})
+        records.append({"loss": stats.loss, "norm": stats.grad_norm, "passes": np.diff(counts).tolist(), **trained})
     return records
 
 
@@ -360,7 +362,7 @@ def no_shared_fs(model: Path, out: Path, ranks: Ranks) -> None:
     again.execute(Command.FETCH_CHECKPOINT, meta.position)
     assert settled(again) is WriteProgress.WRITTEN
     again.execute(Command.LOAD, meta.position)
-    ours, theirs = again.state.tensors(), worker.state.tensors()
+    ours, theirs = again.actor.shard_state(), worker.actor.shard_state()
     found["same"] = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     found["here"] = sorted(path.name for path in (second / "fetched").rglob("*"))
     snapshot = again.snapshot()
@@ -389,7 +391,7 @@ def written(worker: RankWorker) -> Meta:
     assert settled(worker) is WriteProgress.WRITTEN
     if ranks.rank:
         return Meta(epoch=1, step=1, version=1)
-    meta = worker.state.describe(Meta(epoch=1, step=1, version=1, model=worker.actor.config.model.path))
+    meta = worker.state.describe(Meta(format=FORMAT, epoch=1, step=1, version=1, model=worker.actor.config.model.path))
     meta = msgspec.structs.replace(meta, shards=worker.state.shards)
     worker.checkpoints.finish(meta)
     return meta

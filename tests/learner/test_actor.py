@@ -12,6 +12,7 @@ from tiny_policy import (
     count_tokens,
     lay_out,
     make_batch,
+    passes_of,
     run_config,
     train_sample,
     with_advantage,
@@ -98,9 +99,10 @@ def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, layout):
     batch = make_batch(1)
     loss = reference_gradient(model, batch)
     policy = lay_out(make(kind, tokens_per_microbatch=192, logprob_chunk=32), layout)
-    stats = policy.accumulate(batch)
-    assert stats.passes > 1
-    assert stats.tokens == count_tokens(batch)
+    passes = passes_of(policy)
+    policy.accumulate(batch)
+    assert len(passes) > 1
+    assert sum(part.counts.sum() for part in passes) == count_tokens(batch)
     assert_same(gradients(policy), {name: p.grad for name, p in model.named_parameters()})
     assert policy.apply_update(100).loss == pytest.approx(loss / 100, rel=1e-5)
 
@@ -108,10 +110,12 @@ def test_gradient_equals_one_sample_at_a_time(make, model_of, kind, layout):
 def test_prompts_are_shared_where_the_model_allows_it(make):
     """What one prompt saves."""
     batch = make_batch(2, groups=2, size=8, longest=8)
-    shared = make("Llama").accumulate(batch)
-    alone = lay_out(make("Llama"), "apart").accumulate(batch)
-    assert shared.tokens == alone.tokens
-    assert shared.computed < alone.computed
+    actors = make("Llama"), lay_out(make("Llama"), "apart")
+    shared, alone = (passes_of(actor) for actor in actors)
+    for actor in actors:
+        actor.accumulate(batch)
+    assert {sum(part.counts.sum() for part in parts) for parts in (shared, alone)} == {count_tokens(batch)}
+    assert sum(part.input_ids.size for part in shared) < sum(part.input_ids.size for part in alone)
 
 
 def test_rows_that_are_not_shared_have_no_mask(make, monkeypatch):
@@ -136,7 +140,7 @@ def test_entropy_is_computed_for_a_bonus_alone_and_estimated_otherwise(make):
     batch = make_batch(0)
     exact, estimated = make(loss={"entropy": 1e-9}), make()
     known = exact.compute_log_prob(batch, calculate_entropy=True)
-    found = [actor.update_policy(batch)[1].trained.mean("entropy") for actor in (exact, estimated)]
+    found = [actor.update_policy(batch).trained.mean("entropy") for actor in (exact, estimated)]
     assert found[0] == pytest.approx(np.concatenate(known.entropy).mean(), rel=1e-5)
     assert found[1] == pytest.approx(-np.concatenate(known.logprobs).mean(), rel=1e-5)
 
@@ -162,7 +166,7 @@ def test_one_step_equals_plain_adamw(make, model_of):
         adamw.param_groups[0]["lr"] = rate
         adamw.step()
         adamw.zero_grad()
-        _, stats = policy.update_policy(batch)
+        stats = policy.update_policy(batch)
         assert (stats.update, stats.skipped) == (step + 1, False)
         assert stats.lr == pytest.approx(rate)
         assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
@@ -189,10 +193,10 @@ def test_zero_advantage_is_skipped_exactly(make):
     batch = make_batch(4, zero=2)
     tiny = [with_advantage(sample, float(sample.advantages[0]) or 1e-38) for sample in batch]
     skipping, computing = make("Qwen2"), make("Qwen2")
-    micro, _ = skipping.update_policy(batch)
-    full, _ = computing.update_policy(tiny)
-    assert (micro.skipped, micro.samples) == (8, 8)
-    assert (full.skipped, full.samples) == (0, 16)
+    some, every = passes_of(skipping), passes_of(computing)
+    skipping.update_policy(batch)
+    computing.update_policy(tiny)
+    assert [sum(len(part.samples) for part in parts) for parts in (some, every)] == [8, 16]
     assert_same(weights(skipping), weights(computing))
     only = make("Qwen2")
     only.update_policy(batch[8:])
@@ -211,9 +215,10 @@ def test_a_step_without_any_gradient_moves_on_momentum_only(make):
     for one in (policy, computing):
         one.update_policy(make_batch(5))
     nothing = [with_advantage(sample, 0.0) for sample in make_batch(6)]
-    micro, stats = policy.update_policy(nothing)
+    passes = passes_of(policy)
+    stats = policy.update_policy(nothing)
     computing.update_policy([with_advantage(sample, 1e-38) for sample in nothing])
-    assert (micro.passes, stats.grad_norm, stats.skipped, stats.update) == (0, 0.0, False, 2)
+    assert (passes, stats.grad_norm, stats.skipped, stats.update) == ([], 0.0, False, 2)
     assert_same(weights(policy), weights(computing))
 
 
@@ -223,12 +228,12 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(make):
     policy.update_policy(batch)
     before = policy.shard_state()
     huge = [with_advantage(sample, 3e38) for sample in batch]
-    _, stats = policy.update_policy(huge)
+    stats = policy.update_policy(huge)
     assert stats.skipped
     assert not np.isfinite(stats.grad_norm)
     assert stats.update == 1
     assert_bits(policy.shard_state(), before)
-    _, stats = policy.update_policy(batch)
+    stats = policy.update_policy(batch)
     assert not stats.skipped, "nothing of the bad gradient is left"
 
 
@@ -270,15 +275,15 @@ def test_state_round_trip_continues_bit_for_bit(make):
         first.update_policy(make_batch(seed))
     state = first.shard_state()
     kept = {name: tensor.clone() for name, tensor in state.items()}
-    ahead = [first.update_policy(make_batch(seed))[1] for seed in range(2, 4)]
+    ahead = [first.update_policy(make_batch(seed)) for seed in range(2, 4)]
     assert_bits(state, kept)  # copies: training went on while they could be written
 
     second = make("Qwen2", warmup_steps=5)
     second.accumulate(make_batch(50))  # a partial step that the load must forget
     second.load_shard_state(state)
-    assert second.updates == 2
+    assert second._optimizer.updates == 2
     assert_bits(second.shard_state(), state)
-    assert [second.update_policy(make_batch(seed))[1] for seed in range(2, 4)] == ahead
+    assert [second.update_policy(make_batch(seed)) for seed in range(2, 4)] == ahead
     assert_bits(second.shard_state(), first.shard_state())
 
 
@@ -373,10 +378,11 @@ def test_logits_of_a_batch_never_exist(make):
     sizes = {}
     for chunk in (16, 4096):
         policy = lay_out(make("GPT2", logprob_chunk=chunk, tokens_per_microbatch=4096), "apart")
+        passes = passes_of(policy)
         with BiggestTensor() as biggest:
-            stats = policy.accumulate(batch)
+            policy.accumulate(batch)
         sizes[chunk] = biggest.elements
-    assert sizes[4096] >= stats.tokens * VOCABULARY / stats.passes
+    assert sizes[4096] >= count_tokens(batch) * VOCABULARY / len(passes)
     width = 4 * 32 * 2048  # activations: tokens of a pass x the widest layer
     assert sizes[16] < width
 
@@ -422,11 +428,6 @@ def test_learned_positions_up_to_the_last_one(make, model_of):
 
 def sample_short(sample):
     return train_sample(0, sample.prompt, sample.tokens[:69], sample.logprobs[:69], 1.0)
-
-
-def test_an_update_needs_a_token_count(make):
-    with pytest.raises(ValueError, match="token count"):
-        make("Qwen2").apply_update(0)
 
 
 def test_a_missing_model_is_a_configuration_error(one_rank, tmp_path):

@@ -22,7 +22,8 @@ from streamrl.learner.checkpoint import (
     parse_name,
     shard_name,
 )
-from streamrl.learner.checkpoint_files import open_shards, rows_of, write_shard
+from streamrl.learner.checkpoint_files import open_shards, write_shard
+from streamrl.learner.ranks import rows_of
 from streamrl.store import ObjectStore
 
 TENSORS = {

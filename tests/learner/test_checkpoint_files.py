@@ -8,7 +8,8 @@ import torch
 
 from streamrl.errors import Refused
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, WriteProgress, rows_of
+from streamrl.learner.checkpoint_files import RankState, WriteProgress
+from streamrl.learner.ranks import rows_of
 from streamrl.learner.takeover import check_fit
 
 
@@ -40,14 +41,6 @@ class Coefficient:
         self.value = state["value"]
 
 
-class Both(Weights, Coefficient):
-    """A part with both."""
-
-    def __init__(self, value, **tensors):
-        Weights.__init__(self, **tensors)
-        Coefficient.__init__(self, value)
-
-
 META = Meta(epoch=1, step=4, version=5, model="here", format=FORMAT)
 
 
@@ -55,13 +48,18 @@ def parts(fill=1.0):
     return {
         "actor": Weights(weight=torch.full((5, 2), fill), updates=torch.tensor(7)),
         "kl": Coefficient(0.1 + fill),
-        "critic": Both(fill / 3, weight=torch.arange(4.0) * fill),
+        "critic": Weights(weight=torch.arange(4.0) * fill),
     }
+
+
+def state_of(ranks, held):
+    models = {name: part for name, part in held.items() if isinstance(part, Weights)}
+    return RankState(ranks, models, {name: part for name, part in held.items() if name not in models})
 
 
 def written(ranks, folder, held):
     """Save and wait; the meta data with what the parts say."""
-    state = RankState(ranks, held)
+    state = state_of(ranks, held)
     folder.mkdir(exist_ok=True)
     state.save(folder)
     while state.saved() is WriteProgress.WRITING:
@@ -75,24 +73,24 @@ def test_all_parts_come_back(one_rank, tmp_path):
     meta = written(one_rank, tmp_path, parts(2.5))
     assert (meta.parts, meta.world) == (["actor", "critic", "kl"], 1)
     found = parts(0.0)
-    RankState(one_rank, found).load(tmp_path, meta)
+    state_of(one_rank, found).load(tmp_path, meta)
     expected = parts(2.5)
     for name in ("actor", "critic"):
         ours, theirs = found[name].tensors, expected[name].tensors
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert (found["kl"].value, found["critic"].value) == (expected["kl"].value, expected["critic"].value)
+    assert found["kl"].value == expected["kl"].value
 
 
 def test_training_may_go_on_while_the_copy_is_written(one_rank, tmp_path):
     held = parts()
-    state = RankState(one_rank, held)
+    state = state_of(one_rank, held)
     state.save(tmp_path)
     held["actor"].tensors["weight"].fill_(99.0)
     while state.saved() is WriteProgress.WRITING:
         pass
     found = parts(0.0)
-    RankState(one_rank, found).load(tmp_path, state.describe(META))
+    state_of(one_rank, found).load(tmp_path, state.describe(META))
     assert torch.equal(found["actor"].tensors["weight"], torch.ones(5, 2))
 
 
@@ -104,28 +102,22 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(one_rank, tmp_path, lacks, wo
     del held[lacks]
     meta = written(one_rank, tmp_path, held)
     with pytest.raises(Refused, match=word):
-        RankState(one_rank, parts()).load(tmp_path, meta)
+        state_of(one_rank, parts()).load(tmp_path, meta)
     with pytest.raises(Refused, match=f"state of {lacks}, which this learner does not have"):
-        RankState(one_rank, held).check(written(one_rank, tmp_path, parts()))
-
-
-def test_a_part_that_has_numbers_now_and_had_none_is_refused(one_rank, tmp_path):
-    meta = written(one_rank, tmp_path, {"actor": Weights(w=torch.ones(1))})
-    with pytest.raises(Refused, match="no state of actor"):
-        RankState(one_rank, {"actor": Both(1, w=torch.ones(1))}).load(tmp_path, meta)
+        state_of(one_rank, held).load(tmp_path, written(one_rank, tmp_path, parts()))
 
 
 def test_a_checkpoint_of_another_model_is_refused(one_rank, tmp_path):
     meta = written(one_rank, tmp_path, {"actor": Weights(weight=torch.ones(3, 2))})
     with pytest.raises(Refused, match="another model"):
-        RankState(one_rank, {"actor": Weights(weight=torch.ones(2, 3))}).load(tmp_path, meta)
+        state_of(one_rank, {"actor": Weights(weight=torch.ones(2, 3))}).load(tmp_path, meta)
 
 
 def test_a_missing_file_is_an_error(one_rank, tmp_path):
     meta = written(one_rank, tmp_path, parts())
     (tmp_path / shard_name(0, 1)).unlink()
     with pytest.raises(InvalidCheckpoint):
-        RankState(one_rank, parts()).load(tmp_path, meta)
+        state_of(one_rank, parts()).load(tmp_path, meta)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_meta_data_of_the_first_format_is_known_as_such():
 
 
 def test_a_shard_that_cannot_be_written_is_a_failure_and_the_next_one_counts(one_rank, tmp_path):
-    state = RankState(one_rank, parts())
+    state = state_of(one_rank, parts())
     assert state.saved() is WriteProgress.FAILED  # nothing was begun
     for folder, expected in ((tmp_path / "none", WriteProgress.FAILED), (tmp_path, WriteProgress.WRITTEN)):
         state.save(folder)

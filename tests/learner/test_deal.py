@@ -11,8 +11,8 @@ from tiny_policy import make_batch
 from tree_kit import make_episodes
 
 from streamrl.learner.batch import RowLimits, work_of
-from streamrl.learner.deal import deal, decode, encode
 from streamrl.learner.groups import TrainGroup
+from streamrl.learner.rank_group import deal, decode, encode
 
 (ONE,) = make_batch(0, groups=1, size=1)
 BOUNDS = RowLimits(tokens=1 << 20, shared=1024, hidden=64)
@@ -40,7 +40,7 @@ def work(samples):
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_rank_has_more_than_the_mean_and_one_group(lengths, world):
     groups = [group(number, length, length) for number, length in enumerate(lengths)]
-    shares, costs = deal(groups, world, work, split=False, every=False), [work(each.samples) for each in groups]
+    shares, costs = deal(groups, world, BOUNDS, split=False, every=False), [work(each.samples) for each in groups]
     assert max(map(work, shares)) <= sum(costs) / world + max(costs)
     for each in groups:
         assert [len(each.samples)] == [count for share in shares if (count := of(share, each.group_id))]
@@ -49,7 +49,7 @@ def test_no_rank_has_more_than_the_mean_and_one_group(lengths, world):
 @given(st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=8), min_size=1, max_size=12), st.integers(1, 4))
 def test_a_large_group_is_split_and_every_sample_dealt_once(lengths, world):
     groups = [group(number, *each) for number, each in enumerate(lengths)]
-    shares = deal(groups, world, work, split=True, every=False)
+    shares = deal(groups, world, BOUNDS, split=True, every=False)
     assert Counter(id(one) for share in shares for one in share) == Counter(
         id(one) for each in groups for one in each.samples
     )
@@ -57,7 +57,7 @@ def test_a_large_group_is_split_and_every_sample_dealt_once(lengths, world):
 
 def test_one_long_group_keeps_all_ranks_busy():
     groups = [group(0, *[400] * 16), *(group(number, 20, 20) for number in range(1, 4))]
-    whole, parts = (deal(groups, 8, work, split=split, every=False) for split in (False, True))
+    whole, parts = (deal(groups, 8, BOUNDS, split=split, every=False) for split in (False, True))
     assert max(map(work, whole)) == work(groups[0].samples)
     assert max(map(work, parts)) <= 1.05 * sum(map(work, parts)) / 8
 
@@ -65,14 +65,14 @@ def test_one_long_group_keeps_all_ranks_busy():
 def test_work_is_not_the_number_of_tokens():
     """Attention makes one response of 4000 tokens dearer than four of 1000."""
     groups = [group(0, 4000), group(1, 1000), group(2, 1000), group(3, 1000), group(4, 1000)]
-    shares = deal(groups, 2, work, split=False, every=False)
+    shares = deal(groups, 2, BOUNDS, split=False, every=False)
     assert [[one.group_id for one in share] for share in shares] == [[0], [1, 2, 3, 4]]
 
 
 def test_nobody_computes_a_group_without_advantage():
     groups = [group(0, 5), group(1, 5, advantage=0.0)]
-    assert [[one.group_id for one in share] for share in deal(groups, 2, work, split=True, every=False)] == [[0], []]
-    shares = deal(groups, 2, work, split=True, every=True)
+    assert [[one.group_id for one in share] for share in deal(groups, 2, BOUNDS, split=True, every=False)] == [[0], []]
+    shares = deal(groups, 2, BOUNDS, split=True, every=True)
     assert sorted(one.group_id for share in shares for one in share) == [0, 1], "a collected step counts all"
 
 

@@ -8,7 +8,7 @@ import torch
 from step_kit import worker_of
 from test_actor import assert_same, gradients, plain
 from test_groups import opened
-from tiny_policy import lay_out, run_config
+from tiny_policy import lay_out, passes_of, run_config
 from tree_kit import make_episodes, random_rows, tree_of
 
 from streamrl import wire
@@ -19,8 +19,7 @@ from streamrl.learner.groups import Unusable, group_data
 from streamrl.learner.metrics import StepMeter
 from streamrl.learner.policy import Actor
 from streamrl.learner.step import StepStats
-from streamrl.learner.tree import spans
-from streamrl.learner.turns import return_to_go
+from streamrl.learner.tree import return_to_go, spans
 from streamrl.wire import NOTHING, PROMPT, ToolUse, Turn
 
 RANDOM = np.random.default_rng(0)
@@ -73,10 +72,11 @@ def test_gradient_equals_each_branch_alone(one_rank, model_of, seed):
     computed = []
     for layout, tokens in (("rows of like length", 256), ("packed", 256), ("apart", 256), ("rows of like length", 48)):
         actor = lay_out(Actor(run_config(model_of("Qwen2"), tokens_per_microbatch=tokens), one_rank), layout)
-        stats = actor.accumulate(batch)
-        assert stats.samples == len(batch)
-        assert stats.tokens == sum(len(sample.tokens) for sample in batch)
-        computed.append(stats.computed)
+        passes = passes_of(actor)
+        actor.accumulate(batch)
+        assert sum(len(part.samples) for part in passes) == len(batch)
+        assert sum(part.counts.sum() for part in passes) == sum(len(sample.tokens) for sample in batch)
+        computed.append(sum(part.input_ids.size for part in passes))
         assert_same(gradients(actor), expected)
     assert computed[0] < computed[2], "what branches share is computed once"
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from weights_kit import full_tensors
 
 from streamrl.errors import CannotCreate, ConfigError, Refused
-from streamrl.learner.checkpoint import Checkpoints, InvalidCheckpoint, Meta, shard_name
-from streamrl.learner.checkpoint_files import RankState, rows_of, write_shard
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, InvalidCheckpoint, Meta, shard_name
+from streamrl.learner.checkpoint_files import RankState, write_shard
 from streamrl.learner.export import choose_checkpoint, export_checkpoint
 from streamrl.learner.policy import Actor
+from streamrl.learner.ranks import rows_of
 
 
 def train(config, ranks):
@@ -30,16 +31,15 @@ def train(config, ranks):
 
 def save(folder, actor, config, *, world=1, step=2, **changed):
     """A checkpoint of an actor, as `world` ranks would have written it."""
-    parts = {"actor": actor} | ({} if actor.lora is None else {"lora": actor.lora})
-    state = RankState(actor.ranks, parts)
-    whole = state.tensors()
+    state = RankState(actor.ranks, {"actor": actor}, {} if actor.lora is None else {"lora": actor.lora})
+    whole = {f"actor/{name}": tensor for name, tensor in actor.shard_state().items()}
     checkpoints = Checkpoints(folder)
     draft = checkpoints.begin((1, step))
     shards = []
     for rank in range(world):
         mine = {n: t[rows_of(t.shape[0], rank, world)] if t.dim() else t for n, t in whole.items()}
         shards.append(write_shard(draft / shard_name(rank, world), {n: t for n, t in mine.items() if t.numel()}))
-    meta = state.describe(Meta(epoch=1, step=step, version=3, model=config.model.path))
+    meta = state.describe(Meta(format=FORMAT, epoch=1, step=step, version=3, model=config.model.path))
     written = {"world": world, "shards": shards}
     checkpoints.finish(msgspec.structs.replace(meta, **written, **changed))
     return checkpoints

@@ -14,27 +14,13 @@ from transformers import AutoModelForCausalLM
 from tree_kit import make_episodes
 
 from streamrl.learner.batch import RowLimits, pack
-from streamrl.learner.model import block_mask, dense_mask, mask_form, set_rows_attention, takes_flex
+from streamrl.learner.model import block_mask, dense_mask, set_rows_attention, takes_flex
 from streamrl.learner.policy import Actor
 
 BATCHES = st.one_of(
     st.builds(make_batch, st.integers(0, 10_000), st.integers(1, 8), st.integers(1, 8)),
     st.builds(make_episodes, st.integers(0, 10_000), st.integers(1, 8), st.integers(1, 8)),
 )
-
-
-@pytest.mark.parametrize(
-    ("device", "flex", "shared", "form"),
-    [
-        ("cuda", True, True, "flex"),
-        ("cuda", False, True, "dense"),
-        ("cpu", True, True, "dense"),
-        ("cuda", True, False, "none"),
-        ("cpu", False, False, "none"),
-    ],
-)
-def test_the_form_of_a_mask_follows_from_device_kernels_and_rows(device, flex, shared, form):
-    assert mask_form(device, flex, shared) == form
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,9 +84,6 @@ def test_flex_attention_that_fails_leaves_rows_under_a_dense_mask(model_of, one_
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("streamrl.learner.model_loading.takes_flex", takes)
-    monkeypatch.setattr(
-        "streamrl.learner.model.mask_form", lambda _, flex, shared: "flex" if flex and shared else "dense"
-    )
     monkeypatch.setattr("streamrl.learner.model.block_mask", fail)
     actor = Actor(on_sdpa(run_config(model_of("Qwen3"))), one_rank)
     assert "flex attention fails" in caplog.text

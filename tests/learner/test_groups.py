@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 from test_actor import plain, reference_logprobs
-from tiny_policy import make_batch, run_config, train_sample
+from tiny_policy import make_batch, passes_of, run_config, train_sample
 
 from streamrl import wire
 from streamrl.config import RunConfig
@@ -147,11 +147,12 @@ def test_responses_without_a_token_are_no_step_and_change_nothing_else(one_rank,
     empty = group.samples[0]
     actor, other = (Actor(run_config(model_of("Qwen2")), one_rank) for _ in range(2))
     before = actor.shard_state()
-    micro, stats = actor.update_policy([empty, empty])
-    assert (micro.passes, stats.grad_norm, stats.loss, stats.skipped) == (0, 0.0, 0.0, False)
+    passes = passes_of(actor)
+    stats = actor.update_policy([empty, empty])
+    assert (passes, stats.grad_norm, stats.loss, stats.skipped) == ([], 0.0, 0.0, False)
     assert all(np.array_equal(before[name], rows) for name, rows in actor.shard_state().items() if "weight/" in name)
     batch = make_batch(1)
     actor.load_shard_state(before)
-    with_empty, without = (one.update_policy(rows)[1] for one, rows in ((actor, [*batch, empty]), (other, batch)))
+    with_empty, without = (one.update_policy(rows) for one, rows in ((actor, [*batch, empty]), (other, batch)))
     assert with_empty.grad_norm == without.grad_norm
     assert with_empty.trained.tokens == without.trained.tokens

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from tiny_policy import KINDS, VOCABULARY, lay_out, make_model, run_config, train_sample
+from tiny_policy import KINDS, VOCABULARY, lay_out, make_model, passes_of, run_config, train_sample
 from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
@@ -158,8 +158,10 @@ def test_rows_that_change_each_other_are_computed_one_by_one(model_of, one_rank,
     assert "in a pass of its own" in caplog.text
     batch = responses((10, 20, 30, 7), (5, 3, 33))
     check_against_each_alone(model_of("Llama"), actor, batch)
-    assert actor.accumulate(batch).passes == len(batch)
-    assert actor.accumulate(batch).computed == sum(sample.width for sample in batch)
+    passes = passes_of(actor)
+    actor.accumulate(batch)
+    assert len(passes) == len(batch)
+    assert sum(part.input_ids.size for part in passes) == sum(sample.width for sample in batch)
 
 
 def fails_with(condition, monkeypatch):

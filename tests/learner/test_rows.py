@@ -43,11 +43,11 @@ def test_sizes_are_kept(groups, bounds):
     batch = batch_of(groups)
     for part in pack(batch, bounds):
         rows, width = part.input_ids.shape
-        assert width % bounds.step == 0
+        assert width % bounds.padded(1) == 0
         assert rows == 1 or rows * width <= bounds.tokens
         filled = (part.visible_until < 1 << 30).sum(axis=1)
         # Padding of a micro-batch is cheaper than another pass, the rounding of each row apart.
-        assert sum(width - filled) <= PASS_TOKENS + rows * (bounds.step - 1)
+        assert sum(width - filled) <= PASS_TOKENS + rows * (bounds.padded(1) - 1)
         assert not part.shared or max(filled) <= bounds.shared, "a row with the model's own window stands apart"
 
 

@@ -109,10 +109,23 @@ def run_config(
 
 
 @torch.no_grad()
-def untried(limits: RowLimits, states: Callable[[Microbatch], object], **_: object) -> RowLimits:
+def untried(limits: RowLimits, states: Callable[[Microbatch], object], *_: object) -> RowLimits:
     """In the place of `rows.checked`, which makes twenty passes: the one that FSDP needs to be set up."""
     states(dummy())
     return limits
+
+
+def passes_of(model: ShardedModel) -> list[Microbatch]:
+    """What the model runs forward and backward from now on, one after the other."""
+    found: list[Microbatch] = []
+    backward = model._backward
+
+    def noted(parts, loss):
+        found.extend(parts)
+        backward(parts, loss)
+
+    model._backward = noted
+    return found
 
 
 def train_sample(

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from streamrl.learner.checkpoint import Checkpoints, Meta
+from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import RankState, WriteProgress
 from streamrl.learner.export import export_checkpoint
 from streamrl.learner.policy import Actor
@@ -37,8 +37,8 @@ def full_tensors(model: TrainableModel, dtype: torch.dtype = torch.float32) -> d
 def save(folder: Path, actor: Actor) -> Meta:
     """A checkpoint of an actor at step 1. Collective."""
     ranks, checkpoints = actor.ranks, Checkpoints(folder)
-    state = RankState(ranks, {"actor": actor} | ({} if actor.lora is None else {"lora": actor.lora}))
-    meta = state.describe(Meta(epoch=1, step=1, version=1, model=actor.config.model.path))
+    state = RankState(ranks, {"actor": actor}, {} if actor.lora is None else {"lora": actor.lora})
+    meta = state.describe(Meta(format=FORMAT, epoch=1, step=1, version=1, model=actor.config.model.path))
     if ranks.rank == 0:
         checkpoints.begin(meta.position)
     ranks.all_min(1)  # it is there
