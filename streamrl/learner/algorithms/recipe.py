@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -32,7 +32,7 @@ from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, Token
 from streamrl.learner.algorithms.corrections import Corrections, Level, correct
 from streamrl.learner.algorithms.kl import kl_term
 from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
-from streamrl.learner.algorithms.tokens import Tokens, TokenSums, token_sums
+from streamrl.learner.algorithms.tokens import Objective, Tokens, TokenSums, token_sums
 
 Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
 
@@ -90,19 +90,6 @@ def lr_factor(rule: Literal["none", "ess", "staleness"], sums: TokenSums, level:
     if rule == "staleness":
         return 1 / math.sqrt(1 + sums.mean("age"))
     return 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Objective:
-    """The objective of each token and the sums of the statistics.
-
-    Attributes:
-        per_token: shape (n,), with a gradient; to be added up, and divided by the normaliser of the update.
-        sums: float64, shape (len(TOKEN_SUMS),), without a gradient, in the order of `TOKEN_SUMS`.
-    """
-
-    per_token: torch.Tensor
-    sums: torch.Tensor = field(repr=False)
 
 
 def objective(
@@ -302,16 +289,12 @@ class Recipe:
 def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
     """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
 
-    Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no ratio, because something else in it
-    keeps the policy near the one that sampled, as in `kimi`.
-
-    Raises:
-        ConfigError: what is counted twice or not at all, and what to write instead.
+    `ConfigError` says what is counted twice or not at all, and what to write instead.
     """
     base, name = corrections.base, learner.loss.use
     weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
     restricting = any(gate.traits.restricts for gate in corrections.gates)
-    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
+    any_data = getattr(getattr(loss, "func", loss), "any_data", False)
     where = f"learner.correction.base {base} with learner.loss.use {name}"
     if len(weighing) > 1:
         raise ConfigError(
