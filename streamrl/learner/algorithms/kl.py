@@ -1,16 +1,9 @@
 """The distance to the reference policy: estimators per token, penalties in the reward, and the coefficient's control.
 
-d = log policy - log reference of the sampled token. Its estimators (Schulman, "Approximating KL divergence", 2020):
-
-* k1 `d`: unbiased, may be negative, its gradient averages to zero and so does nothing in the loss on-policy,
-* abs `|d|`,
-* k2 `d^2 / 2`: biased a little, its gradient is that of KL(policy || reference),
-* k3 `e^-d - 1 + d`: unbiased, never negative; its gradient is that of KL(reference || policy).
-
-Their expectations are over the policy. `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2 (straight
-through). With `unbiased` a term is multiplied by the importance weight policy / behaviour, so that the expectation is
-right off-policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); the weight then carries a gradient of its own, which
-makes that of k1 and k3 the gradient of KL(policy || reference).
+docs/reference/kl-and-critic.md has the estimators (Schulman, "Approximating KL divergence", 2020), whose expectations
+are over the policy. With `unbiased` a term is multiplied by the importance weight policy / behaviour, so that the
+expectation is right off-policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); the weight then carries a gradient of
+its own, which makes that of k1 and k3 the gradient of KL(policy || reference).
 """
 
 from __future__ import annotations
