@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.weight_copy import PolicySnapshot
 
-MANIFEST = object()
+MANIFEST = SimpleNamespace(total_bytes=10, kind="full")
 
 
 class Outlet:
