@@ -22,7 +22,7 @@ from typing import Final
 from streamrl.config import WeightsConfig
 from streamrl.errors import CannotCreate, WeightsError
 from streamrl.weight_sync.delta import decode_into, read_delta_shard
-from streamrl.weight_sync.files import SLACK_BYTES, StagingFolder, file_checksum
+from streamrl.weight_sync.files import StagingFolder, file_checksum
 from streamrl.weight_sync.manifest import Manifest
 from streamrl.weight_sync.source import WeightSource
 from streamrl.weight_sync.tensors import Version, map_shared, map_version
@@ -111,10 +111,9 @@ class Staging:
                 path = folder / shard.file
                 shutil.copyfile(base / shard.file, path)
                 table = map_shared(path)
-                limit = 2 * path.stat().st_size + SLACK_BYTES
                 for link in deltas:
                     changes = link.manifest.shards[index]
-                    found = read_delta_shard(link.folder / changes.file, changes, limit=limit)
+                    found = read_delta_shard(link.folder / changes.file, changes)
                     for name, encoded in found.items():
                         decode_into(table[name], encoded)
                 if file_checksum(path) != shard.makes:
