@@ -23,8 +23,7 @@ from streamrl.errors import CannotCreate, ConfigError, WeightsError
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, encode, parse_folder, read_manifest
 
 TOKEN_VARIABLE: Final = "STREAMRL_WEIGHTS_TOKEN_FILE"  # noqa: S105  (a name, no secret)
-SLACK_BYTES: Final = 1 << 20
-"""Room asked for beyond the values: headers and the manifest."""
+SLACK_BYTES: Final = 1 << 20  # asked for beyond the values: headers and the manifest
 CHUNK_BYTES: Final = 32 << 20
 Buffer: TypeAlias = "bytes | memoryview[Any] | mmap.mmap"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private, see `create_root`)
