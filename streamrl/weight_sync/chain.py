@@ -28,7 +28,6 @@ from streamrl.weight_sync.source import WeightSource
 from streamrl.weight_sync.tensors import Version, map_shared, map_version
 
 logger = logging.getLogger(__name__)
-_LONGEST_CHAIN: Final = 1000
 _PATCHED: Final = "patched-"
 
 
@@ -79,9 +78,7 @@ class Staging:
         if held is not None and held.manifest.pair == manifest.pair:
             return [held]
         while chain[-1].base is not None and (held is None or held.manifest.pair != chain[-1].base):
-            if len(chain) == _LONGEST_CHAIN:
-                raise WeightsError(f"version {chain[0].version} is more than {_LONGEST_CHAIN} deltas from a full one")
-            chain.append(await self._source.base_of(chain[-1]))
+            chain.append(await self._source.base_of(chain[-1]))  # always an older one
         if len(chain) > 1 and chain[-1].base is None:
             extra = {"version": manifest.version, "anchor": chain[-1].version, "deltas": len(chain) - 1}
             logger.info("weights rebuilt from a full version", extra=extra)
