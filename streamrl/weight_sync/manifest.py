@@ -169,7 +169,7 @@ def folder_name(epoch: int, version: int) -> str:
 
 def parse_folder(name: str) -> Pair | None:
     """(epoch, version) of a folder's name, None when it is not the folder of a version."""
-    found = re.fullmatch(r"v-([0-9]+)-([0-9]+)", name)
+    found = re.fullmatch(r"v-([0-9]{1,19})-([0-9]{1,19})", name)
     return None if found is None else (int(found[1]), int(found[2]))
 
 

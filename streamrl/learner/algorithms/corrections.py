@@ -298,8 +298,7 @@ class Corrections:
     @property
     def level(self) -> Level:
         """Level of the gate that weighs; token when none does."""
-        weighing = [gate.config.level for gate in self.gates if gate.traits.weighs]
-        return (weighing[0] if weighing else None) or "token"
+        return next((gate.config.level for gate in self.gates if gate.traits.weighs), None) or "token"
 
 
 def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:

@@ -89,21 +89,19 @@ def half_square(logprobs: torch.Tensor, log_ratios: torch.Tensor, counts: torch.
 
 
 def clipped_objective(
-    log_u: torch.Tensor, advantages: torch.Tensor, *, log_low: float, log_high: float, log_cap: float
+    log_u: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossResult:
-    """Return `-min(u A, clip(u) A)` of each token, with u of negative advantages bounded by a cap as well.
+    """Return `-min(u A, clip(u) A)` of each token, with u of negative advantages bounded by `dual_clip` as well.
 
-    The minimum bounds u from above where A > 0 and from below where A < 0, and nowhere else; the cap closes the side
-    that stays open. The bounds are logarithms: of both ends of the clip, and of the greatest ratio where A < 0.
+    The minimum bounds u from above where A > 0 and from below where A < 0, and nowhere else; `dual_clip` closes the
+    side that stays open.
     """
-    bounded = torch.where(advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(log_low, log_cap))
+    low, high = option("clip_low", clip_low, 0, 1), option("clip_high", clip_high, 0)
+    log_low = math.log1p(-low) if low < 1 else -math.inf
+    log_cap = log_dual_clip(dual_clip, 1 + high)
+    bounded = torch.where(advantages >= 0, log_u.clamp(max=math.log1p(high)), log_u.clamp(log_low, log_cap))
     clipped = (bounded.detach() != log_u.detach()) & (advantages != 0)
     return LossResult(per_token=-advantages * bounded.exp(), clipped=clipped)
-
-
-def log_below_one(clip_low: float) -> float:
-    """Log of 1 - clip_low; minus infinity for 1."""
-    return math.log1p(-clip_low) if clip_low < 1 else -math.inf
 
 
 def log_dual_clip(dual_clip: float | None, least: float) -> float:
@@ -125,14 +123,7 @@ def ppo(
         dual_clip: greatest ratio where A < 0, above 1 + clip_high; None: e^20. The dual clip c (Ye et al., arXiv
             1912.09729, section 3.4) and the two-sided cap delta of INTELLECT-2 (arXiv 2505.07291) are this one bound.
     """
-    high = option("clip_high", clip_high, 0)
-    return clipped_objective(
-        log_ratio(tokens),
-        tokens.advantages,
-        log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
-        log_high=math.log1p(high),
-        log_cap=log_dual_clip(dual_clip, 1 + high),
-    )
+    return clipped_objective(log_ratio(tokens), tokens.advantages, clip_low, clip_high, dual_clip)
 
 
 @policy_loss("reinforce", uses_ratio=False)
@@ -247,16 +238,9 @@ def gspo(
         dual_clip: greatest s where A < 0, above 1 + clip_high; None: e^20. The dual clip of `ppo`, on the ratio of
             the response: the paper's minimum leaves that side open.
     """
-    high = option("clip_high", clip_high, 0)
-    log_u = _bounded(log_ratio(tokens).detach())
-    log_s = tokens.spread(tokens.mean_per_response(log_u))
-    return clipped_objective(
-        log_s + tokens.logprobs - tokens.logprobs.detach(),
-        tokens.advantages,
-        log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
-        log_high=math.log1p(high),
-        log_cap=log_dual_clip(dual_clip, 1 + high),
-    )
+    log_s = tokens.spread(tokens.mean_per_response(_bounded(log_ratio(tokens).detach())))
+    log_s = log_s + tokens.logprobs - tokens.logprobs.detach()
+    return clipped_objective(log_s, tokens.advantages, clip_low, clip_high, dual_clip)
 
 
 @policy_loss("gmpo", uses_ratio=True)
