@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import msgspec
 import zstandard
 
@@ -62,7 +61,7 @@ class RecordingWriter:
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
         self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._header = self._compressor.compress(msgpack.packb(msgspec.to_builtins(header)))
+        self._header = self._compressor.compress(msgspec.msgpack.encode(header))
         self._files: list[tuple[str, int]] = []
         self._descriptor = -1
         self._added: list[bytes] = []

@@ -53,7 +53,7 @@ def difference(left: FloatArray, right: float) -> FloatArray:
 class GroupData:
     """The k usable responses of one group, with one array of numbers per token for each; None: there are none.
 
-    `ValueError`: a reward is not finite, or arrays that do not have the lengths.
+    `ValueError`: a reward is not finite.
     """
 
     rewards: FloatArray  # shape (k,), finite
@@ -71,18 +71,9 @@ class GroupData:
     threads: Sequence[Sequence[npt.NDArray[np.int64]]] | None = None
 
     def __post_init__(self) -> None:
-        rewards, lengths = np.asarray(self.rewards, dtype=np.float64), np.asarray(self.lengths, dtype=np.int64)
-        object.__setattr__(self, "rewards", rewards)
-        object.__setattr__(self, "lengths", lengths)
-        known = rewards.tolist() if self.baseline_reward is None else [*rewards.tolist(), self.baseline_reward]
+        known = [*self.rewards.tolist(), 0.0 if self.baseline_reward is None else self.baseline_reward]
         if not np.all(np.isfinite(known)):
             raise ValueError(f"a reward is not finite: {known}")
-        if rewards.ndim != 1 or rewards.shape != lengths.shape:
-            raise ValueError(f"{rewards.size} rewards for {lengths.size} responses")
-        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts", "going"):
-            arrays = getattr(self, name)
-            if arrays is not None and [len(array) for array in arrays] != lengths.tolist():
-                raise ValueError(f"{name} of other lengths than the responses, {lengths.tolist()}")
 
     @property
     def totals(self) -> FloatArray:
