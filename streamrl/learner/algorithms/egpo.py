@@ -22,14 +22,12 @@ def part_of(
     Without both tags there is no thinking, without the closing one no answer. A prompt that ends with the opening
     tag, as chat templates make them, has begun the thinking. `ValueError`: an unknown part, or a tag without text.
     """
-    if part not in {"joint", "thinking", "answer"}:
+    if part not in {"thinking", "answer"}:
         raise ValueError(f"there is no part {part}: joint, thinking or answer")
     if not (opening and closing):
         raise ValueError("opening and closing are the tags around the thinking: text that is not empty")
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     starts = ends - [len(text) for text in texts]
-    if part == "joint":
-        return np.ones(len(texts), dtype=bool)
     whole = "".join(texts)
     first, last = _thinking(whole, prompt, opening, closing)
     if last < 0:
