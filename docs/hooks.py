@@ -230,8 +230,9 @@ def estimators() -> str:
     """Every advantage estimator."""
     rows, tables = [], []
     for name, function, said, table in registered(ESTIMATORS):
-        step = "" if function.normalise == "none" else f"`{function.normalise}`"
-        rows.append(f"| `{name}` | {cell(said)} | {step} | {', '.join(sorted(function.needs))} |")
+        step = getattr(function, "normalise", "none")
+        step, needs = "" if step == "none" else f"`{step}`", ", ".join(sorted(getattr(function, "needs", ())))
+        rows.append(f"| `{name}` | {cell(said)} | {step} | {needs} |")
         if table:
             tables.append(f"Arguments of `{name}`:\n\n{table}")
     return "\n".join(["| `use` | A of response i | over the step | needs |", "|---|---|---|---|", *rows, "", *tables])

@@ -33,19 +33,14 @@ from streamrl import wire
 from streamrl.errors import ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
 
-ARCHIVE: Final = "archive"
-"""Directory of the archive in that of the run."""
-EVALUATION: Final = "evaluation"
-"""Directory of held-out groups in that of the archive."""
+ARCHIVE: Final = "archive"  # directories in that of the run
 FOLDER: Final = "recording"
-"""Directory of the recording in that of the run."""
-RESCORED: Final = "rescored"
-"""Directory in that of the run: scores that were made again, one directory for each name."""
+RESCORED: Final = "rescored"  # one directory below for each name
+EVALUATION: Final = "evaluation"  # held-out groups, in the directory of the archive
 _SCHEMA: Final = "streamrl.recording/1"
 _NAME: Final = re.compile(r"groups-(\d+)-(\d+)\.msgpack\.zst")
 _MAX_GROUP_BYTES: Final = 1 << 30
-_READ_BYTES: Final = 1 << 14
-"""Small, because so little can become a thousand times as much."""
+_READ_BYTES: Final = 1 << 14  # small, because so little can become a thousand times as much
 _HINT: Final = "name a recording: RUN_DIR/recording of `streamrl up --rollout-only`, or one of its files"
 
 
@@ -120,22 +115,15 @@ def greatest_epoch(folder: Path) -> int:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a recording (`path` as of `recording_files`); None if there is no recording, or nothing in it.
-
-    Raises:
-        ConfigError: a file is not of a recording, or of another version of it.
-    """
-    return next((header for file in recording_files(path) if (header := _head(file)[0]) is not None), None)
+    """The header of a recording; None if there is none, or nothing in it. Arguments and errors as of `read_groups`."""
+    return next((header for file in recording_files(path) if (header := read_file(file)[0]) is not None), None)
 
 
 def read_groups(path: Path) -> Iterator[RecordedGroup]:
-    """The groups of a recording in the order in which they were recorded, each once.
+    """The groups of a recording in the order in which they were recorded, each once; `path` as of `recording_files`.
 
-    Args:
-        path: as of `recording_files`.
-
-    Raises: ConfigError: a file is not of a recording, or of another recording than the first. WireError: a file is
-    damaged in the middle, or holds something else than groups.
+    `ConfigError`: a file is not of a recording, or of another recording than the first. `WireError`: a file is damaged
+    in the middle, or holds something else than groups.
     """
     first: Header | None = None
     seen: set[int] = set()
@@ -155,13 +143,15 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
 
 
 def read_file(file: Path) -> tuple[Header | None, Iterator[RecordedGroup]]:
-    """Header and groups of one file as they are written there; no header: a crash left nothing in it.
-
-    Raises:
-        ConfigError: it is not a file of a recording, or of another version of it.
-        WireError: while the groups are read: it is damaged in the middle, or holds something else than groups.
-    """
-    header, maps = _head(file)
+    """Header and groups of one file as they are written there; no header: a crash cut it off. Errors as above."""
+    maps = _maps(file)
+    try:
+        first = next(maps, None)
+        header = None if first is None else msgspec.convert(first, Header)
+    except (WireError, OSError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{file} is not a file of a recording: {error}", _HINT) from error
+    if header is not None and header.schema != _SCHEMA:
+        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
     return header, _groups(file, maps)
 
 
@@ -171,19 +161,6 @@ def _groups(file: Path, maps: Iterator[dict[str, Any]]) -> Iterator[RecordedGrou
             yield msgspec.convert(record, RecordedGroup)
         except msgspec.ValidationError as error:
             raise WireError(f"{file}: not a recorded group: {error}") from error
-
-
-def _head(file: Path) -> tuple[Header | None, Iterator[dict[str, Any]]]:
-    """The header of a file (None if a crash cut it off), and the rest of its maps."""
-    maps = _maps(file)
-    try:
-        first = next(maps, None)
-        header = None if first is None else msgspec.convert(first, Header)
-    except (WireError, OSError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{file} is not a file of a recording: {error}", _HINT) from error
-    if header is not None and header.schema != _SCHEMA:
-        raise ConfigError(f"{file} has schema {header.schema}, this program knows {_SCHEMA}", _HINT)
-    return header, maps
 
 
 def _maps(file: Path) -> Iterator[dict[str, Any]]:
@@ -217,29 +194,17 @@ class ArchivedSample:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedGroup:
-    """One closed group.
-
-    Attributes:
-        group_id: its id in the run.
-        attempt: 1, or more after a replay.
-        version: of the weights at its admission.
-        at: when it was archived, in seconds since 1970; 0 where that is not known.
-        prompt: what was asked.
-        samples: responses with a score, by number.
-        causes: why the others died, by number.
-        header: of the file it comes from.
-        raw: as it is in the file.
-    """
+    """One closed group."""
 
     group_id: int
-    attempt: int
-    version: int
-    at: float
+    attempt: int  # 1, or more after a replay
+    version: int  # of the weights at its admission
+    at: float  # when it was archived, in seconds since 1970; 0 where that is not known
     prompt: wire.Prompt
-    samples: tuple[ArchivedSample, ...]
-    causes: dict[int, str]
-    header: Header
-    raw: RecordedGroup
+    samples: tuple[ArchivedSample, ...]  # responses with a score, by number
+    causes: dict[int, str]  # why the others died, by number
+    header: Header  # of the file it comes from
+    raw: RecordedGroup  # as it is in the file
 
 
 class ArchiveReading:
@@ -247,14 +212,7 @@ class ArchiveReading:
 
     Of a group that was written twice the last version counts: if Redis has lost seconds, the group was generated again.
     So the files are read twice, first for the ids alone. Groups that are appended in the meantime are left out.
-
-    Attributes:
-        files: that are read.
-        problems: what could not be read, for people; complete after an iteration. A damaged file is read up
-            to there.
-
-    Args:
-        files: of recordings, in the order in which they were made.
+    `problems` says what could not be read, and is complete after an iteration; a damaged file is read up to there.
     """
 
     def __init__(self, files: list[Path]) -> None:

@@ -1,7 +1,6 @@
 """Writing files of closed groups: `RecordingWriter` adds blocks to files, `Archive` keeps every group of a run.
 
-The archive holds the groups that closed, with their scores, for people and for scoring them again: all of them up to
-`archive.max_bytes`, then the newest and a sample of the older ones (`archive.thinning`).
+The archive holds all groups up to `archive.max_bytes`, then the newest and a sample of the older ones (`thinning.py`).
 The first reader of a closed group (rank 0 of the learner; the feeder for held-out groups) adds it before it decides
 anything about it, and has it written before the group leaves Redis. So a kill loses nothing, and a group may be
 there twice: readers take the last (`ArchiveReading`).
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
@@ -25,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import msgspec
 import zstandard
 
@@ -47,29 +44,24 @@ from streamrl.queues.records import ClosedGroup
 from streamrl.store import ObjectStore, run_store
 
 logger = logging.getLogger(__name__)
-PATIENCE: Final = 5.0
-"""Seconds that a caller waits for the disk."""
-MAX_WAITING: Final = 64 << 20
-"""Bytes of groups in memory that a disk that hangs did not take yet."""
-LAST_SECONDS: Final = 60.0
-"""Longest wait for the copies of the last files when the archive closes."""
+PATIENCE: Final = 5.0  # seconds that a caller waits for the disk
+MAX_WAITING: Final = 64 << 20  # bytes of groups in memory that a disk that hangs did not take yet
+LAST_SECONDS: Final = 60.0  # longest wait for the copies of the last files when the archive closes
 _WRITE_SECONDS: Final = 1.0
 _REMEMBERED: Final = 1 << 16
-_FILES: Final = 8
-"""Files that an archive with a limit has at least."""
+_FILES: Final = 8  # that an archive with a limit has at least
 
 
 class RecordingWriter:
-    """Adds blocks of groups to the files of one epoch of a recorder.
+    """Adds blocks of groups to files of `epoch`, which no other recorder may write.
 
-    No other recorder may write files of `epoch`; a file ends before it is larger than `file_bytes`. CannotCreate: the
-    folder or a file cannot be made, or the file exists.
+    CannotCreate: the folder or a file cannot be made, or the file exists.
     """
 
     def __init__(self, folder: Path, epoch: int, header: Header, file_bytes: int) -> None:
         self._folder, self._epoch, self._file_bytes = folder, epoch, file_bytes
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._header = self._compressor.compress(msgpack.packb(msgspec.to_builtins(header)))
+        self._header = self._compressor.compress(msgspec.msgpack.encode(header))
         self._files: list[tuple[str, int]] = []
         self._descriptor = -1
         self._added: list[bytes] = []
@@ -133,11 +125,7 @@ class RecordingWriter:
 class Archive:
     """Adds closed groups to the archive of a run; with `archive.enabled: false` every call does nothing.
 
-    All methods are for one event loop. A failing disk raises nothing: it is a warning, once, and a count.
-
-    Attributes:
-        written: groups that the disk took.
-        lost: groups that it did not take.
+    A failing disk raises nothing: it is a warning, once, and a count (`lost`; `written` are groups that it took).
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, evaluation: bool = False) -> None:
@@ -146,7 +134,7 @@ class Archive:
         self._place = f"{ARCHIVE}/{EVALUATION}" if evaluation else ARCHIVE
         self._folder = run_dir / self._place
         self._store = run_store(self._config.store, config, "archive.store") if self._config.enabled else None
-        self._seen: dict[tuple[int, int], bytes] = {}
+        self._seen: dict[tuple[int, int], int] = {}
         self._added: list[RecordedGroup] = []
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, "archive") if self._config.enabled else None
@@ -159,7 +147,9 @@ class Archive:
 
     def add(self, group: ClosedGroup) -> None:
         """Add a group; a repeat of the same content does nothing. It waits in memory for `sync` or `run`."""
-        key, content = (group.group_id, group.attempt), _digest(group)
+        # After Redis lost some seconds another group may close under an id.
+        content = hash((*sorted(group.samples.items()), *sorted(group.causes.items())))
+        key = group.group_id, group.attempt
         if self._thread is None or self._seen.get(key) == content:
             return
         self._seen[key] = content
@@ -330,16 +320,6 @@ def without_logprobs(group: RecordedGroup) -> RecordedGroup:
 
     samples = [(stripped(payload), score) for payload, score in group.samples]
     return msgspec.structs.replace(group, samples=samples)
-
-
-def _digest(group: ClosedGroup) -> bytes:
-    """Tells groups apart that closed under one id; lengths keep the two messages apart."""
-    found = hashlib.blake2b(digest_size=16)
-    for number, messages in sorted(group.samples.items()):
-        for message in messages:
-            found.update(b"%d %d " % (number, len(message)) + message)
-    found.update(repr(sorted(group.causes.items())).encode())
-    return found.digest()
 
 
 def _size(group: RecordedGroup) -> int:

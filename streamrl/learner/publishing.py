@@ -114,15 +114,14 @@ class Publishing:
         self._weight_server.announce(manifest)
         await self._buffer.announce(version, data)
         self._shown_at = time.monotonic()
-        figures = self._publisher.figures
         self.record = {
             "published": version,
             "publish_seconds": time.monotonic() - started,
             "snapshot_seconds": snapshot.seconds,
             "publish_step": step,
-            "publish_bytes": figures.bytes,
-            "publish_kind": figures.kind,
-            "publish_density": figures.density,
+            "publish_bytes": manifest.total_bytes,
+            "publish_kind": manifest.kind,
+            "publish_density": self._publisher.density,
         }
 
     def _write(self, version: int, step: int, snapshot: PolicySnapshot) -> tuple[bytes, Manifest]:

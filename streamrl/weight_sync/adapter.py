@@ -71,9 +71,8 @@ def merge(
 ) -> torch.Tensor:
     """Rows of a weight with its adapter, float32: W + scale B A (Hu et al., arXiv 2106.09685, section 4.1).
 
-    With a magnitude m each row is set to the length m (Liu et al., arXiv 2402.09353, equation 5). Rows are independent
-    of each other, so a rank merges its own: shapes are `weight` (rows, in), `lora_a` whole, (rank, in), `lora_b` the
-    same rows (rows, rank), `magnitude` (rows,); `scale` is alpha / rank.
+    With a magnitude m each row is set to the length m (Liu et al., arXiv 2402.09353, equation 5). A rank merges its own
+    rows: `weight` (rows, in), `lora_a` whole, (rank, in), `lora_b` (rows, rank), `magnitude` (rows,).
     """
     whole = weight.float() + (lora_b.float() @ lora_a.float()) * scale
     if magnitude is None:

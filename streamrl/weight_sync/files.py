@@ -23,8 +23,7 @@ from streamrl.errors import CannotCreate, ConfigError, WeightsError
 from streamrl.weight_sync.manifest import MANIFEST_FILE, Manifest, encode, parse_folder, read_manifest
 
 TOKEN_VARIABLE: Final = "STREAMRL_WEIGHTS_TOKEN_FILE"  # noqa: S105  (a name, no secret)
-SLACK_BYTES: Final = 1 << 20
-"""Room asked for beyond the values: headers and the manifest."""
+SLACK_BYTES: Final = 1 << 20  # asked for beyond the values: headers and the manifest
 CHUNK_BYTES: Final = 32 << 20
 Buffer: TypeAlias = "bytes | memoryview[Any] | mmap.mmap"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder below it is private, see `create_root`)
@@ -131,8 +130,7 @@ def file_checksum(path: Path) -> str:
 class StagingFolder:
     """Folders of versions in the shared memory of this host, for one replica: private, bounded, empty when it opens.
 
-    A version is a draft until all of its files are there and proven; then it gets its name by one rename. One process
-    at a time may use the folder of a name.
+    A version is a draft until all of its files are there and proven; then it gets its name by one rename.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -179,9 +177,6 @@ class StagingFolder:
             raise CannotCreate(f"cannot finish {folder}: {error}", self._store.hint) from error
         return folder
 
-    def drop(self, draft: Path) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
-
     def trim(self, keep: Collection[str]) -> None:
         """Remove every version and draft that is not in `keep` and older than the newest that is."""
         newest = max((pair for name in keep if (pair := parse_folder(name)) is not None), default=(0, 0))
@@ -189,7 +184,7 @@ class StagingFolder:
             folder = entry.name.removeprefix(_DRAFT)
             pair = parse_folder(folder)
             if pair is not None and pair < newest and folder not in keep:
-                self.drop(entry)
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 # ---- the bearer token of a run's weights: the learner's host makes the file, other hosts get a copy

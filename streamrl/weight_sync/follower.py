@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import (
-    CannotCreate,
-    ConfigError,
-    NotFetched,
-    StreamrlError,
-    Unreachable,
-    WeightsError,
-    unwrapped,
-)
+from streamrl.errors import CannotCreate, ConfigError, NotFetched, StreamrlError, Unreachable, WeightsError, unwrapped
 from streamrl.queues.ledgers import WeightsStream
 from streamrl.weight_sync.chain import Staging
 from streamrl.weight_sync.files import StagingFolder, allow_many_files
@@ -31,14 +23,10 @@ from streamrl.weight_sync.transports import open_source
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
 _FIRST_PAUSE: Final = 0.5
-_UNFIT: Final = 3
-"""Refusals by an engine that has never taken a version, after which it counts as one for another model."""
-_QUIET: Final = 2
-"""Until a replica has its first version, this many fetches may find the files gone before the version counts as
-refused."""
+_UNFIT: Final = 3  # refusals by an engine that has never taken a version: it has another model
+_QUIET: Final = 2  # fetches that may find the files of the first version gone before it counts as refused
 _LONGEST_PAUSE: Final = 30.0
-_REFUSED_PAUSE: Final = 5.0
-"""First pause before a refused version is tried again: most refusals are final, and a try costs all of its bytes."""
+_REFUSED_PAUSE: Final = 5.0  # longer than the first one: most refusals are final, and a try costs all of its bytes
 
 Apply: TypeAlias = Callable[[Version], Awaitable[None]]
 
@@ -50,24 +38,14 @@ class Follower:
     skipped. One whose files are here is applied even if a newer one is known by then: it is newer than what the engine
     has, and a replica whose network is slower than the learner would otherwise never apply any.
 
-    A version that cannot be used (checksum, size, another run, an older epoch, names or shapes the engine does not
-    know) is logged and counted in `refused`, and the version before it stays. It is tried again, with pauses, until a
-    newer one comes, and sooner when it could only not be fetched: when all replicas refuse a version there is nothing
-    to train on, so no newer one would ever come. A version whose files went away because a newer one came is no error.
+    A version that cannot be used is logged and counted in `refused`, and the version before it stays. It is tried
+    again, with pauses, until a newer one comes: when all replicas refuse a version there is nothing to train on, so no
+    newer one would ever come. A version whose files went away because a newer one came is no error.
 
     `apply` must have copied what it needs when it returns. It has a deadline of its own, because only the engine knows
     the state of weights that it was about to take. `WeightsError` and `NotFetched` from it mean "not applied, the old
     version stays"; any other error ends `run`. With `fetches` the engine brings whole versions to its host itself, and
     `apply` gets them without values (`announced_version`).
-
-    Attributes:
-        traffic: what was fetched over the network since the start, while the engine generated.
-        refused: versions that could not be fetched or applied.
-        first: set after the first version was applied.
-        newest_epoch: of the learner that published the newest version; `apply` may end the fetch of an older one's.
-        newest_step: optimizer step of the newest version that is published, as far as this follower knows; 0: none.
-        applied_step: optimizer step of the version applied last; 0: none.
-        apply_seconds: spent in `apply` since the start; only grows.
     """
 
     def __init__(
@@ -90,16 +68,19 @@ class Follower:
         self._applied: Manifest | None = None
         self._unfit = 0
         self.traffic = Traffic()
-        self.refused = 0
-        self.first = asyncio.Event()
-        self.newest_epoch = 0
+        self.refused = 0  # versions that could not be fetched or applied
+        self.first = asyncio.Event()  # one was applied
+        self.newest_epoch = 0  # of the newest version; `apply` may end the fetch of an older learner's
         self.newest_step = 0
-        self.applied_step = 0
         self.apply_seconds = 0.0
 
     @property
     def version(self) -> int:
         return 0 if self._applied is None else self._applied.version
+
+    @property
+    def applied_step(self) -> int:
+        return 0 if self._applied is None else self._applied.step
 
     def figures(self) -> dict[str, int | float]:
         """For the metrics of the role."""
@@ -111,10 +92,7 @@ class Follower:
         }
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow until `stop` is set. After a cancellation, `apply` decides the state of the engine.
-
-        `ConfigError`: the engine has refused every version since the first, so it has another model.
-        """
+        """Follow until `stop` is set; `ConfigError`: the engine has another model."""
         allow_many_files()
         folder = StagingFolder(self._run_dir, self._name)
         with unwrapped():
@@ -131,7 +109,7 @@ class Follower:
                 watching.cancel()
 
     async def next_applied(self) -> None:
-        """Return when one more version was applied. Cancelling is harmless."""
+        """Return when one more version was applied."""
         async with self._took:
             await self._took.wait()
 
@@ -226,7 +204,6 @@ class Follower:
         finally:
             self.apply_seconds += time.monotonic() - began
         self._applied = manifest
-        self.applied_step = manifest.step
         self.first.set()
         async with self._took:
             self._took.notify_all()

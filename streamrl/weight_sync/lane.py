@@ -31,12 +31,10 @@ from streamrl.servers.plugin.streamrl_engine.lane import GRACE, Group, proof
 from streamrl.weight_sync.manifest import LanePlace, Manifest
 
 logger = logging.getLogger(__name__)
-_STALL_SHARE: Final = 0.1
-"""Part of `weights.deadline` that one piece may take."""
+_STALL_SHARE: Final = 0.1  # part of `weights.deadline` that one piece may take
 _SHORTEST_STALL: Final = 1.0
 _POLL_SECONDS: Final = 0.01
-_KEPT: Final = 3
-"""Versions whose keys stay in the store, for members that come late."""
+_KEPT: Final = 3  # versions whose keys stay in the store, for members that come late
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -57,10 +55,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Lane:
-    """Sends each version that is announced, in a thread of its own; one that has not begun gives way to a newer one.
-
-    It sends from `device`, to members that know `token`. `place` is for the manifests.
-    """
+    """Sends each version that is announced, in a thread of its own; one that has not begun gives way to a newer one."""
 
     def __init__(self, root: Path, host: str, deadline: float, token: str, device: torch.device) -> None:
         self._root, self._deadline, self._token = root, deadline, token
@@ -141,10 +136,7 @@ class Lane:
         return held and (not members or members.keys() == self._ranks.keys())
 
     def _gather(self, version: str) -> dict[str, Joined]:
-        """Wait a short while for those who joined the version before, in time or late; without any, for whoever comes.
-
-        Returns those who take part, by name.
-        """
+        """Wait a short while for those who joined the version before; without any, for whoever comes."""
         awaited = self._joined(self._versions[-1]).keys() if self._versions else set()
         self._versions.append(version)
         end = time.monotonic() + min(GRACE, self.place.stall)

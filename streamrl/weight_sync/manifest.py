@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -167,10 +169,8 @@ def folder_name(epoch: int, version: int) -> str:
 
 def parse_folder(name: str) -> Pair | None:
     """(epoch, version) of a folder's name, None when it is not the folder of a version."""
-    parts = name.split("-")
-    if len(parts) != 3 or parts[0] != "v" or not (parts[1].isdecimal() and parts[2].isdecimal()):
-        return None
-    return int(parts[1]), int(parts[2])
+    found = re.fullmatch(r"v-([0-9]{1,19})-([0-9]{1,19})", name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -181,12 +181,8 @@ def read_manifest(folder: Path) -> Manifest:
 def versions(root: Path) -> dict[Pair, Manifest]:
     """The versions in a folder, ascending, without those that cannot be read; a missing folder has none."""
     found: dict[Pair, Manifest] = {}
-    if not root.is_dir():
-        return found
-    pairs = sorted(pair for entry in root.iterdir() if (pair := parse_folder(entry.name)) is not None)
-    for pair in pairs:
-        try:
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    for pair in sorted(filter(None, map(parse_folder, names))):
+        with contextlib.suppress(OSError, WeightsError):
             found[pair] = read_manifest(root / folder_name(*pair))
-        except (OSError, WeightsError):
-            continue
     return found

@@ -14,9 +14,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
@@ -46,36 +45,16 @@ logger = logging.getLogger(__name__)
 DRAFT: Final = ".draft-"
 
 
-@dataclass(frozen=True)
-class VersionFigures:
-    """What the newest version cost: bytes of all files, and the share of values that changed (None: not known)."""
-
-    bytes: int
-    density: float | None
-    kind: Literal["full", "delta", "adapter"]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    pair: Pair
-    base: Pair | None
-    bytes: int
-
-    @property
-    def folder(self) -> str:
-        return folder_name(*self.pair)
-
-
 class Publisher:
     """Publishes versions of the weights; rank 0 of the learner has one, and uses it from one thread.
 
-    At start, temporaries of a publisher that died and all versions but the newest of earlier epochs, with what that one
+    At start, temporaries of a publisher that died and all versions but the newest that can be read, with what that one
     builds on, are removed; it stays for late joiners until this publisher has two of its own. A process that
     has the files mapped keeps them. A publisher only ever removes what was there when it started and what it published
     itself, so an old learner that wakes up cannot take away the versions of its successor.
 
-    `manifest` and `figures` are those of the newest version that this publisher wrote, and do not exist before the
-    first.
+    `manifest` and `density` (share of values that changed; None: not known) are those of the newest version that this
+    publisher wrote, and do not exist before the first.
     """
 
     def __init__(self, config: WeightsConfig, run: str, run_dir: Path) -> None:
@@ -84,11 +63,10 @@ class Publisher:
         self._store = store_of(config.transport, run_dir)
         self._older = 2 if config.pulled else 1
         create_root(self._store)
-        self._kept: list[_Kept] = self._leftover()
-        self._deltas = 0
+        self._kept: list[Manifest] = self._leftover()
         self._last: dict[str, torch.Tensor] = {}  # the newest version, as long as the next one may be a delta of it
         self.manifest: Manifest
-        self.figures: VersionFigures
+        self.density: float | None
 
     @property
     def root(self) -> Path:
@@ -107,24 +85,15 @@ class Publisher:
     ) -> bytes:
         """Write one version and return its encoded manifest.
 
-        When it fails nothing is left behind, the version before it stays, and the next one is whole. The deadline is
-        checked between files only, and a file system may hang.
-
-        Args:
-            epoch: of the learner.
-            version: greater than all before it and never used before, failed ones included.
-            step: optimizer step of the weights.
-            tensors: Hugging Face names and whole tensors, contiguous on the CPU, taken one by one. With deltas they
-                must not be changed before the version after this one is written.
-            sources: for the manifest.
-            lane: for the manifest.
-            adapter: the tensors are those of an adapter alone, by the names of peft.
+        When it fails nothing is left behind, the version before it stays, and the next one is whole. `version` is
+        greater than all before it, failed ones included. `tensors` are whole and contiguous on the CPU, and taken one
+        by one; with deltas they must not be changed before the version after this one is written.
 
         Raises:
             CannotCreate: no room, or no permission.
             WeightsError: the version exists already.
             ConfigError: a value is not finite.
-            DeadlineExceeded: it took longer than the configured deadline.
+            DeadlineExceeded: it took longer than the deadline, which is checked between files only.
         """
         until = time.monotonic() + self._config.deadline
         create_root(self._store)  # a clean-up may have removed it from the shared memory
@@ -162,7 +131,10 @@ class Publisher:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         self._last = whole
-        self._note(manifest, density)
+        self.manifest, self.density = manifest, density
+        self._kept.append(manifest)
+        extra = {"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
+        logger.info("weights published", extra=extra)
         return data
 
     def force_full_next(self) -> None:
@@ -174,17 +146,13 @@ class Publisher:
         return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
 
     def _next_base(self) -> Pair | None:
-        """The version that the next one may be a delta of; None: it is written whole.
-
-        That is so for the first version of a publisher, after a version that failed or whose files are gone, after
-        `weights.delta.every` versions, and when the deltas since the last anchor are about to have its size.
-        """
-        config = self._config.delta
-        if not (config.enabled and self._last) or self._deltas + 1 >= config.every or not self.holds_newest():
+        """The version that the next one may be a delta of; None: it is written whole."""
+        if not self._last or not self.holds_newest():  # the first one, after a failure, or without its files
             return None
         anchor, *deltas = self._chain()
-        bytes_since = sum(kept.bytes for kept in deltas) + (deltas[-1].bytes if deltas else 0)
-        return None if bytes_since > anchor.bytes else self._kept[-1].pair
+        sizes = [kept.total_bytes for kept in [*deltas, *deltas[-1:]]]  # the next one is taken to be like the last
+        due = len(deltas) + 1 >= self._config.delta.every or sum(sizes) > anchor.total_bytes
+        return None if due else self._kept[-1].pair
 
     def _write(
         self, draft: Path, tensors: Iterable[Named], last: Mapping[str, torch.Tensor] | None, until: float
@@ -226,21 +194,13 @@ class Publisher:
         makes = checksum(*encode_tensors(bucket))
         return delta.write_delta_shard(path, encoded, makes, durable=self._store.durable)
 
-    def _note(self, manifest: Manifest, density: float | None) -> None:
-        self.manifest = manifest
-        self._kept.append(_Kept(manifest.pair, manifest.base, manifest.total_bytes))
-        self._deltas = 0 if manifest.base is None else self._deltas + 1
-        self.figures = VersionFigures(manifest.total_bytes, density, manifest.kind)
-        extra = {"version": manifest.version, "epoch": manifest.epoch, "step": manifest.step}
-        logger.info("weights published", extra={**extra, "bytes": manifest.total_bytes})
-
     def _finish(self, draft: Path, folder: str, data: bytes) -> None:
         """Give the draft its name; from here on readers may see it."""
         target = self.root / folder
         if target.exists():
             if folder not in {kept.folder for kept in self._kept}:
                 raise WeightsError(f"{target} was already published by another learner")
-            self._kept = [kept for kept in self._kept if kept.folder != folder]
+            self._kept = [kept for kept in self._kept if kept.folder != folder]  # of a run before in this directory
             self._remove(folder)
         if self._store.durable:
             write_synced(draft / MANIFEST_FILE, data)
@@ -253,24 +213,19 @@ class Publisher:
         hint = self._store.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return CannotCreate(f"cannot write the weights to {draft}: {error}", hint)
 
-    def _leftover(self) -> list[_Kept]:
+    def _leftover(self) -> list[Manifest]:
         """Remove what earlier publishers left, except the newest version and what it builds on, and return those."""
-        found: list[Pair] = []
-        for entry in self.root.iterdir():
-            pair = parse_folder(entry.name)
-            if pair is not None:
-                found.append(pair)
-            elif entry.name.startswith(DRAFT):
-                shutil.rmtree(entry, ignore_errors=True)
-        known = versions(self.root)  # one that cannot be read builds on nothing
-        self._kept = [
-            _Kept(pair, known[pair].base, known[pair].total_bytes) if pair in known else _Kept(pair, None, 0)
-            for pair in sorted(found)
-        ]
+        names = [entry.name for entry in self.root.iterdir()]
+        known = versions(self.root)
+        for name in names:
+            pair = parse_folder(name)
+            if name.startswith(DRAFT) or (pair is not None and pair not in known):  # nobody can read it
+                self._remove(name)
+        self._kept = list(known.values())
         self._remove_older()
         return self._kept
 
-    def _chain(self) -> list[_Kept]:
+    def _chain(self) -> list[Manifest]:
         """The newest version and what it builds on, the oldest first; there must be a version."""
         known = {kept.pair: kept for kept in self._kept}
         chain = [self._kept[-1]]
@@ -280,11 +235,11 @@ class Publisher:
 
     def _remove_older(self) -> None:
         """Remove what is neither new nor what the newest version builds on."""
-        needed = self._chain() + self._kept[-self._older :] if self._kept else []
+        needed = {kept.pair for kept in self._chain() + self._kept[-self._older :]} if self._kept else set()
         for kept in self._kept:
-            if kept not in needed:
+            if kept.pair not in needed:
                 self._remove(kept.folder)
-        self._kept = [kept for kept in self._kept if kept in needed]
+        self._kept = [kept for kept in self._kept if kept.pair in needed]
 
     def _remove(self, name: str) -> None:
         # The version loses its name first, so that no reader finds a folder with some of its files gone.

@@ -13,7 +13,9 @@ import logging
 import os
 import random
 import re
+import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -34,8 +36,7 @@ from streamrl.weight_sync.source import Traffic, WeightSource, base_folder, chec
 logger = logging.getLogger(__name__)
 _SIDE_BY_SIDE: Final = 4
 _BUFFER_BYTES: Final = 1 << 20
-_SILENCE: Final = 5.0
-"""Seconds for which a server may be silent before the rest is asked for again. A cancelled fetch ends within them."""
+_SILENCE: Final = 5.0  # seconds until the rest is asked for again; a cancelled fetch ends within them
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
 _PROOFS: Final = 3
@@ -47,11 +48,9 @@ _STORE_HINT: Final = "fix the address or the credentials of weights.url on this 
 _T = TypeVar("_T")
 
 
+# Opens FOLDER/FILE of a version at a byte, and tells its size; blocks.
+# `FileNotFoundError` and `WeightsError` are final; after any other OSError another try may succeed.
 OpenFile: TypeAlias = Callable[[Manifest, str, int], AbstractContextManager[tuple[ReadableFile, int]]]
-"""Opens FOLDER/FILE of a version at a byte, and tells its size; blocks.
-
-`FileNotFoundError` and `WeightsError` are final; after any other OSError another try may succeed.
-"""
 
 
 def from_learner(token: str) -> OpenFile:
@@ -173,22 +172,25 @@ class PullSource(WeightSource):
 
     @override
     async def fetch(self, manifest: Manifest) -> Path:
-        with self.traffic.timed():
+        began = time.monotonic()
+        try:
             async with self._in_time(manifest.folder, manifest), self._one_at_a_time:
-                here = self._staging.holds(manifest)
-                if here is not None:
-                    return here
-                draft = self._begin(manifest)
-                try:
-                    with unwrapped():
-                        async with asyncio.TaskGroup() as group:
-                            for part in draft.parts:
-                                group.create_task(self._get(draft, part))
-                except CannotCreate:
-                    self._forget()  # others may need the room
-                    raise
-                self._draft = None
-                return self._staging.finish(manifest, draft.folder)
+                return self._staging.holds(manifest) or await self._pull(manifest)
+        finally:
+            self.traffic.seconds += time.monotonic() - began
+
+    async def _pull(self, manifest: Manifest) -> Path:
+        draft = self._begin(manifest)
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as group:
+                    for part in draft.parts:
+                        group.create_task(self._get(draft, part))
+        except CannotCreate:
+            self._forget()  # others may need the room
+            raise
+        self._draft = None
+        return self._staging.finish(manifest, draft.folder)
 
     @override
     async def base_of(self, manifest: Manifest) -> Manifest:
@@ -206,20 +208,18 @@ class PullSource(WeightSource):
 
     def _begin(self, manifest: Manifest) -> _Draft:
         """Go on with the draft of this version, or begin one in the place of any other."""
-        draft = self._draft
-        if draft is None or draft.manifest.pair != manifest.pair or not draft.folder.is_dir():
+        if self._draft is None or self._draft.manifest != manifest or not self._draft.folder.is_dir():
             self._forget()
             folder = self._staging.draft(manifest)
             parts = [PartialFile(shard, folder / shard.file) for shard in manifest.shards]
             for part in parts:
                 part.path.touch(mode=0o600)
-            self._draft = draft = _Draft(manifest, folder, parts)
-        draft.manifest = manifest
-        return draft
+            self._draft = _Draft(manifest, folder, parts)
+        return self._draft
 
     def _forget(self) -> None:
         if self._draft is not None:
-            self._staging.drop(self._draft.folder)
+            shutil.rmtree(self._draft.folder, ignore_errors=True)
             self._draft = None
 
     async def _get(self, draft: _Draft, part: PartialFile) -> None:

@@ -44,7 +44,7 @@ def weights_app(root: Path, token: str) -> web.Application:
 
     async def file(request: web.Request) -> web.StreamResponse:
         folder, name = request.match_info["folder"], request.match_info["file"]
-        if parse_folder(folder) is None or not _NAME.fullmatch(folder) or not _NAME.fullmatch(name):
+        if parse_folder(folder) is None or not _NAME.fullmatch(name):
             raise web.HTTPNotFound
         path = root / folder / name
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -25,31 +23,15 @@ class Traffic:
     bytes: int = 0
     seconds: float = 0.0
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds += time.monotonic() - began
-
 
 class WeightSource(Protocol):
-    """Where versions come from. All methods belong to one event loop; fetches may overlap.
+    """Where versions come from."""
 
-    Attributes:
-        proves: the files that `fetch` returns have the sizes and checksums of their manifest, and are our own.
-            Otherwise the reader has to prove that, and must not write to them.
-        traffic: what was fetched.
-    """
-
-    proves: bool
+    proves: bool  # the files that `fetch` returns have the checksums of their manifest, and are our own
     traffic: Traffic
 
     async def fetch(self, manifest: Manifest) -> Path:
-        """Return the folder that holds all files of a version.
-
-        What is here already is not fetched again; the next fetch continues one that failed or was cancelled.
+        """Return the folder that holds all files of a version; the next fetch continues one that failed.
 
         Raises:
             FileNotFoundError: no host has the version any more.
@@ -65,7 +47,6 @@ class WeightSource(Protocol):
 
 
 def base_folder(manifest: Manifest) -> str:
-    """Where the version lies that the delta `manifest` needs."""
     assert manifest.base is not None
     return folder_name(*manifest.base)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -25,8 +25,7 @@ from streamrl.weight_sync.manifest import Adapter, LanePlace, Manifest, Pair, Sh
 
 _ALIGNMENT: Final = 64
 _MAX_HEADER_BYTES: Final = 100 << 20
-_WRITE_BYTES: Final = 4 << 20
-"""Hashed and written in turn: what was hashed is still in the processor's cache when it is written."""
+_WRITE_BYTES: Final = 4 << 20  # hashed and written in turn: what was hashed is still in the processor's cache
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,29 +53,20 @@ Named: TypeAlias = tuple[str, torch.Tensor]
 class Version:
     """All weights of one version, or its adapter, whole and proven, in files of this host or (no `folder`) announced.
 
-    Attributes:
-        pair: (epoch, number).
-        step: optimizer step of the weights.
-        tensors: every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
-            mapped files. Only to be read; the files may lose their names before.
-        folder: holds the files; None when they are not here (`announced_version`: then the tensors have no values), or
-            when the version was made in memory (tests), which only an engine in this process can take.
-        files: safetensors files in `folder`, of whole tensors.
-        sources: servers that have these files for other hosts (`Manifest.sources`); none have what a delta makes.
-        proofs: bytes and checksum of each file there.
-        lane: where servers join its broadcast (`Manifest.lane`).
-        adapter: set when `tensors` are those of an adapter alone, by the names of peft (weight_sync/adapter.py).
+    `tensors` has every parameter by its Hugging Face name, a tied one under one of its names; on the CPU, views of
+    mapped files. Only to be read; the files may lose their names before. Without a `folder` they have no values
+    (`announced_version`), or the version was made in memory (tests), which only an engine in this process can take.
     """
 
     pair: Pair
-    step: int
+    step: int  # optimizer step
     tensors: Mapping[str, torch.Tensor]
     folder: Path | None = None
-    files: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    proofs: tuple[tuple[int, str], ...] = ()
-    lane: LanePlace | None = None
-    adapter: Adapter | None = None
+    files: tuple[str, ...] = ()  # safetensors files in `folder`, of whole tensors
+    sources: tuple[str, ...] = ()  # servers that have these files for other hosts; none have what a delta makes
+    proofs: tuple[tuple[int, str], ...] = ()  # bytes and checksum of each file there
+    lane: LanePlace | None = None  # where servers join its broadcast
+    adapter: Adapter | None = None  # `tensors` are those of an adapter alone, by the names of peft (adapter.py)
 
     @property
     def number(self) -> int:
@@ -94,23 +84,14 @@ def map_version(folder: Path, manifest: Manifest, *, proven: bool = False) -> Ve
 
     `proven`: sizes and checksums have been checked, and no other process writes there.
     """
-    tables = [map_shard(folder / shard.file, None if proven else shard) for shard in manifest.shards]
+    tables = [_proven(folder / shard.file, None if proven else shard.checksum) for shard in manifest.shards]
     try:
         tensors = {entry.name: tables[entry.shard][entry.name] for entry in manifest.tensors}
     except KeyError as error:
         raise WeightsError(f"{folder} has no tensor {error}, which its manifest lists") from error
     if len(tensors) != sum(map(len, tables)):
         raise WeightsError(f"{folder} holds tensors that its manifest does not list")
-    return Version(
-        pair=manifest.pair,
-        step=manifest.step,
-        tensors=tensors,
-        folder=folder,
-        files=tuple(shard.file for shard in manifest.shards),
-        sources=tuple(manifest.sources) if manifest.base is None else (),
-        proofs=tuple((shard.bytes, shard.checksum) for shard in manifest.shards),
-        adapter=manifest.adapter,
-    )
+    return replace(_version(manifest, tensors), folder=folder, lane=None)
 
 
 def announced_version(manifest: Manifest) -> Version:
@@ -124,14 +105,19 @@ def announced_version(manifest: Manifest) -> Version:
         }
     except KeyError as error:
         raise WeightsError(f"version {manifest.version} has tensors of type {error}") from error
+    return _version(manifest, tensors)
+
+
+def _version(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Version:
     return Version(
         pair=manifest.pair,
         step=manifest.step,
         tensors=tensors,
         files=tuple(shard.file for shard in manifest.shards),
-        sources=tuple(manifest.sources),
+        sources=tuple(manifest.sources) if manifest.base is None else (),
         proofs=tuple((shard.bytes, shard.checksum) for shard in manifest.shards),
         lane=manifest.lane,
+        adapter=manifest.adapter,
     )
 
 
@@ -150,10 +136,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """One file each: groups of at most `limit` bytes, in order; a larger tensor is a group of its own and never cut.
-
-    At most one group and one tensor are held. The same shapes give the same groups.
-    """
+    """One file each: groups of at most `limit` bytes, in order; a larger tensor is a group of its own and never cut."""
     bucket: list[Named] = []
     size = 0
     for name, tensor in tensors:
@@ -167,16 +150,12 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
 
 
 def write_tensors(path: Path, tensors: Sequence[Named], *, durable: bool) -> Shard:
-    """Write tensors as one new safetensors file and return its entry for the manifest.
-
-    The tensors are contiguous and on the CPU; wider elements come first in the file, so each is aligned. `OSError` may
-    leave the file behind in part.
-    """
+    """Write tensors as one new safetensors file; `OSError` may leave it behind in part."""
     return write_pieces(path, encode_tensors(tensors), durable=durable)
 
 
 def write_pieces(path: Path, pieces: Iterable[Buffer], *, durable: bool, makes: str | None = None) -> Shard:
-    """Write bytes as one new file and hash them on their way; errors as of `write_tensors`."""
+    """Write bytes as one new file, hash them on their way, and return its entry for the manifest."""
     state = xxhash.xxh3_128()
     total = 0
     with path.open("xb", buffering=0) as file:
@@ -193,15 +172,15 @@ def write_pieces(path: Path, pieces: Iterable[Buffer], *, durable: bool, makes: 
     return Shard(file=path.name, bytes=total, checksum=state.hexdigest(), makes=makes)
 
 
-def map_shard(path: Path, shard: Shard | None) -> dict[str, torch.Tensor]:
-    """Map a shard, check it against its entry (None: it is proven), and return its tensors without copying them.
+def _proven(path: Path, expected: str | None) -> dict[str, torch.Tensor]:
+    """Map a shard, compare its checksum (None: it is proven), and return its tensors without copying them.
 
     The mapping is private (copy on write), so nothing a holder does reaches the file, and it stays readable after the
     file is unlinked, for as long as one of the tensors lives.
     """
-    mapped = _map(path, mmap.MAP_PRIVATE, expected=None if shard is None else shard.bytes)
-    if shard is not None and (found := checksum(mapped)) != shard.checksum:
-        raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
+    mapped = _map(path, mmap.MAP_PRIVATE)
+    if expected is not None and (found := checksum(mapped)) != expected:
+        raise WeightsError(f"{path} has checksum {found}, its manifest says {expected}")
     return parse_tensors(mapped, str(path))
 
 
@@ -210,18 +189,16 @@ def map_shared(path: Path) -> dict[str, torch.Tensor]:
     return parse_tensors(_map(path, mmap.MAP_SHARED), str(path))
 
 
-def _map(path: Path, flags: int, *, expected: int | None = None) -> mmap.mmap:
+def _map(path: Path, flags: int) -> mmap.mmap:
     with path.open("r+b" if flags == mmap.MAP_SHARED else "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if expected not in (None, size):
-            raise WeightsError(f"{path} has {size} bytes, its manifest says {expected}")
-        if not size:
+        if not os.fstat(file.fileno()).st_size:
             raise WeightsError(f"{path} is empty")
-        return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def encode_tensors(tensors: Sequence[Named]) -> list[memoryview[Any]]:
     """The bytes of a safetensors file in pieces, without a copy of the tensors (contiguous, on the CPU)."""
+    # Wider elements come first, so each is aligned.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     return [memoryview(_header(ordered)), *(raw_bytes(tensor) for _, tensor in ordered)]
 

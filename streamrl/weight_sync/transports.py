@@ -30,9 +30,9 @@ _HOST: Final = torch.device("cpu")
 async def open_source(
     config: WeightsConfig, run_dir: Path, staging: StagingFolder, *, run: str
 ) -> AsyncIterator[WeightSource]:
-    """Open the source of the configured transport on a replica's host, for the length of the block.
+    """Open the source of the configured transport on a replica's host; `ConfigError`: no token.
 
-    `staging` must be open, unless the transport is a folder. `ConfigError`: no token for the http transport.
+    `staging` must be open, unless the transport is a folder.
     """
     if not config.pulled:
         yield FolderSource(store_of(config.transport, run_dir).root)
@@ -44,23 +44,18 @@ async def open_source(
 
 
 class WeightServer:
-    """How versions leave the learner's host; rank 0 of the learner has one.
-
-    For `shm` and `directory` the files are the transport and nothing happens here; `http` serves them, or copies them
-    to the store at `weights.url`; `collective` serves them, and broadcasts them to servers.
-    """
+    """How versions leave the learner's host; for `shm` and `directory` nothing happens here."""
 
     def __init__(self, url: str = "", lane: Lane | None = None, stored: tuple[Path, ObjectStore] | None = None) -> None:
         self._url, self._lane, self._stored = url, lane, stored
         self._copied: set[str] = set()
 
     def sources(self) -> list[str]:
-        """Return the URLs for `Manifest.sources`; constant, empty where replicas know the place."""
+        """For the manifest; empty where replicas know the place."""
         return [self._url] if self._url else []
 
     @property
     def lane(self) -> LanePlace | None:
-        """For the manifest; constant."""
         return None if self._lane is None else self._lane.place
 
     def store(self, manifest: Manifest) -> None:
@@ -95,10 +90,9 @@ class WeightServer:
 async def open_server(
     config: RunConfig, run_dir: Path, root: Path, device: torch.device = _HOST
 ) -> AsyncIterator[WeightServer]:
-    """Open the learner host's side of the configured transport for the length of the block.
+    """Open the learner host's side of the configured transport; a broadcast goes out from `device`.
 
-    `root` holds the folders of the versions; a broadcast goes out from `device`. `CannotCreate`: the port is taken, or
-    the token cannot be written.
+    `CannotCreate`: the port is taken, or the token cannot be written.
     """
     weights = config.weights
     stored = _stored(weights, config.name)

@@ -34,11 +34,11 @@ def make(run_dir: Path) -> None:
     records = [b"torn", orjson.dumps({"epoch": 1, "published": 0, "publish_step": 0})]
     for version in range(1, 5):
         publisher.publish(epoch=1, version=version, step=version - 1, tensors=tensors(version).items())
-        figures = publisher.figures
+        manifest = publisher.manifest
         records.append(
             orjson.dumps(
-                {"at": 1.7e9 + version, "epoch": 1, "published": version, "publish_bytes": figures.bytes,
-                 "publish_kind": figures.kind, "publish_density": figures.density}
+                {"at": 1.7e9 + version, "epoch": 1, "published": version, "publish_bytes": manifest.total_bytes,
+                 "publish_kind": manifest.kind, "publish_density": publisher.density}
             )
         )  # fmt: skip
     (run_dir / "metrics" / "learner.0.jsonl").write_bytes(b"\n".join(records) + b"\n")

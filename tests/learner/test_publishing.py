@@ -6,15 +6,15 @@ import asyncio
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from streamrl.errors import CannotCreate, DeadlineExceeded
 from streamrl.learner.publishing import Publishing
 from streamrl.learner.weight_copy import PolicySnapshot
-from streamrl.weight_sync.publisher import VersionFigures
 
-MANIFEST = object()
+MANIFEST = SimpleNamespace(total_bytes=10, kind="full")
 
 
 class Outlet:
@@ -53,7 +53,7 @@ class Shelf:
     """A publisher; `full` refuses every version, `slow` one."""
 
     manifest = MANIFEST
-    figures = VersionFigures(bytes=10, density=None, kind="full")
+    density = None
 
     def __init__(self) -> None:
         self.full = False

@@ -59,7 +59,7 @@ def test_rows_are_independent_and_a_zero_adapter_is_nothing(seed, cut, dora):
 def test_the_manifest_says_what_it_is(tmp_path):
     publisher = Publisher(WeightsConfig(transport="directory"), "r", tmp_path)
     manifest = decode(publish(publisher, 1, tensors(1), adapter=ABOUT))
-    assert (manifest.kind, manifest.adapter, publisher.figures.kind) == ("adapter", ABOUT, "adapter")
+    assert (manifest.kind, manifest.adapter, publisher.manifest.kind) == ("adapter", ABOUT, "adapter")
     assert (ABOUT.scale, ABOUT.kind, msgspec.structs.replace(ABOUT, dora=True).kind) == (2.0, "LoRA", "DoRA")
     version = map_version(publisher.root / manifest.folder, manifest)
     assert version.adapter == ABOUT

@@ -66,9 +66,9 @@ async def test_steps_of_adamw_arrive_bit_for_bit(tmp_path):
         manifest = publish(publisher, version, weights)
         await stream.put(b"" + (publisher.root / manifest.folder / "manifest.json").read_bytes())
         await replica.until(version)
-        kinds.append(publisher.figures.kind)
-        sizes.append(publisher.figures.bytes)
-        densities.append(publisher.figures.density)
+        kinds.append(publisher.manifest.kind)
+        sizes.append(publisher.manifest.total_bytes)
+        densities.append(publisher.density)
         assert bits(await rebuilt(publisher.root, tmp_path, manifest.pair)) == expected[version]
         training.step()
     assert {pair[1]: bits(tensors) for pair, tensors in replica.applied} == expected
@@ -120,7 +120,7 @@ def test_deltas_that_are_as_large_as_an_anchor_end_the_chain(tmp_path):
     most, kinds = 0, []
     for version in range(1, 30):
         publish(publisher, version, weights)
-        kinds.append(publisher.figures.kind)
+        kinds.append(publisher.manifest.kind)
         most = max(most, sum(path.stat().st_size for path in publisher.root.rglob("0*")))
         changed = torch.rand(4096) < 0.35
         weights = {"w": torch.where(changed, torch.randn(4096).bfloat16(), weights["w"])}
@@ -151,10 +151,10 @@ async def test_too_many_changes_go_whole_and_count_as_an_anchor(tmp_path):
     training.step()
     manifest = publish(publisher, 2, training.weights())
     assert manifest.base is None
-    assert publisher.figures.kind == "full"
-    assert publisher.figures.density > 0.5
+    assert publisher.manifest.kind == "full"
+    assert publisher.density > 0.5
     assert publish(publisher, 3, training.weights()).base == (1, 2)  # and nothing has changed since
-    assert publisher.figures.density == 0
+    assert publisher.density == 0
     assert bits(await rebuilt(publisher.root, tmp_path, (1, 3))) == bits(training.weights())
 
 

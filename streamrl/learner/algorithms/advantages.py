@@ -1,15 +1,8 @@
 """Advantages: what each token of one whole group of responses to the same prompt is worth.
 
-Groups are always whole: a group reaches the learner when each of its samples has a score or a cause of death, so no
-baseline depends on which response happened to end first. A group with one usable response never is its own baseline.
-
-```
-estimator = Estimator.of(config.learner)             fails at the start when something does not fit
-estimator(group) -> one float64 array per response
-normalise(arrays of the step, estimator.normalise, all_sum)     the same on any number of ranks
-```
-An estimator is a function `(group: GroupData, *, options) -> list of arrays`; `traits` says what else it needs, for
-those of a user as for ours. Notation in what follows: r_i the reward of response i without its KL penalties.
+An estimator is a function `(group: GroupData, *, options) -> one array per response`; `traits` says what else it needs,
+for those of a user as for ours. In their formulas r_i is the reward of response i without its KL penalties. A group
+with one usable response never is its own baseline.
 """
 
 from __future__ import annotations
@@ -43,14 +36,14 @@ a deviation of rounding errors must neither divide an advantage nor count as a c
 
 
 def all_equal(values: FloatArray) -> bool:
-    """Whether values are equal up to `ROUNDING`; one value, and none, are."""
+    """Whether values are equal up to `ROUNDING`."""
     peak = np.max(np.abs(values), initial=0.0)
     # The peak is taken out first, so that the difference does not overflow on rewards like 1e308.
     return not peak or bool(np.ptp(values / peak) <= ROUNDING)
 
 
 def difference(left: FloatArray, right: float) -> FloatArray:
-    """Return `left - right`, exactly 0 where they are equal up to `ROUNDING`."""
+    """`left - right`, exactly 0 where they are equal up to `ROUNDING`."""
     found = left - right
     found[np.abs(found) <= ROUNDING * np.maximum(np.abs(left), abs(right))] = 0
     return found
@@ -58,54 +51,29 @@ def difference(left: FloatArray, right: float) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupData:
-    """The k usable responses of one group; those with a cause of death are left out.
+    """The k usable responses of one group, with one array of numbers per token for each; None: there are none.
 
-    Attributes:
-        rewards: shape (k,), finite.
-        lengths: sampled tokens of each response, shape (k,).
-        behaviour: log-probability that each token was sampled with, one array per response.
-        penalties: KL in the reward per token, times its coefficient; taken off the reward. None: none.
-        values: of the critic, before each token. None: no critic.
-        entropy: of the policy at the start of the step, in nats per token. None when not asked for.
-        baseline_reward: reward of the greedy response. None without one.
-        tokens: sampled token ids. None when not asked for.
-        texts: text of each sampled token, one list per response. None when not asked for.
-        prompt_text: of the prompt that all responses answer; empty when not asked for.
-        going: rewards of turns that follow each token, one array per response (docs/reference/advantages.md). None: no
-            turn has a reward.
-        threads: of each response the places of its tokens, branch by branch: the tokens that each branch trains, one
-            action after the other. None: each response is one sequence.
-
-    Raises:
-        ValueError: a reward is not finite, or arrays that do not have the lengths.
+    `ValueError`: a reward is not finite.
     """
 
-    rewards: FloatArray
-    lengths: npt.NDArray[np.int64]
-    behaviour: Sequence[npt.ArrayLike]
-    penalties: Sequence[npt.ArrayLike] | None = None
-    values: Sequence[npt.ArrayLike] | None = None
-    entropy: Sequence[npt.ArrayLike] | None = None
-    baseline_reward: float | None = None
-    tokens: Sequence[npt.ArrayLike] | None = None
-    texts: Sequence[Sequence[str]] | None = None
-    prompt_text: str = ""
-    going: Sequence[npt.ArrayLike] | None = None
+    rewards: FloatArray  # shape (k,), finite
+    lengths: npt.NDArray[np.int64]  # sampled tokens of each response, shape (k,)
+    behaviour: Sequence[npt.ArrayLike]  # log-probability that each token was sampled with
+    penalties: Sequence[npt.ArrayLike] | None = None  # KL in the reward, times its coefficient; taken off the reward
+    values: Sequence[npt.ArrayLike] | None = None  # of the critic, before each token
+    entropy: Sequence[npt.ArrayLike] | None = None  # of the policy at the start of the step, in nats
+    baseline_reward: float | None = None  # of the greedy response
+    tokens: Sequence[npt.ArrayLike] | None = None  # sampled token ids
+    texts: Sequence[Sequence[str]] | None = None  # text of each sampled token
+    prompt_text: str = ""  # of the prompt that all responses answer; empty when not asked for
+    going: Sequence[npt.ArrayLike] | None = None  # rewards of turns that follow (docs/reference/advantages.md)
+    # Of each response the places of the tokens that each branch trains, in order; None: it is one sequence.
     threads: Sequence[Sequence[npt.NDArray[np.int64]]] | None = None
 
     def __post_init__(self) -> None:
-        rewards, lengths = np.asarray(self.rewards, dtype=np.float64), np.asarray(self.lengths, dtype=np.int64)
-        object.__setattr__(self, "rewards", rewards)
-        object.__setattr__(self, "lengths", lengths)
-        known = rewards.tolist() if self.baseline_reward is None else [*rewards.tolist(), self.baseline_reward]
+        known = [*self.rewards.tolist(), 0.0 if self.baseline_reward is None else self.baseline_reward]
         if not np.all(np.isfinite(known)):
             raise ValueError(f"a reward is not finite: {known}")
-        if rewards.ndim != 1 or rewards.shape != lengths.shape:
-            raise ValueError(f"{rewards.size} rewards for {lengths.size} responses")
-        for name in ("behaviour", "penalties", "values", "entropy", "tokens", "texts", "going"):
-            arrays = getattr(self, name)
-            if arrays is not None and [len(array) for array in arrays] != lengths.tolist():
-                raise ValueError(f"{name} of other lengths than the responses, {lengths.tolist()}")
 
     @property
     def totals(self) -> FloatArray:
@@ -118,10 +86,7 @@ class GroupData:
 
     @property
     def deviations(self) -> list[FloatArray] | None:
-        """Return of each token minus the mean of its response; None without rewards of turns.
-
-        A group with one response has none, because that response would be its own baseline.
-        """
+        """Return of each token minus the mean of its response; None without rewards of turns, or one response."""
         if self.going is None or self.rewards.size < 2:
             return None
         arrays = [np.asarray(going, dtype=np.float64) for going in self.going]
@@ -131,7 +96,7 @@ class GroupData:
         """Give every token the number of its response: shape (k,) to one array per response.
 
         With rewards of turns a token's own return counts: `slope` (one number, or shape (k,)) is what the number of a
-        response gains per unit of its return with the baseline held fixed.
+        response gains per unit of its return.
         """
         arrays = [np.full(length, value) for value, length in zip(per_response, self.lengths, strict=True)]
         if (deviations := self.deviations) is None:
@@ -170,26 +135,17 @@ class GroupData:
 
 
 class TokenTexts:
-    """Token ids to text, one by one; a token that is a part of a character has a replacement character.
-
-    Args:
-        model: of the policy, as configured.
-    """
+    """Token ids to text, one by one; a token that is a part of a character has a replacement character."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._name = model.tokenizer or model.path
         self._known: dict[int, str] = {}
 
     def load(self) -> None:
-        """Load the tokenizer, so that one that is missing shows when the run starts.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Load the tokenizer, so that one that is missing shows when the run starts (`ConfigError`)."""
         _ = self._tokenizer
 
     def __call__(self, ids: npt.ArrayLike) -> list[str]:
-        """Return the text of each token."""
         return [self._text(token) for token in np.asarray(ids).tolist()]
 
     def _text(self, token: int) -> str:
@@ -218,14 +174,12 @@ Normalisation = Literal["none", "whiten", "std", "nonzero"]
 NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
 
 _STD_FLOOR = 1e-6
-_ROUNDING = 1e-12
-"""A deviation below this share of the values themselves is rounding, not contrast."""
+_ROUNDING = 1e-12  # a deviation below this share of the values themselves is rounding, not contrast
 
 
 def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum) -> list[FloatArray]:
-    """Normalise the advantages of a step.
+    """Normalise the advantages of this rank's responses over the step.
 
-    * `none`: as they are.
     * `whiten`: `(A - mean) / (std + 1e-6)` over the tokens of the step (REINFORCE++, arXiv 2501.03262; PPO).
     * `std`: `A / (std + 1e-6)` over the responses of the step, each with the mean of its tokens (ScaleRL, arXiv
       2510.13786; TRL `scale_rewards="batch"`). The mean stays, so 0 stays 0.
@@ -233,18 +187,7 @@ def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum
       thin out the rest.
 
     Standard deviations are unbiased. Where there is no contrast, `whiten` and `std` give 0: a single token (or
-    response) is not its own baseline.
-
-    Args:
-        arrays: advantages of this rank's responses, shape (tokens,) each; may be empty on a rank.
-        kind: one of the above, the same on all ranks.
-        all_sum: sums a float64 array over all ranks.
-
-    Returns:
-        New arrays in the same order.
-
-    Raises:
-        ValueError: an unknown kind, or advantages so large that their squares are not finite; on all ranks alike.
+    response) is not its own baseline. `ValueError`, on all ranks alike: squares of advantages are not finite.
     """
     if kind == "none":
         return list(arrays)
@@ -255,10 +198,8 @@ def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum
     if kind == "whiten":
         mean, std = _moments(np.concatenate(filled) if filled else np.zeros(0), all_sum)
         return [np.zeros_like(array) if std == 0 else (array - mean) / (std + _STD_FLOOR) for array in arrays]
-    if kind == "std":
-        _, std = _moments(np.asarray([array.mean() for array in filled], dtype=np.float64), all_sum)
-        return [np.zeros_like(array) if std == 0 else array / (std + _STD_FLOOR) for array in arrays]
-    raise ValueError(f"there is no normalisation {kind}: {', '.join(NORMALISATIONS)}")
+    _, std = _moments(np.asarray([array.mean() for array in filled], dtype=np.float64), all_sum)
+    return [np.zeros_like(array) if std == 0 else array / (std + _STD_FLOOR) for array in arrays]
 
 
 def _moments(values: FloatArray, all_sum: AllSum) -> tuple[float, float]:
@@ -276,29 +217,13 @@ def _moments(values: FloatArray, all_sum: AllSum) -> tuple[float, float]:
 def generalized_advantages(
     rewards: npt.ArrayLike, values: npt.ArrayLike, *, gamma: float, lam: float, lengths: npt.ArrayLike
 ) -> FloatArray:
-    """Return the advantage of every token of sequences that stand one behind the other.
+    """The advantage of every token, shape (n,), of sequences of these `lengths` that stand one behind the other.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}` (arXiv 1506.02438, equations 11 and
-    16). What is behind the last token of a sequence is worth 0. Returns, which are what a critic learns, are advantages
-    plus values. With values of 0 and lam 1 the advantages are discounted returns.
-
-    Args:
-        rewards: shape (n,), token by token.
-        values: value before each token, shape (n,).
-        gamma: discount per token, 0 to 1.
-        lam: 1: all later rewards; 0: one step.
-        lengths: tokens of each sequence, shape (sequences,); they add up to n.
-
-    Returns:
-        Shape (n,).
-
-    Raises:
-        ValueError: shapes that differ.
+    16). What is behind the last token of a sequence is worth 0. With values of 0 and lam 1 they are discounted returns.
     """
     reward, value = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
     counts = np.asarray(lengths, dtype=np.int64)
-    if reward.ndim != 1 or reward.shape != value.shape or counts.sum() != reward.size:
-        raise ValueError(f"rewards {reward.shape} and values {value.shape} for {counts.sum()} tokens")
     rows = np.repeat(np.arange(counts.size), counts)
     columns = np.arange(reward.size) - np.repeat(np.cumsum(counts) - counts, counts)
     # One row per token of the longest sequence, so that the recursion is one loop whatever the number of sequences.
@@ -312,8 +237,7 @@ def generalized_advantages(
 
 
 Need = Literal["values", "entropy", "baseline", "text"]
-KNOWN_EARLY: frozenset[Need] = frozenset({"baseline", "text"})
-"""What is known of a group as soon as it is read."""
+KNOWN_EARLY: frozenset[Need] = frozenset({"baseline", "text"})  # what is known of a group as soon as it is read
 Compute: TypeAlias = Callable[..., list[FloatArray]]
 _C = TypeVar("_C", bound=Compute)
 
@@ -344,27 +268,16 @@ def traits(
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An estimator of advantages with its options, as the configuration names it.
-
-    Attributes:
-        name: as in the configuration.
-        compute: the function with its options bound.
-        needs: what it needs beyond rewards and behaviour.
-        normalise: how its advantages are normalised over the step.
-    """
+    """An estimator of advantages with its options, as the configuration names it."""
 
     name: str
-    compute: Compute
+    compute: Compute  # with its options bound
     needs: frozenset[Need]
-    normalise: Normalisation
+    normalise: Normalisation  # over the step
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Estimator:
-        """Resolve `learner.advantage`, and try it on a small group.
-
-        Raises:
-            ConfigError: there is no such estimator, an option that it does not take, or one that it refuses.
-        """
+        """Resolve `learner.advantage`, and try it on a small group; `ConfigError`: it does not fit."""
         use, args = config.advantage.use, config.advantage.args
         if use == "gae":
             args = {"gamma": config.critic.gamma, "lam": config.critic.lam} | args
@@ -394,11 +307,10 @@ class Estimator:
         return any(array.any() for group in groups for array in self(group))
 
     def __call__(self, group: GroupData) -> list[FloatArray]:
-        """Return the advantage of every token, one float64 array per response, in the order of the group.
+        """The advantage of every token, one float64 array per response.
 
-        Raises:
-            ValueError: what it needs is not there, rewards too far apart for a finite advantage, or an estimator of a
-                user that raises or does not give one number per token.
+        `ValueError`: what it needs is not there, rewards too far apart for a finite advantage, or an estimator of a
+        user that raises or does not give one number per token.
         """
         missing = [need for need in self.needs if getattr(group, _FIELDS[need]) is None]
         if missing:
@@ -450,7 +362,6 @@ def _centred(rewards: FloatArray) -> FloatArray:
 
 
 def _grpo(rewards: FloatArray, within: float = 0.0) -> FloatArray:
-    """`within` is the mean variance of returns within a response."""
     if all_equal(rewards):
         return np.zeros_like(rewards)
     peak = np.max(np.abs(rewards))
@@ -462,9 +373,8 @@ def _grpo(rewards: FloatArray, within: float = 0.0) -> FloatArray:
 def _scaled(group: GroupData) -> tuple[FloatArray, float]:
     """GRPO's number of each response, and what it gains per unit of return.
 
-    With rewards of turns the deviation is that of the returns of tokens, each response with weight one: the mean
-    variance within responses is added to the variance between them, so that responses with nearly equal means do not
-    blow up the differences between their turns.
+    With rewards of turns the mean variance within responses is added to the variance between them, so that responses
+    with nearly equal means do not blow up the differences between their turns.
     """
     deviations = group.deviations
     if deviations is None:
@@ -475,14 +385,12 @@ def _scaled(group: GroupData) -> tuple[FloatArray, float]:
 
 
 @ESTIMATORS.register("grpo")
-@traits()
 def grpo(group: GroupData) -> list[FloatArray]:
     """`A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, unbiased std (Shao et al., arXiv 2402.03300, section 4.1.2)."""
     return group.constant(*_scaled(group))
 
 
 @ESTIMATORS.register("dr_grpo")
-@traits()
 def dr_grpo(group: GroupData) -> list[FloatArray]:
     """`A_i = r_i - mean(r)`: no group weighs more because it is nearly solved (Liu et al., arXiv 2503.20783)."""
     return group.constant(_centred(group.totals))
@@ -496,7 +404,6 @@ def grpo_batch_std(group: GroupData) -> list[FloatArray]:
 
 
 @ESTIMATORS.register("rloo")
-@traits()
 def rloo(group: GroupData) -> list[FloatArray]:
     """`A_i = r_i - mean of the others = (r_i - mean(r)) k / (k - 1)` (Ahmadian et al., arXiv 2402.14740)."""
     count = group.rewards.size
@@ -509,7 +416,6 @@ def reinforce_plus_plus(group: GroupData, *, gamma: float = 1.0) -> list[FloatAr
     """Discounted return of each token, whitened over the tokens of the step (Hu et al., arXiv 2501.03262).
 
     Args:
-        group: responses; no baseline comes from them.
         gamma: discount per token.
     """
     return _token_returns(group, gamma)
@@ -531,7 +437,6 @@ def remax(group: GroupData) -> list[FloatArray]:
 
 
 @ESTIMATORS.register("opo")
-@traits()
 def opo(group: GroupData) -> list[FloatArray]:
     """`A_i = r_i - sum(l r) / sum(l)` with lengths l: the baseline of least variance (Hao et al., arXiv 2505.23585)."""
     totals, lengths = group.totals, group.lengths
@@ -548,7 +453,6 @@ def gpg(group: GroupData) -> list[FloatArray]:
 
 
 @ESTIMATORS.register("pass_at_k")
-@traits()
 def pass_at_k(group: GroupData) -> list[FloatArray]:
     """Only the best response: `(r_max - r_second) / (std(r) + 1e-6)`, 0 for all others (arXiv 2503.19595)."""
     totals = group.totals
@@ -565,7 +469,6 @@ def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0) -> list[Float
     """Generalized advantages, whitened over the tokens of the step (docs/reference/advantages.md).
 
     Args:
-        group: responses with the critic's values.
         gamma: discount per token; `learner.critic.gamma`.
         lam: `learner.critic.lam`.
     """
@@ -604,7 +507,6 @@ def egpo(
     """GRPO guided by the entropy of each response (docs/reference/presets/egpo.md, egpo_zhao.md).
 
     Args:
-        group: responses.
         mode: bonus: `A_i + bonus clip(H_i, -|A_i| / bonus_share, |A_i| / bonus_share)`, H_i the mean entropy (Hao et
             al., arXiv 2508.05118); ratio: `A_i w_i` with `w_i = clip(mean(H) / H_i, lambda_min, lambda_max)`, H_i the
             mean negative log-probability of the sampled tokens (Zhao et al., arXiv 2602.22751); asymmetric: a negative

@@ -1,27 +1,12 @@
 """What the old policy is, and what stands between the policy that sampled and the gradient: gates.
 
-Three policies appear (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5):
+docs/reference/corrections.md names the policies and ratios (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298,
+equation 5). With base bypass old is behaviour, and rho would count the whole ratio a second time; there gates look at
+theta / behaviour, and may drop tokens but not weigh them (`recipe.check_combination`).
 
-* behaviour, which sampled the token: perhaps some versions ago, perhaps with other kernels,
-* old, the centre of the trust region, as `learner.correction.base` says,
-* the policy being trained (theta).
-
-The loss works with `u = theta / old`, gates with `rho = old / behaviour`, and `rho u` is the whole importance ratio.
-With base bypass old is behaviour, u is the whole ratio, and rho would count it a second time; there gates look at
-theta / behaviour, and may drop tokens but not weigh them. `recipe.check_combination` refuses what would count a
-ratio twice or not at all.
-
-A gate looks at `log rho` and gives each token a weight, or drops tokens, or both. `rho > 1` means that the policy likes
-the token more than it did when the token was sampled. Gates carry no gradient: the ratios come in detached. Everything
+A gate looks at `log rho` and gives each token a weight, or drops tokens, or both. Ratios come in detached, everything
 is compared in log space, and exponents are clamped to `LOG_RATIO_BOUND`, so finite log-probabilities give finite
 weights.
-
-Sources, by gate: tis: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025);
-icepop: Ring-1T (arXiv 2510.18855, section 3.3); mask with level sequence: Liu and Li, "When speed kills stability"
-(2025); veto: slime and SkyRL; opsm: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking); m2po:
-Zheng et al. (arXiv 2510.01161, algorithm 1). m2po drops the tokens with the largest squared log ratios until the mean
-of the others is at most tau. That is the same as keeping the longest prefix, in ascending order, whose mean is at most
-tau; the mean of a prefix only grows, so the smallest dropped value defines the result.
 """
 
 from __future__ import annotations
@@ -41,12 +26,9 @@ from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
 
 def smallest_masked(squares: torch.Tensor, movable: torch.Tensor, tau: float) -> torch.Tensor:
-    """Return the smallest value to be dropped, a tensor of shape (); infinity when all may stay.
+    """The smallest square to be dropped, so that the mean of the `movable` ones is at most tau; infinity: all may stay.
 
-    Args:
-        squares: squared log ratios, at least 0, shape (n,).
-        movable: which of them count, bool, shape (n,).
-        tau: bound on their mean.
+    Dropping the largest until the others fit keeps the longest ascending prefix that fits, because its mean only grows.
     """
     # Values that do not count go after all others, so shapes do not depend on data and the host need not wait.
     ordered = torch.where(movable, squares, math.inf).sort().values
@@ -61,35 +43,21 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GateResult:
-    """What a gate says of n tokens; None leaves all tokens as they are.
+    """What a gate says of n tokens, each of shape (n,); None leaves all tokens as they are."""
 
-    Attributes:
-        weight: factor of the policy loss, at least 0, shape (n,). Only a gate with the trait `weighs` may give one.
-        keep: False for tokens without a policy gradient, shape (n,), bool.
-        cut: True where the weight is not the ratio because a bound cut it, shape (n,), bool; for statistics.
-    """
-
-    weight: torch.Tensor | None = None
-    keep: torch.Tensor | None = None
-    cut: torch.Tensor | None = None
+    weight: torch.Tensor | None = None  # factor of the policy loss, at least 0; only of a gate with the trait `weighs`
+    keep: torch.Tensor | None = None  # bool: False for tokens without a policy gradient
+    cut: torch.Tensor | None = None  # bool: a bound cut the ratio, so the weight is not it; for statistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What the check of combinations must know of a gate.
+    """What the check of combinations must know of a gate."""
 
-    Attributes:
-        ranges: default (low, high) of the ratio for each level the gate knows, the default level first.
-        bounds: which of the two the gate reads.
-        weighs: its weight contains the ratio, so no other gate and no loss may contain it as well.
-        restricts: kept tokens have ratios near 1, so that the ratio may be left out, as a chosen approximation; gates
-            that only drop outliers do not restrict.
-    """
-
-    ranges: Mapping[Level, Range]
-    bounds: frozenset[str] = frozenset({"low", "high"})
-    weighs: bool = False
-    restricts: bool = False
+    ranges: Mapping[Level, Range]  # default (low, high) of the ratio for each level it knows, the default level first
+    bounds: frozenset[str] = frozenset({"low", "high"})  # which of the two it reads
+    weighs: bool = False  # its weight contains the ratio, so no other gate and no loss may contain it as well
+    restricts: bool = False  # kept tokens have ratios near 1, so the ratio may be left out, as a chosen approximation
 
 
 GateFunction = Callable[..., GateResult]
@@ -110,25 +78,17 @@ def traits(**known: Any) -> Callable[[_G], _G]:
     return add
 
 
-def at_level(log_ratio: torch.Tensor, tokens: Tokens, level: Level) -> torch.Tensor:
-    """Return the log ratio of each token's response at a level, given back to each token, shape (n,).
-
-    token: as it is. sequence: sum over the response, the log ratio of the whole response. geometric: mean over the
-    response, the log of the geometric mean ratio. Sums are taken in double precision.
-    """
-    if level == "token":
+def at_level(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> torch.Tensor:
+    """The log ratio of each token at the level of the gate, shape (n,): sums and means are those of its response."""
+    if gate.level == "token":
         return log_ratio
     values = log_ratio.double()
-    response = tokens.sum_per_response(values) if level == "sequence" else tokens.mean_per_response(values)
+    response = tokens.sum_per_response(values) if gate.level == "sequence" else tokens.mean_per_response(values)
     return tokens.spread(response).to(log_ratio.dtype)
 
 
 def log_bounds(tokens: Tokens, gate: GateConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log of the bounds of each token, two tensors of shape (n,), or () where all have the same.
-
-    Both are divided by 1 + tighten x age: the older a token, the narrower its range. At the levels of a response the
-    age is that of its oldest token.
-    """
+    """The log of the bounds of each token, shape (n,), or () where all have the same; `tighten` makes them narrower."""
     assert gate.low is not None
     assert gate.high is not None
     low, high = (
@@ -136,26 +96,22 @@ def log_bounds(tokens: Tokens, gate: GateConfig) -> tuple[torch.Tensor, torch.Te
     )
     if not gate.tighten:
         return low, high
-    looseness = 1 + gate.tighten * _age(tokens, gate.level).to(tokens.behaviour.dtype)
+    ages = tokens.ages
+    if gate.level != "token":  # that of the oldest token of the response
+        oldest = torch.zeros_like(tokens.counts).to(ages.dtype)
+        ages = tokens.spread(oldest.scatter_reduce(0, tokens.sequence, ages, "amax"))
+    looseness = 1 + gate.tighten * ages.to(tokens.behaviour.dtype)
     return low / looseness, high / looseness
-
-
-def _age(tokens: Tokens, level: Level | None) -> torch.Tensor:
-    if level == "token":
-        return tokens.ages
-    oldest = torch.zeros_like(tokens.counts).to(tokens.ages.dtype)
-    return tokens.spread(oldest.scatter_reduce(0, tokens.sequence, tokens.ages, "amax"))
-
-
-def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 @GATES.register("tis")
 @traits(ranges={"token": (0.0, 2.0), "sequence": (0.0, 2.0), "geometric": (0.0, 2.0)}, weighs=True)
 def truncated(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
-    """Truncated importance sampling: `weight = clip(rho, low, high)`, low 0 and high C = 2 by default."""
-    ratio = at_level(log_ratio, tokens, gate.level or "token")
+    """Truncated importance sampling: `weight = clip(rho, low, high)`, low 0 and high C = 2 by default.
+
+    Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+    """
+    ratio = at_level(log_ratio, tokens, gate)
     low, high = log_bounds(tokens, gate)
     weight = torch.minimum(torch.maximum(ratio, low), high).clamp(max=LOG_RATIO_BOUND).exp()
     return GateResult(weight=weight, cut=(ratio > high) | (ratio < low))
@@ -167,17 +123,23 @@ _BANDS: dict[Level, Range] = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geom
 @GATES.register("icepop")
 @traits(ranges=_BANDS, weighs=True)
 def icepop(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
-    """Masked importance sampling: `weight = rho` where low <= rho <= high, and nothing elsewhere."""
-    ratio = at_level(log_ratio, tokens, gate.level or "token")
-    low, high = log_bounds(tokens, gate)
-    return GateResult(weight=_ratio(ratio), keep=(ratio >= low) & (ratio <= high))
+    """Masked importance sampling: `weight = rho` where low <= rho <= high, and nothing elsewhere.
+
+    Ring-1T (arXiv 2510.18855, section 3.3).
+    """
+    ratio = at_level(log_ratio, tokens, gate)
+    weight = ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return GateResult(weight=weight, keep=mask(log_ratio, tokens, gate).keep)
 
 
 @GATES.register("mask")
 @traits(ranges=_BANDS, restricts=True)
 def mask(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
-    """Rejection: tokens with low <= rho <= high are kept, without a weight."""
-    ratio = at_level(log_ratio, tokens, gate.level or "token")
+    """Rejection: tokens with low <= rho <= high are kept, without a weight.
+
+    With level sequence: Liu and Li, "When speed kills stability" (2025).
+    """
+    ratio = at_level(log_ratio, tokens, gate)
     low, high = log_bounds(tokens, gate)
     return GateResult(keep=(ratio >= low) & (ratio <= high))
 
@@ -185,7 +147,10 @@ def mask(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResul
 @GATES.register("veto")
 @traits(ranges={"token": (1e-4, math.inf)})
 def veto(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
-    """Drop a whole response when the ratio of any of its tokens is below low, 1e-4, or above high, if given."""
+    """Drop a whole response when the ratio of any of its tokens is below low, 1e-4, or above high, if given.
+
+    As in slime and SkyRL.
+    """
     low, high = log_bounds(tokens, gate)
     outliers = ((log_ratio < low) | (log_ratio > high)).to(log_ratio.dtype)
     return GateResult(keep=tokens.spread(tokens.sum_per_response(outliers)) == 0)
@@ -199,10 +164,11 @@ def veto(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResul
 def off_policy_sequence_mask(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
     """Drop tokens with a negative advantage in responses the policy has moved away from: ratio below low.
 
-    With delta = -log low this drops a response when A < 0 and the mean of `log(behaviour / old)` is above delta, 0.5.
+    With delta = -log low this drops a response when A < 0 and the mean of `log(behaviour / old)` is above delta, 0.5
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, off-policy sequence masking).
     """
     low, _ = log_bounds(tokens, gate)
-    gone = at_level(log_ratio, tokens, gate.level or "geometric") < low
+    gone = at_level(log_ratio, tokens, gate) < low
     return GateResult(keep=~(gone & (tokens.advantages < 0)))
 
 
@@ -221,12 +187,10 @@ def m2po(
     The mean is over the tokens that can be dropped: with only outward those where the update would push the ratio
     further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as well.
     Tokens of equal value are dropped together, so the result does not depend on the order of tokens. `tighten` counts
-    a token of age a as if its log ratio were 1 + tighten x a times as large.
+    a token of age a as if its log ratio were 1 + tighten x a times as large (Zheng et al., arXiv 2510.01161,
+    algorithm 1).
 
     Args:
-        log_ratio: shape (n,).
-        tokens: the same n tokens.
-        gate: low and high are not used.
         tau: at least 0.
         only: outward, or all tokens.
     """
@@ -242,8 +206,7 @@ def m2po(
     return GateResult(keep=~movable | (squares < smallest_masked(squares, movable, tau)))
 
 
-_ABSURD = 2.0**20
-"""Bound on the log ratio of a token: far beyond any real one, and squares and sums over responses stay finite."""
+_ABSURD = 2.0**20  # bound on the log ratio of a token: squares and sums over responses stay finite
 _TIS, _VETO = GateConfig(use="tis"), GateConfig(use="veto")
 _DEFAULT_GATES = {"decoupled": (_TIS, _VETO), "prox_approx": (_TIS, _VETO), "bypass": (_VETO,), "uncorrected": ()}
 """Gates of a base where the configuration names none."""
@@ -251,21 +214,12 @@ _DEFAULT_GATES = {"decoupled": (_TIS, _VETO), "prox_approx": (_TIS, _VETO), "byp
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Correction:
-    """What all gates together say of n tokens; nothing in it carries a gradient.
+    """What all gates together say of n tokens, each of shape (n,) and without a gradient."""
 
-    Attributes:
-        factor: what the policy loss of each token is multiplied by: product of the weights, 0 where a token is dropped;
-            shape (n,).
-        keep: False for dropped tokens, shape (n,), bool.
-        cut: tokens whose weight a bound cut, shape (n,), bool.
-        log_ratio: log of the importance weight w that the statistics describe, before any gate: the policy at
-            the start of the step over behaviour, or with base bypass the present policy over behaviour; shape (n,).
-    """
-
-    factor: torch.Tensor
-    keep: torch.Tensor
-    cut: torch.Tensor
-    log_ratio: torch.Tensor
+    factor: torch.Tensor  # of the policy loss: product of the weights, 0 where a token is dropped
+    keep: torch.Tensor  # bool: False for dropped tokens
+    cut: torch.Tensor  # bool: a bound cut the weight
+    log_ratio: torch.Tensor  # log of the weight w that `TokenSums` describe, before any gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,11 +232,7 @@ class Gate:
 
     @classmethod
     def of(cls, config: GateConfig) -> Gate:
-        """Resolve a gate.
-
-        Raises:
-            ConfigError: no such gate, argument or level, a bound it does not read, or bounds that exclude each other.
-        """
+        """`ConfigError`: no such gate, argument or level, a bound it does not read, or bounds that exclude all."""
         function = GATES.resolve(config.use, config.args)
         assert isinstance(function, partial)
         traits: Traits = getattr(function.func, "traits", _PLUGIN)
@@ -335,45 +285,26 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corrections:
-    """The correction of a run: `learner.correction`, resolved.
+    """The correction of a run: `learner.correction`, resolved."""
 
-    Attributes:
-        base: what the old policy is.
-        gates: in the order of the configuration; empty with base uncorrected.
-    """
-
-    base: str
-    gates: tuple[Gate, ...]
+    base: str  # what the old policy is
+    gates: tuple[Gate, ...]  # in the order of the configuration; empty with base uncorrected
 
     @classmethod
     def of(cls, config: CorrectionConfig) -> Corrections:
-        """Resolve the gates; without any in the configuration those of the base.
-
-        Raises:
-            ConfigError: a gate cannot be resolved.
-        """
         gates = _DEFAULT_GATES[config.base] if config.gates is None else config.gates
         return cls(base=config.base, gates=tuple(Gate.of(gate) for gate in gates))
 
     @property
     def level(self) -> Level:
         """Level of the gate that weighs; token when none does."""
-        weighing = [gate.config.level for gate in self.gates if gate.traits.weighs]
-        return (weighing[0] if weighing else None) or "token"
+        return next((gate.config.level for gate in self.gates if gate.traits.weighs), None) or "token"
 
 
 def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of the old policy, shape (n,).
+    """The log-probabilities of the old policy; with prox_approx the present policy stands in for `proximal`.
 
-    decoupled, uncorrected: the policy at the start of the step. bypass: the one that sampled. prox_approx (A-3PO,
-    arXiv 2512.06547): `behaviour + a (proximal - behaviour)` with a = age / (age + 1), which needs no forward pass of
-    its own: the present policy stands in for `proximal`.
-
-    Args:
-        base: `learner.correction.base`.
-        proximal: policy at the start of the step, shape (n,).
-        behaviour: as the engine sampled it.
-        ages: staleness of each token in steps.
+    prox_approx (A-3PO, arXiv 2512.06547): `behaviour + a (proximal - behaviour)` with a = age / (age + 1).
     """
     proximal = proximal.detach()
     if base == "bypass":
@@ -385,15 +316,7 @@ def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, age
 
 
 def correct(tokens: Tokens, corrections: Corrections) -> Correction:
-    """Apply all gates to a micro-batch: weights multiply, and a token is kept when every gate keeps it.
-
-    Args:
-        tokens: whole responses.
-        corrections: of the run.
-
-    Raises:
-        ConfigError: a gate of a user gives a weight without having said so.
-    """
+    """Apply all gates to a micro-batch: weights multiply, and a token is kept when every gate keeps it."""
     present = tokens.logprobs.detach()
     bypass = corrections.base == "bypass"
     gated = ((present if bypass else tokens.old) - tokens.behaviour).clamp(-_ABSURD, _ABSURD)

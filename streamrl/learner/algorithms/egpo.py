@@ -16,30 +16,18 @@ Part = Literal["joint", "thinking", "answer"]
 def part_of(
     texts: Sequence[str], part: Part, prompt: str = "", *, opening: str = "<think>", closing: str = "</think>"
 ) -> Mask:
-    """Return which tokens of a response are in a part of it, shape (tokens,), bool.
+    """Which tokens of a response, given by their texts, are in a part of it, shape (tokens,).
 
     Thinking is between the tags, the answer behind the closing one; a token with any character of a tag is in neither.
     Without both tags there is no thinking, without the closing one no answer. A prompt that ends with the opening
-    tag, as chat templates make them, has begun the thinking.
-
-    Args:
-        texts: text of each token.
-        part: joint: all tokens.
-        prompt: text of the prompt.
-        opening: tag before the thinking.
-        closing: tag behind it.
-
-    Raises:
-        ValueError: an unknown part, or a tag without text.
+    tag, as chat templates make them, has begun the thinking. `ValueError`: an unknown part, or a tag without text.
     """
-    if part not in {"joint", "thinking", "answer"}:
+    if part not in {"thinking", "answer"}:
         raise ValueError(f"there is no part {part}: joint, thinking or answer")
     if not (opening and closing):
         raise ValueError("opening and closing are the tags around the thinking: text that is not empty")
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     starts = ends - [len(text) for text in texts]
-    if part == "joint":
-        return np.ones(len(texts), dtype=bool)
     whole = "".join(texts)
     first, last = _thinking(whole, prompt, opening, closing)
     if last < 0:
@@ -62,15 +50,7 @@ def _thinking(response: str, prompt: str, opening: str, closing: str) -> tuple[i
 
 
 def mean_uncertainty(per_token: Sequence[npt.ArrayLike], masks: Sequence[Mask] | None = None) -> FloatArray:
-    """Return the mean uncertainty of each response over some of its tokens, in nats, at least 0.
-
-    Args:
-        per_token: negative log-probability (or entropy) of each token, one array per response.
-        masks: which tokens, one array per response (`part_of`); None: all.
-
-    Returns:
-        Shape (responses,); NaN for a response without such a token.
-    """
+    """Mean of each response over its tokens in `masks` (None: all), at least 0; NaN where there are none."""
     means = np.full(len(per_token), np.nan)
     for index, values in enumerate(per_token):
         chosen = np.asarray(values, dtype=np.float64)
@@ -82,51 +62,25 @@ def mean_uncertainty(per_token: Sequence[npt.ArrayLike], masks: Sequence[Mask] |
     return means
 
 
-def confidence_weights(
-    uncertainty: FloatArray, *, lambda_min: float, lambda_max: float, epsilon: float = 1e-6
-) -> FloatArray:
-    """Return `clip(mean(H) / (H_i + epsilon), lambda_min, lambda_max)` (mode ratio), shape (responses,).
+def confidence_weights(uncertainty: FloatArray, *, lambda_min: float, lambda_max: float) -> FloatArray:
+    """`clip(mean(H) / (H_i + 1e-6), lambda_min, lambda_max)`, shape (responses,).
 
-    A response that was surer of itself than its group weighs more, whether it was right or wrong. The mean goes over
-    the whole group. A response without uncertainty (NaN) has weight 1 and is not part of the mean.
-
-    Args:
-        uncertainty: shape (responses,), at least 0 or NaN.
-        lambda_min: smallest weight.
-        lambda_max: largest weight.
-        epsilon: keeps the ratio finite.
-
-    Raises:
-        ValueError: bounds that leave no room.
+    A response without uncertainty (NaN) has weight 1 and is not part of the mean.
     """
-    if not (0 <= lambda_min <= lambda_max and epsilon > 0):
-        raise ValueError(
-            f"lambda_min {lambda_min}, lambda_max {lambda_max}, epsilon {epsilon}: 0 <= min <= max, 0 < eps"
-        )
+    if not 0 <= lambda_min <= lambda_max:
+        raise ValueError(f"lambda_min {lambda_min}, lambda_max {lambda_max}: 0 <= lambda_min <= lambda_max")
     weights = np.ones_like(uncertainty)
     known = ~np.isnan(uncertainty)
     if known.any():
         mean = uncertainty[known].mean()
         # A group that is sure of every token has no contrast; the ratio 0 / epsilon would say that all are unsure.
         if mean > 0:
-            weights[known] = np.clip(mean / (uncertainty[known] + epsilon), lambda_min, lambda_max)
+            weights[known] = np.clip(mean / (uncertainty[known] + 1e-6), lambda_min, lambda_max)
     return weights
 
 
 def entropy_bonus(advantages: FloatArray, uncertainty: FloatArray, *, scale: float, share: float) -> FloatArray:
-    """Return `A_i + scale clip(H_i, -|A_i| / share, |A_i| / share)` (Hao et al., arXiv 2508.05118).
-
-    The sign of an advantage never flips, and an advantage of 0 stays 0.
-
-    Args:
-        advantages: shape (responses,).
-        uncertainty: mean entropy of the response, in nats; NaN: none.
-        scale: lambda of the paper.
-        share: alpha of the paper.
-
-    Raises:
-        ValueError: `scale` at or above `share`, with which a sign could flip.
-    """
+    """`A_i + scale clip(H_i, -|A_i| / share, |A_i| / share)`; an advantage of 0 stays 0, and NaN gives no bonus."""
     if not 0 <= scale < share:
         raise ValueError(f"bonus {scale} must be at least 0 and below bonus_share {share}: a sign could flip")
     bound = np.abs(advantages) / share
@@ -134,28 +88,11 @@ def entropy_bonus(advantages: FloatArray, uncertainty: FloatArray, *, scale: flo
 
 
 def failures_only(
-    advantages: FloatArray,
-    weights: FloatArray,
-    rewards: FloatArray,
-    *,
-    wrong: float,
-    degenerate: float,
+    advantages: FloatArray, weights: FloatArray, rewards: FloatArray, *, wrong: float, degenerate: float
 ) -> FloatArray:
-    """Weigh failures by their confidence and leave successes alone (asymmetric mode), shape (responses,).
+    """Mode asymmetric: ours, in the spirit of arXiv 2602.22751.
 
-    Ours, in the spirit of arXiv 2602.22751: a negative advantage is multiplied by its weight where that is above 1, so
-    an overconfident failure is pushed down harder and no success is touched. A group in which every response failed
-    has no contrast of rewards; there the contrast of confidence stands in, `degenerate (mean(w) - w_i)`.
-
-    Args:
-        advantages: shape (responses,).
-        weights: of `confidence_weights`.
-        rewards: shape (responses,).
-        wrong: a reward at or below this is a failure.
-        degenerate: size of the advantages in an all-wrong group; 0: none.
-
-    Raises:
-        ValueError: a negative `degenerate`.
+    A group of failures only has no contrast of rewards; there the contrast of confidence stands in.
     """
     if degenerate < 0:
         raise ValueError(f"degenerate {degenerate} is negative: it would reward overconfident failures")

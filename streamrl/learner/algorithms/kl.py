@@ -1,16 +1,9 @@
 """The distance to the reference policy: estimators per token, penalties in the reward, and the coefficient's control.
 
-d = log policy - log reference of the sampled token. Its estimators (Schulman, "Approximating KL divergence", 2020):
-
-* k1 `d`: unbiased, may be negative, its gradient averages to zero and so does nothing in the loss on-policy,
-* abs `|d|`,
-* k2 `d^2 / 2`: biased a little, its gradient is that of KL(policy || reference),
-* k3 `e^-d - 1 + d`: unbiased, never negative; its gradient is that of KL(reference || policy).
-
-Their expectations are over the policy. `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2 (straight
-through). With `unbiased` a term is multiplied by the importance weight policy / behaviour, so that the expectation is
-right off-policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); the weight then carries a gradient of its own, which
-makes that of k1 and k3 the gradient of KL(policy || reference).
+docs/reference/kl-and-critic.md has the estimators (Schulman, "Approximating KL divergence", 2020), whose expectations
+are over the policy. With `unbiased` a term is multiplied by the importance weight policy / behaviour, so that the
+expectation is right off-policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); the weight then carries a gradient of
+its own, which makes that of k1 and k3 the gradient of KL(policy || reference).
 """
 
 from __future__ import annotations
@@ -26,21 +19,15 @@ import torch
 from streamrl.config.learner import KlConfig
 from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 
-UNBIASED_CAP = 10.0
-"""Greatest importance weight of the unbiased form; beyond it the weight is constant."""
+UNBIASED_CAP = 10.0  # greatest importance weight of the unbiased form; beyond it the weight is constant
 _ERROR_CLIP = 0.2
 
 
 def kl_estimate(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return an estimate of KL(policy || reference) per token, shape (n,), with a gradient to the log-probabilities.
+    """An estimate of KL(policy || reference) per token, shape (n,), with a gradient to the policy alone.
 
     The exponent of k3 is clamped to `LOG_RATIO_BOUND`: a token so much likelier under the reference gives k3 no
     gradient; with k3+ it gives one.
-
-    Args:
-        estimator: k1, k2, k3, abs, k1+ or k3+.
-        logprobs: the policy, shape (n,).
-        reference: the reference policy, shape (n,); no gradient flows into it.
     """
     difference = logprobs - reference.detach()
     if estimator.endswith("+"):
@@ -59,19 +46,13 @@ def kl_estimate(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor)
 
 
 def kl_term(tokens: Tokens, config: KlConfig) -> torch.Tensor:
-    """Return the KL term of the loss per token, before its coefficient, shape (n,), with a gradient.
-
-    Args:
-        tokens: with a reference.
-        config: `learner.kl`. With `unbiased` and an estimator with +, whose gradient is right as it is, the weight
-            carries no gradient.
-    """
+    """The KL term of the loss per token, before its coefficient, shape (n,), with a gradient."""
     assert tokens.reference is not None
     estimate = kl_estimate(config.estimator, tokens.logprobs, tokens.reference)
     if not config.unbiased:
         return estimate
     log_weight = tokens.logprobs - tokens.behaviour
-    if config.estimator.endswith("+"):
+    if config.estimator.endswith("+"):  # its gradient is right as it is
         log_weight = log_weight.detach()
     return log_weight.clamp(max=math.log(UNBIASED_CAP)).exp() * estimate
 
@@ -82,22 +63,9 @@ def penalties(
     estimator: str,
     coefficient: float,
 ) -> list[npt.NDArray[np.float64]]:
-    """Return `coefficient x estimate` of each token, to be taken off its reward; one array per response.
-
-    Args:
-        logprobs: policy at the start of the step, one array per response.
-        reference: reference policy, the same shapes.
-        estimator: k1, k2, k3 or abs.
-        coefficient: at least 0.
-    """
-    return [
-        coefficient * kl_estimate(estimator, _wide(mine), _wide(theirs)).numpy()
-        for mine, theirs in zip(logprobs, reference, strict=True)
-    ]
-
-
-def _wide(values: npt.NDArray[np.float32]) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float64))
+    """`coefficient x estimate` of each token, to be taken off its reward; `logprobs` is of the start of the step."""
+    double = ([torch.from_numpy(array.astype(np.float64)) for array in arrays] for arrays in (logprobs, reference))
+    return [coefficient * kl_estimate(estimator, mine, theirs).numpy() for mine, theirs in zip(*double, strict=True)]
 
 
 class KlController:
@@ -105,9 +73,6 @@ class KlController:
 
     fixed: it stays what it is. adaptive (Ziegler et al., arXiv 1909.08593, section 2.2): after each step it is
     multiplied by `1 + clip(kl / target - 1, -0.2, 0.2) x responses / horizon`.
-
-    Attributes:
-        coefficient: present value.
     """
 
     def __init__(self, config: KlConfig) -> None:
@@ -115,26 +80,16 @@ class KlController:
         self.coefficient = config.coefficient
 
     def update(self, kl: float, responses: int) -> None:
-        """Take note of a step; with controller fixed nothing happens.
-
-        Args:
-            kl: mean KL per token of the step. One that is not finite changes nothing.
-            responses: of the step, on all ranks. More than the horizon count as the horizon, so that the coefficient
-                stays positive.
-        """
+        """Take note of a step: its mean KL per token, and its responses on all ranks."""
         if self._config.controller == "fixed" or not math.isfinite(kl):
             return
         error = min(max(kl / self._config.target - 1, -_ERROR_CLIP), _ERROR_CLIP)
-        self.coefficient *= 1 + error * min(1.0, responses / self._config.horizon)
+        self.coefficient *= 1 + error * min(1.0, responses / self._config.horizon)  # stays positive
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint holds of it."""
         return {"kl_coefficient": self.coefficient}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned; a state without a coefficient, or controller fixed, changes nothing.
-
-        With controller fixed the configuration is what counts, as it is for the learning rate.
-        """
+        """Put back what `state` returned; with controller fixed the configuration counts, as for the learning rate."""
         if self._config.controller == "adaptive":
             self.coefficient = float(state.get("kl_coefficient", self.coefficient))

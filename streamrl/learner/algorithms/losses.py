@@ -1,61 +1,34 @@
-"""Losses: the policy's, each a function by name, and the value function's.
+"""Losses: the policy's, each a function by name, and the value function's; notation: docs/reference/losses.md.
 
 A policy loss gets whole responses (`Tokens`) and gives one number per token. It knows of no other response, no gate, no
 mean over tokens and no rank: gates multiply its result (`corrections.py`), aggregation weighs and adds it up
-(`recipe.py`). Its trust region is around `tokens.old`.
-
-Notation: theta is trained, old is the centre of the trust region, mu sampled the token, u = theta / old, U is the
-product and s the geometric mean of the ratios u of a response, A the advantage, sg stops the gradient. Ratios are
-formed as differences of logarithms and bounded before `exp`, so finite log-probabilities give neither an infinite nor
-an undefined loss or gradient. At u = 1 the gradient of every loss is that of REINFORCE, -A. Formulas, defaults and
-sources in one table: docs/reference/losses.md.
+(`recipe.py`). Its trust region is around `tokens.old`. At u = 1 the gradient of every loss is that of REINFORCE, -A.
 
 Losses whose ratio belongs to a whole response give each token its response's number, and the gradient to its own
 log-probability: aggregation weighs all tokens of a response alike, so its mean over the tokens (`aggregate:
-sequence_mean`) is the loss of the response as the papers write it. Where advantages differ within a response, each
-token keeps its own (GSPO-token, arXiv 2507.18071, section 4.3).
+sequence_mean`) is the loss of the response as the papers write it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.registry import Registry
-from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Sums, Tokens
+from streamrl.learner.algorithms.tokens import LOG_RATIO_BOUND, Objective, Sums, Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossResult:
-    """The loss of each token.
+    """The loss of each token. The learner adds it up and divides by the count of the whole step."""
 
-    Attributes:
-        per_token: shape (n,), with a gradient to `Tokens.logprobs`. A sum over tokens, never a mean: the learner
-            divides by the count of the whole step.
-        clipped: tokens on which the trust region acted, by a bounded ratio or by taking the gradient away; shape (n,),
-            bool.
-    """
-
-    per_token: torch.Tensor
-    clipped: torch.Tensor
-
-
-class PolicyLoss(Protocol):
-    """A function `(tokens, *, options...) -> LossResult`."""
-
-    uses_ratio: bool
-    """Whether it weighs tokens by u. Then, where `old` is the sampling policy, a weight of a gate would enter twice."""
-
-    any_data: bool
-    """Whether it needs no ratio off-policy, because another term of it keeps the policy near `old`."""
-
-    def __call__(self, tokens: Tokens, **options: Any) -> LossResult:
-        """Return the loss of each token."""
+    per_token: torch.Tensor  # shape (n,), with a gradient to `Tokens.logprobs`
+    clipped: torch.Tensor  # shape (n,), bool: the trust region bounded the ratio of the token, or took its gradient
 
 
 LOSSES: Registry[Callable[..., LossResult]] = Registry("learner.loss.use")
@@ -68,13 +41,12 @@ def policy_loss(name: str, *, uses_ratio: bool, any_data: bool = False) -> Calla
 
     Args:
         name: what `learner.loss.use` calls it.
-        uses_ratio: see `PolicyLoss`.
-        any_data: see `PolicyLoss`.
+        uses_ratio: it weighs tokens by u; where `old` is the sampling policy, a weight of a gate would enter twice.
+        any_data: it needs no ratio off-policy, because another term of it keeps the policy near `old`.
     """
 
     def add(function: _F) -> _F:
-        flags: PolicyLoss = cast("Any", function)
-        flags.uses_ratio, flags.any_data = uses_ratio, any_data
+        vars(function).update(uses_ratio=uses_ratio, any_data=any_data)
         LOSSES.register(name)(function)
         return function
 
@@ -87,11 +59,7 @@ def uses_ratio(loss: Callable[..., LossResult]) -> bool:
 
 
 def option(name: str, value: float, least: float, greatest: float = math.inf) -> float:
-    """Return the value of an option.
-
-    Raises:
-        ConfigError: it is no number between `least` and `greatest`.
-    """
+    """The value of an option; `ConfigError`: it is no number between `least` and `greatest`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
         raise ConfigError(
             f"learner.loss.args {name} is {value!r}",
@@ -106,10 +74,7 @@ def log_ratio(tokens: Tokens) -> torch.Tensor:
 
 
 def with_gradient(weight: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """A tensor with the values of `weight` and the gradient `weight` to each log-probability.
-
-    It is the surrogate of the score function: `weight * grad log pi`, whatever the weight depends on.
-    """
+    """The values of `weight` with the gradient `weight * grad log pi`, whatever the weight depends on."""
     return weight.detach() * (1 + logprobs - logprobs.detach())
 
 
@@ -117,48 +82,30 @@ def half_square(logprobs: torch.Tensor, log_ratios: torch.Tensor, counts: torch.
     """Half the square of log ratios; gradient: the log ratio, to the log-probability of the same place.
 
     Both stay at their bound beyond +-`LOG_RATIO_BOUND`: the pull back does not end there, as that of a clamp would, and
-    does not grow either.
-
-    Args:
-        logprobs: carry the gradient, shape (n,).
-        log_ratios: shape (n,); no gradient flows into them.
-        counts: so many tokens carry the same log ratio, that of their response, and each an equal part of the square.
+    does not grow either. `counts`: so many tokens carry the log ratio of their response, each a part of the square.
     """
     bounded = log_ratios.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return bounded * (bounded / (2 * counts) + logprobs - logprobs.detach())
 
 
 def clipped_objective(
-    log_u: torch.Tensor, advantages: torch.Tensor, *, log_low: float, log_high: float, log_cap: float
+    log_u: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossResult:
-    """Return `-min(u A, clip(u) A)` of each token, with u of negative advantages bounded by a cap as well.
+    """Return `-min(u A, clip(u) A)` of each token, with u of negative advantages bounded by `dual_clip` as well.
 
-    The minimum bounds u from above where A > 0 and from below where A < 0, and nowhere else; the cap closes the side
-    that stays open.
-
-    Args:
-        log_u: log ratios with a gradient, shape (n,).
-        advantages: shape (n,).
-        log_low: logarithm of the lower end of the clip.
-        log_high: logarithm of the upper end of the clip.
-        log_cap: logarithm of the greatest ratio where A < 0.
+    The minimum bounds u from above where A > 0 and from below where A < 0, and nowhere else; `dual_clip` closes the
+    side that stays open.
     """
-    bounded = torch.where(advantages >= 0, log_u.clamp(max=log_high), log_u.clamp(log_low, log_cap))
+    low, high = option("clip_low", clip_low, 0, 1), option("clip_high", clip_high, 0)
+    log_low = math.log1p(-low) if low < 1 else -math.inf
+    log_cap = log_dual_clip(dual_clip, 1 + high)
+    bounded = torch.where(advantages >= 0, log_u.clamp(max=math.log1p(high)), log_u.clamp(log_low, log_cap))
     clipped = (bounded.detach() != log_u.detach()) & (advantages != 0)
     return LossResult(per_token=-advantages * bounded.exp(), clipped=clipped)
 
 
-def log_below_one(clip_low: float) -> float:
-    """Log of 1 - clip_low; minus infinity for 1."""
-    return math.log1p(-clip_low) if clip_low < 1 else -math.inf
-
-
 def log_dual_clip(dual_clip: float | None, least: float) -> float:
-    """Log of the greatest ratio where A < 0; None: `LOG_RATIO_BOUND`.
-
-    Raises:
-        ConfigError: it is below `least`, the upper end of the clip.
-    """
+    """Log of the greatest ratio where A < 0; `ConfigError`: it is below `least`, the upper end of the clip."""
     return LOG_RATIO_BOUND if dual_clip is None else math.log(option("dual_clip", dual_clip, least))
 
 
@@ -171,20 +118,12 @@ def ppo(
     The asymmetric clip is that of DAPO (arXiv 2503.14476, section 3.1).
 
     Args:
-        tokens: of whole responses.
         clip_low: the ratio gives no gradient below 1 - clip_low where A < 0; in [0, 1].
         clip_high: the ratio gives no gradient above 1 + clip_high where A > 0; at least 0.
         dual_clip: greatest ratio where A < 0, above 1 + clip_high; None: e^20. The dual clip c (Ye et al., arXiv
             1912.09729, section 3.4) and the two-sided cap delta of INTELLECT-2 (arXiv 2505.07291) are this one bound.
     """
-    high = option("clip_high", clip_high, 0)
-    return clipped_objective(
-        log_ratio(tokens),
-        tokens.advantages,
-        log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
-        log_high=math.log1p(high),
-        log_cap=log_dual_clip(dual_clip, 1 + high),
-    )
+    return clipped_objective(log_ratio(tokens), tokens.advantages, clip_low, clip_high, dual_clip)
 
 
 @policy_loss("reinforce", uses_ratio=False)
@@ -194,8 +133,6 @@ def reinforce(tokens: Tokens) -> LossResult:
     Off-policy it needs a gate that weighs tokens: with base bypass and `tis`, which makes it `-sg(min(w, C)) A log
     theta`.
 
-    Args:
-        tokens: of whole responses.
     """
     per_token = -tokens.advantages * tokens.logprobs
     return LossResult(per_token=per_token, clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
@@ -209,7 +146,6 @@ def cispo(tokens: Tokens, *, low: float = 0.0, cap: float = 5.0) -> LossResult:
     paper, and epsilon_max of ScaleRL (arXiv 2510.13786).
 
     Args:
-        tokens: of whole responses.
         low: least weight, in [0, 1]; the paper leaves it off.
         cap: greatest weight, at least 1.
     """
@@ -223,7 +159,6 @@ def aipo(tokens: Tokens, *, cap: float = 2.0) -> LossResult:
     Meant for base bypass, where u is theta / mu.
 
     Args:
-        tokens: of whole responses.
         cap: rho of the paper, at least 1; 2 to 10 are in use.
     """
     return _score(tokens, 0.0, option("cap", cap, 1))
@@ -234,7 +169,6 @@ def sapo(tokens: Tokens, *, temperature_pos: float = 1.0, temperature_neg: float
     """SAPO: `-(4 / tau) sigmoid(tau (u - 1)) A`, a soft gate in place of the clip (arXiv 2511.20347).
 
     Args:
-        tokens: of whole responses.
         temperature_pos: tau where A > 0, above 0.
         temperature_neg: tau elsewhere; greater, because gradients of negative tokens spread over the vocabulary.
     """
@@ -259,7 +193,6 @@ def dppo(
     the weight is u, so with base decoupled the gate supplies old / mu.
 
     Args:
-        tokens: of whole responses.
         low: greatest fall of a probability, in [0, 1].
         high: greatest rise of a probability, in [0, 1].
         cap: greatest weight, at least 1.
@@ -300,22 +233,14 @@ def gspo(
     The paper aggregates by `sequence_mean`.
 
     Args:
-        tokens: of whole responses.
         clip_low: in [0, 1].
         clip_high: at least 0.
         dual_clip: greatest s where A < 0, above 1 + clip_high; None: e^20. The dual clip of `ppo`, on the ratio of
             the response: the paper's minimum leaves that side open.
     """
-    high = option("clip_high", clip_high, 0)
-    log_u = _bounded(log_ratio(tokens).detach())
-    log_s = tokens.spread(tokens.mean_per_response(log_u))
-    return clipped_objective(
-        log_s + tokens.logprobs - tokens.logprobs.detach(),
-        tokens.advantages,
-        log_low=log_below_one(option("clip_low", clip_low, 0, 1)),
-        log_high=math.log1p(high),
-        log_cap=log_dual_clip(dual_clip, 1 + high),
-    )
+    log_s = tokens.spread(tokens.mean_per_response(_bounded(log_ratio(tokens).detach())))
+    log_s = log_s + tokens.logprobs - tokens.logprobs.detach()
+    return clipped_objective(log_s, tokens.advantages, clip_low, clip_high, dual_clip)
 
 
 @policy_loss("gmpo", uses_ratio=True)
@@ -328,7 +253,6 @@ def gmpo(
     gradient, the others s' A. The paper aggregates by `sequence_mean`.
 
     Args:
-        tokens: of whole responses.
         clip_low: the ratio is bounded by e^-clip_low, at least 0.
         clip_high: the ratio is bounded by e^clip_high, at least 0.
         dual_clip: greatest s', above e^clip_high, which s' of a response with A > 0 everywhere never exceeds; None:
@@ -356,7 +280,6 @@ def topr(
     unlikely. Meant for base bypass, where U is theta / mu of the response.
 
     Args:
-        tokens: of whole responses.
         level: sequence, as in the paper; token: the ratio of each token by itself.
         cap: greatest weight where A < 0, above 0.
         positive: factor of responses with A >= 0, at least 0.
@@ -390,7 +313,6 @@ def vespo(
     bounded to [log 1e-8, 20].
 
     Args:
-        tokens: of whole responses.
         k_pos: k where A >= 0, at least 0.
         lambda_pos: lambda where A >= 0, above 0.
         k_neg: k where A < 0.
@@ -416,7 +338,6 @@ def kimi(tokens: Tokens, *, tau: float = 0.1, level: Level = "sequence") -> Loss
     the start of the step with base decoupled, the one that sampled with bypass. Log U is bounded as `half_square` says.
 
     Args:
-        tokens: of whole responses.
         tau: strength of the square, at least 0.
         level: sequence: the log ratio of the response, as in the paper; token: of each token by itself.
     """
@@ -441,24 +362,13 @@ def _token_level(level: str) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class ValueSums(Sums):
-    """Sums over tokens, from which all statistics of a critic follow; they add across micro-batches and ranks.
+    """Sums over tokens, from which all statistics of a critic follow."""
 
-    Attributes:
-        tokens: number of tokens.
-        loss: sum of the loss.
-        clipped: tokens whose value was outside the trust region with the larger loss inside, so they give no gradient.
-        values: sum of the values at the start of the step.
-        returns: sum of what they are to become.
-        returns_squared: sum of its squares.
-        error: sum of returns - values at the start of the step.
-        error_squared: sum of its squares.
-    """
-
-    clipped: float = 0.0
-    values: float = 0.0
-    returns: float = 0.0
+    clipped: float = 0.0  # tokens whose value was outside the trust region with the larger loss inside: no gradient
+    values: float = 0.0  # at the start of the step
+    returns: float = 0.0  # what they are to become
     returns_squared: float = 0.0
-    error: float = 0.0
+    error: float = 0.0  # returns - values at the start of the step
     error_squared: float = 0.0
 
     @property
@@ -472,31 +382,12 @@ class ValueSums(Sums):
         return 1 - left / spread if spread > 1e-12 * max(1.0, self.mean("returns_squared")) else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueLoss:
-    """The loss of each token and the sums of the statistics.
-
-    Attributes:
-        per_token: shape (n,), with a gradient to the values.
-        sums: float64, shape (fields,), without a gradient, in the order of `ValueSums.names()`.
-    """
-
-    per_token: torch.Tensor
-    sums: torch.Tensor = field(repr=False)
-
-
-def clipped_value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, *, clip: float) -> ValueLoss:
-    """Return `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2` of each token.
+def clipped_value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, *, clip: float) -> Objective:
+    """Return `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2` of each token, and `ValueSums`.
 
     The larger of the two, as in the code of PPO (Schulman et al., arXiv 1707.06347; Engstrom et al., arXiv 2005.12729,
     section 3): a value that has gone further than c towards its return gives no gradient, one that has gone away from
-    it does.
-
-    Args:
-        values: V, being trained, shape (n,).
-        old: V_old, at the start of the step; no gradient flows into it.
-        returns: R, shape (n,).
-        clip: c, at least 0; 0: no trust region, the plain squared error.
+    it does. V_old is of the start of the step; `clip` is c, 0: no trust region, the plain squared error.
     """
     old = old.detach()
     error = (values - returns).square()
@@ -515,4 +406,4 @@ def clipped_value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.T
         left,
         left.square(),
     )
-    return ValueLoss(per_token=per_token, sums=torch.stack(columns).sum(dim=1))
+    return Objective(per_token=per_token, sums=torch.stack(columns).sum(dim=1))

@@ -1,23 +1,16 @@
 """The algorithm of a run: the configuration's names resolved to functions, and what follows from their combination.
 
-```
-recipe = Recipe.of(config)      fails when the run starts, when something does not fit
-recipe.streams                  whether a micro-batch can be differentiated before the step is complete
-recipe.computes                 what is computed without gradient before the updates of a step
-objective(tokens, recipe, ...)  what is differentiated: the policy loss behind its gates, plus KL, minus entropy
-```
 The losses of tokens become one number by a weight per token and one divisor per update, both known on the host before
 anything is computed. The gradient of an update is `sum over tokens of weight x loss / normaliser`, where the sum runs
 over all ranks, micro-batches and rows, so it does not matter how the responses were cut up, padded or packed, or on
-which rank they lie. Tokens are counted before any gate drops some: dropping tokens makes a step smaller, and does not
-increase the weight of the others.
+which rank they lie.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -32,7 +25,7 @@ from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, Token
 from streamrl.learner.algorithms.corrections import Corrections, Level, correct
 from streamrl.learner.algorithms.kl import kl_term
 from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
-from streamrl.learner.algorithms.tokens import Tokens, TokenSums, token_sums
+from streamrl.learner.algorithms.tokens import Objective, Tokens, TokenSums, token_sums
 
 Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
 
@@ -40,16 +33,7 @@ Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
 def token_weights(
     counts: Sequence[int] | npt.NDArray[np.int64], aggregate: Aggregate, max_new_tokens: int
 ) -> npt.NDArray[np.float32]:
-    """Return the weight of each token, responses one behind the other, shape (sum of counts,).
-
-    token_mean: 1. sequence_mean (GRPO, arXiv 2402.03300): 1 / length of its response. constant_length (Dr. GRPO, arXiv
-    2503.20783): 1 / max_new_tokens, so the length of a response changes nothing but how many tokens it adds.
-
-    Args:
-        counts: sampled tokens of each response.
-        aggregate: `learner.loss.aggregate`.
-        max_new_tokens: `sampling.max_new_tokens`.
-    """
+    """The weight of each token, responses of `counts` tokens one behind the other (docs/reference/losses.md)."""
     lengths = np.asarray(counts, dtype=np.int64)
     if aggregate == "token_mean":
         each = np.ones(len(lengths))
@@ -61,48 +45,27 @@ def token_weights(
 
 
 def normaliser(aggregate: Aggregate, *, tokens: int, responses: int) -> int:
-    """Return what the weighted sum of an update is divided by; at least 1.
+    """What the weighted sum of an update is divided by; at least 1.
 
-    Args:
-        aggregate: `learner.loss.aggregate`.
-        tokens: sampled tokens of the update on all ranks, dropped ones and those of zero-advantage responses included.
-        responses: of the update on all ranks, those of zero advantage included.
+    Tokens and responses are those of all ranks, also without an advantage, and before any gate drops some: dropping
+    tokens makes a step smaller, and does not increase the weight of the others.
     """
     return max(1, tokens if aggregate == "token_mean" else responses)
 
 
 def lr_factor(rule: Literal["none", "ess", "staleness"], sums: TokenSums, level: Level = "token") -> float:
-    """Return the factor of the learning rate of an update, in (0, 1].
+    """The factor of the learning rate of an update, in (0, 1]; `sums` are over all ranks.
 
-    ess (VCPO, arXiv 2602.17616, section 4.1): the square root of the normalised effective sample size
-    `(sum w)^2 / (n sum w^2)` of the untruncated weights, as for AdamW the rate follows the square root of the number of
-    samples. The paper's weights are those of responses; they count where the gate weighs at level sequence, else the
-    weights of tokens do. staleness: `1 / sqrt(1 + mean staleness of a trained token in steps)`; ours: at 16 steps the
-    whole division was slower than needed, and none at all too fast (docs/internals/staleness.md).
-
-    Args:
-        rule: `learner.correction.lr_scale`.
-        sums: of the update, over all ranks.
-        level: `Corrections.level`.
+    ess (VCPO, arXiv 2602.17616, section 4.1): the square root of the normalised effective sample size, as for AdamW the
+    rate follows the square root of the number of samples. The paper's weights are those of responses; they count where
+    the gate weighs at level sequence. staleness is ours: at 16 steps the whole division was slower than needed, and
+    none at all too fast (docs/internals/staleness.md).
     """
     if rule == "ess":
         return math.sqrt(sums.response_ess if level == "sequence" else sums.ess)
     if rule == "staleness":
         return 1 / math.sqrt(1 + sums.mean("age"))
     return 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Objective:
-    """The objective of each token and the sums of the statistics.
-
-    Attributes:
-        per_token: shape (n,), with a gradient; to be added up, and divided by the normaliser of the update.
-        sums: float64, shape (len(TOKEN_SUMS),), without a gradient, in the order of `TOKEN_SUMS`.
-    """
-
-    per_token: torch.Tensor
-    sums: torch.Tensor = field(repr=False)
 
 
 def objective(
@@ -113,17 +76,10 @@ def objective(
     weights: torch.Tensor | None = None,
     measure_all: bool = False,
 ) -> Objective:
-    """Return `weight x (gates x loss + kl_coefficient x KL - entropy coefficient x entropy)` of each token.
+    """`weight x (gates x loss + kl_coefficient x KL - entropy coefficient x entropy)` of each token, and `TokenSums`.
 
     Gates act on the policy loss alone: the KL term and the entropy bonus are about the policy where it has been, not
-    about how good the token was, and go on for tokens that a gate drops.
-
-    Args:
-        tokens: whole responses; with a reference for a KL in the loss, with an entropy for the bonus.
-        recipe: of the run.
-        kl_coefficient: present value of the controller; used with `learner.kl.where` loss.
-        weights: of the aggregation (`token_weights`), shape (n,); None: 1.
-        measure_all: statistics are over all responses, not only over those with an advantage.
+    about how good the token was, and go on for tokens that a gate drops. `weights` are `token_weights`; None: 1.
     """
     correction = correct(tokens, recipe.corrections)
     loss = recipe.loss(tokens)
@@ -165,51 +121,32 @@ def reaches_zero_advantage(recipe: Recipe) -> bool:
 
 Computed = Literal["proximal", "entropy", "reference", "values"]
 ZeroVariance = Literal["keep", "drop", "resample"]
-_KEEPS_ZEROS = frozenset({"none", "std", "nonzero"})
-"""Normalisations over a step that leave an advantage of 0 what it is."""
+_KEEPS_ZEROS = frozenset({"none", "std", "nonzero"})  # normalisations that leave an advantage of 0 what it is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a learner does with a step; the same on all ranks.
-
-    Attributes:
-        loss: the policy loss with its arguments bound.
-        entropy: coefficient of the entropy bonus.
-        aggregate: how tokens become one number.
-        passes: times a step goes over its groups.
-        mini_batches: updates per pass.
-        zero_variance: what becomes of a group with equal rewards.
-        lr_scale: rule of the factor on the learning rate.
-        critic: whether there is a value function.
-        critic_warmup: first steps in which only the critic learns.
-        seed: of the run; mini-batches are drawn from it.
-        texts: text of tokens, where the estimator needs it; else None.
-    """
+    """What a learner does with a step; the same on all ranks."""
 
     estimator: Estimator
-    loss: Callable[[Tokens], LossResult]
+    loss: Callable[[Tokens], LossResult]  # with its arguments bound
     corrections: Corrections
     kl: KlConfig
-    entropy: float
+    entropy: float  # coefficient of the bonus
     aggregate: Aggregate
     max_new_tokens: int
-    passes: int
-    mini_batches: int
+    passes: int  # times a step goes over its groups
+    mini_batches: int  # updates per pass
     zero_variance: ZeroVariance
     lr_scale: Literal["none", "ess", "staleness"]
     critic: bool
-    critic_warmup: int
-    seed: int
-    texts: TokenTexts | None
+    critic_warmup: int  # first steps in which only the critic learns
+    seed: int  # mini-batches are drawn from it
+    texts: TokenTexts | None  # where the estimator needs it
 
     @classmethod
     def of(cls, config: RunConfig) -> Recipe:
-        """Resolve a configuration.
-
-        Raises:
-            ConfigError: a name, an argument or a combination that cannot be what is meant.
-        """
+        """`ConfigError`: a name, an argument or a combination that cannot be what is meant."""
         learner = config.learner
         loss = LOSSES.resolve(learner.loss.use, learner.loss.args)
         _try_out(learner.loss.use, loss)
@@ -237,11 +174,6 @@ class Recipe:
         )
 
     @property
-    def updates(self) -> int:
-        """Updates of a step."""
-        return self.passes * self.mini_batches
-
-    @property
     def early(self) -> bool:
         """Whether a group alone, as it comes, gives its advantages up to a normalisation that leaves zeros zero."""
         return (
@@ -250,10 +182,14 @@ class Recipe:
             and self.kl.where != "reward"
         )
 
+    @property
+    def several(self) -> bool:
+        return self.passes * self.mini_batches > 1
+
     @cached_property
     def streams(self) -> bool:
         """Whether a micro-batch is differentiated as soon as its groups are there: nothing needs the whole step."""
-        return self.early and self.estimator.normalise == "none" and not (self.updates > 1 or self.critic)
+        return self.early and self.estimator.normalise == "none" and not (self.several or self.critic)
 
     @property
     def measures_all(self) -> bool:
@@ -277,10 +213,7 @@ class Recipe:
     def computes(self) -> frozenset[Computed]:
         """What is computed without gradient before the updates: the proximal policy where it is not the present one."""
         found: set[Computed] = set()
-        base, several = self.corrections.base, self.updates > 1
-        if several and base in {"decoupled", "uncorrected"}:
-            found.add("proximal")
-        if self.kl.where == "reward":
+        if self.kl.where == "reward" or (self.several and self.corrections.base in {"decoupled", "uncorrected"}):
             found.add("proximal")
         if self.kl.where != "none":
             found.add("reference")
@@ -291,27 +224,21 @@ class Recipe:
         return frozenset(found)
 
     def normaliser(self, *, tokens: int, responses: int) -> int:
-        """What the gradient of an update is divided by; see `normaliser`."""
         return normaliser(self.aggregate, tokens=tokens, responses=responses)
 
     def lr_factor(self, sums: TokenSums) -> float:
-        """Factor of the learning rate of an update with these statistics of all ranks, in (0, 1]."""
         return lr_factor(self.lr_scale, sums, self.corrections.level)
 
 
 def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Callable[..., LossResult]) -> None:
     """Refuse a correction and a loss that together count the importance ratio twice, or forget it.
 
-    Besides `uses_ratio` a loss of a user may have the flag `any_data`: it needs no ratio, because something else in it
-    keeps the policy near the one that sampled, as in `kimi`.
-
-    Raises:
-        ConfigError: what is counted twice or not at all, and what to write instead.
+    `ConfigError` says what is counted twice or not at all, and what to write instead.
     """
     base, name = corrections.base, learner.loss.use
     weighing = [gate.config.use for gate in corrections.gates if gate.traits.weighs]
     restricting = any(gate.traits.restricts for gate in corrections.gates)
-    any_data = getattr(getattr(loss, "func", loss), "any_data", name == "kimi")
+    any_data = getattr(getattr(loss, "func", loss), "any_data", False)
     where = f"learner.correction.base {base} with learner.loss.use {name}"
     if len(weighing) > 1:
         raise ConfigError(

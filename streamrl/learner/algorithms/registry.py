@@ -15,19 +15,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Registry(Generic[_F]):
-    """Functions of one kind by name, in the order in which they were registered.
-
-    Args:
-        kind: key of the configuration that names them, for messages: `learner.loss.use`.
-    """
+    """Functions by name, in the order of their registration; `kind` is the key that names them, for messages."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._functions: dict[str, _F] = {}
 
     def register(self, name: str) -> Callable[[_F], _F]:
-        """Decorator: add a function under a name."""
-
         def add(function: _F) -> _F:
             assert name not in self._functions, name
             self._functions[name] = function
@@ -37,20 +31,10 @@ class Registry(Generic[_F]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names."""
         return tuple(self._functions)
 
     def resolve(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return the function with its keyword arguments bound.
-
-        Args:
-            name: one of `names`, or `module:name`, looked for on the Python path (`plugin_paths` come first).
-            args: keyword arguments from the configuration.
-
-        Raises:
-            ConfigError: no such name (with a suggestion), the module cannot be imported, or the function takes no
-                such argument.
-        """
+        """The function with its keyword arguments bound; `ConfigError` when there is none that takes them."""
         function = self._imported(name) if ":" in name else self._functions.get(name)
         if function is None:
             near = difflib.get_close_matches(name, self.names, 1)

@@ -19,40 +19,24 @@ LOG_RATIO_BOUND = 20.0
 class Tokens:
     """The sampled tokens of whole responses, one behind the other; n tokens, s responses.
 
-    All log-probabilities are natural logarithms of the probability of the sampled token. Only `logprobs` (and `entropy`
-    and `values`, where the algorithm uses them) carry a gradient.
-
-    Attributes:
-        logprobs: policy being trained (theta), shape (n,).
-        old: old policy, the centre of the trust region, as `learner.correction.base` says, shape (n,), no gradient.
-        proximal: policy at the start of the step, shape (n,), no gradient. Equal to `old` with base decoupled.
-        behaviour: as the engine sampled it (mu), shape (n,).
-        advantages: shape (n,).
-        sequence: index of the response of each token, 0 to s - 1, non-decreasing, shape (n,), int64.
-        counts: tokens of each response, shape (s,), int64.
-        ages: staleness of each token in steps, at least 0, shape (n,).
-        reference: reference policy, shape (n,); None without one.
-        entropy: of the distribution each token was drawn from, in nats, shape (n,); None when not asked for.
+    All have shape (n,) but `counts`. Policies are natural logarithms of the probability of the sampled token. Only
+    `logprobs` (and `entropy`, where the algorithm uses it) carry a gradient.
     """
 
-    logprobs: torch.Tensor
-    old: torch.Tensor
-    proximal: torch.Tensor
-    behaviour: torch.Tensor
+    logprobs: torch.Tensor  # policy being trained (theta)
+    old: torch.Tensor  # centre of the trust region, as `learner.correction.base` says
+    proximal: torch.Tensor  # policy at the start of the step; `old` with base decoupled
+    behaviour: torch.Tensor  # as the engine sampled it (mu)
     advantages: torch.Tensor
-    sequence: torch.Tensor
-    counts: torch.Tensor
-    ages: torch.Tensor
-    reference: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+    sequence: torch.Tensor  # index of the response of each token, 0 to s - 1, non-decreasing, int64
+    counts: torch.Tensor  # tokens of each response, shape (s,), int64
+    ages: torch.Tensor  # staleness in steps, at least 0
+    reference: torch.Tensor | None = None  # reference policy; None without one
+    entropy: torch.Tensor | None = None  # of the distribution a token was drawn from, in nats; None: not asked for
 
     @classmethod
     def trial(cls, *advantages: float) -> Tokens:
-        """Three tokens of two responses, off-policy and a step old, to try out a function when the run starts.
-
-        Args:
-            advantages: of the three tokens.
-        """
+        """Three tokens of two responses, off-policy and a step old, to try out a function when the run starts."""
         other = torch.tensor([-1.0, -0.7, -2.0])
         return cls(
             logprobs=torch.tensor([-0.5, -1.0, -3.0], requires_grad=True),
@@ -79,27 +63,19 @@ class Tokens:
         return values.index_select(0, self.sequence)
 
 
-AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")
-"""Staleness in steps, of the buckets; the last one has no end."""
-_AGE_STARTS = (1, 2, 4, 8, 16)
-"""First staleness of each bucket but the first."""
+AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")  # staleness in steps; the last one has no end
+_AGE_STARTS = (1, 2, 4, 8, 16)  # of each bucket but the first
 _RESPONSE_BOUND = 300.0
 """Bound on the log ratio of a response: its square is still a finite float64 after `exp`, summed over any step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Sums:
-    """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks.
+    """Numbers summed over tokens, which travel as a tensor and add up over micro-batches and ranks."""
 
-    Attributes:
-        tokens: number of tokens.
-        loss: sum of what is differentiated.
-    """
-
-    tokens: float = 0.0
-    loss: float = 0.0
-    _WIDTH: ClassVar[str] = "tokens"
-    """Number of tokens that a field is summed over, where `_WIDTHS` does not name another."""
+    tokens: float = 0.0  # number of tokens
+    loss: float = 0.0  # sum of what is differentiated
+    _WIDTH: ClassVar[str] = "tokens"  # number of tokens that a field is summed over, unless `_WIDTHS` names another
     _WIDTHS: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -109,7 +85,6 @@ class Sums:
 
     @classmethod
     def from_tensor(cls, sums: torch.Tensor) -> Self:
-        """Read the sums out of a tensor of shape (number of fields,), in the order of the fields."""
         return cls(**dict(zip(cls.names(), sums.tolist(), strict=True)))
 
     def mean(self, name: str) -> float:
@@ -122,6 +97,14 @@ class Sums:
         return float(getattr(self, self._WIDTHS.get(name, self._WIDTH)))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Objective:
+    """What is differentiated, and the sums of its statistics in the order of `Sums.names()`."""
+
+    per_token: torch.Tensor  # shape (n,), with a gradient; to be added up
+    sums: torch.Tensor  # float64, without a gradient
+
+
 @dataclass(kw_only=True, slots=True)
 class TokenSums(Sums):
     """Sums over the tokens of an update, from which all statistics of a loss follow.
@@ -131,49 +114,27 @@ class TokenSums(Sums):
     effective sample size of the whole update (`Recipe.measures_all`).
 
     w is the importance weight before any bound: the policy at the start of the step (with base bypass: the present
-    one) over the one that sampled.
-
-    Attributes:
-        tokens: number of tokens, measured or not.
-        loss: sum of what is differentiated, with the weights of the aggregation, over `tokens`.
-        measured: number of measured tokens.
-        responses: number of measured responses.
-        weight: sum of w.
-        weight_squared: sum of w^2.
-        response_weight: sum over responses of the product of their w.
-        response_weight_squared: sum over responses of its square.
-        squared_log_ratio: sum of (log w)^2.
-        engine_gap: sum of |log w| of the measured tokens of staleness 0: engine and learner had the same weights.
-        clipped: tokens on which the trust region of the loss acted.
-        capped: tokens whose weight a gate cut.
-        masked: tokens that a gate dropped.
-        age: sum of the staleness in steps, over `tokens`.
-        kl_k1: sum of -log w, the plain estimator of KL(behaviour || policy).
-        kl_k3: sum of w - 1 - log w, the low-variance estimator of the same; never negative.
-        kl_reference: sum of the estimate of the KL to the reference policy, before its coefficient; 0 without one.
-        kl_tokens: number of tokens that `kl_reference` is summed over: all with a KL in the loss, else the measured.
-        entropy: sum of the entropies in nats; where they were not computed of -log p, which estimates them.
-        tokens_0: measured tokens of staleness 0; the next ones: 1, 2 to 3, 4 to 7, 8 to 15, 16 and more.
-        masked_0: of those, the tokens that a gate dropped; likewise.
+    one) over the one that sampled. `tokens`, `loss` and `age` are over all tokens, measured or not.
     """
 
-    measured: float = 0.0
-    responses: float = 0.0
-    weight: float = 0.0
+    measured: float = 0.0  # number of measured tokens
+    responses: float = 0.0  # number of measured responses
+    weight: float = 0.0  # w
     weight_squared: float = 0.0
-    response_weight: float = 0.0
+    response_weight: float = 0.0  # over responses, the product of their w
     response_weight_squared: float = 0.0
-    squared_log_ratio: float = 0.0
-    engine_gap: float = 0.0
-    clipped: float = 0.0
-    capped: float = 0.0
-    masked: float = 0.0
-    age: float = 0.0
-    kl_k1: float = 0.0
-    kl_k3: float = 0.0
-    kl_reference: float = 0.0
-    kl_tokens: float = 0.0
-    entropy: float = 0.0
+    squared_log_ratio: float = 0.0  # (log w)^2
+    engine_gap: float = 0.0  # |log w| of the measured tokens of staleness 0: engine and learner had the same weights
+    clipped: float = 0.0  # tokens on which the trust region of the loss acted
+    capped: float = 0.0  # tokens whose weight a gate cut
+    masked: float = 0.0  # tokens that a gate dropped
+    age: float = 0.0  # staleness in steps
+    kl_k1: float = 0.0  # -log w, the plain estimator of KL(behaviour || policy)
+    kl_k3: float = 0.0  # w - 1 - log w, the low-variance estimator of the same; never negative
+    kl_reference: float = 0.0  # estimate of the KL to the reference policy, before its coefficient; 0 without one
+    kl_tokens: float = 0.0  # number of tokens of `kl_reference`: all with a KL in the loss, else the measured
+    entropy: float = 0.0  # in nats; where it was not computed -log p, which estimates it
+    # Measured tokens by staleness (`AGE_BUCKETS`), and those of them that a gate dropped.
     tokens_0: float = 0.0
     tokens_1: float = 0.0
     tokens_2_3: float = 0.0
@@ -195,7 +156,6 @@ class TokenSums(Sums):
     }
 
     def __add__(self, other: TokenSums) -> TokenSums:
-        """Sums over both."""
         return TokenSums(**{name: getattr(self, name) + getattr(other, name) for name in TOKEN_SUMS})
 
     @property
@@ -211,11 +171,10 @@ class TokenSums(Sums):
     @property
     def masked_by_age(self) -> dict[str, float]:
         """Share of the measured tokens that a gate dropped, by bucket of staleness; only buckets with tokens."""
-        counts = {bucket: getattr(self, f"tokens_{bucket}") for bucket in AGE_BUCKETS}
         return {
             bucket.replace("_", "-"): getattr(self, f"masked_{bucket}") / count
-            for bucket, count in counts.items()
-            if count
+            for bucket in AGE_BUCKETS
+            if (count := getattr(self, f"tokens_{bucket}"))
         }
 
 
@@ -240,9 +199,7 @@ def token_sums(
 ) -> torch.Tensor:
     """Return the sums in the order of `TOKEN_SUMS`, float64, without a gradient; nothing waits for the device.
 
-    The arrays have shape (n,); the loss is as it is differentiated. With `kl_whole` the KL is summed over all tokens,
-    not over the measured ones; with `measure_all` all tokens are measured, not only those of responses with an
-    advantage.
+    `kl_whole`: the KL is summed over all tokens. `measure_all`: also those of responses without an advantage count.
     """
     wide = log_ratio.detach().double()
     bounded = wide.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -289,8 +246,5 @@ def token_sums(
 
 
 def skipped_sums(tokens: int, age: int) -> torch.Tensor:
-    """The sums of responses that were not computed, on the CPU: they have no advantage, so nothing is measured.
-
-    `age` is the sum of the staleness of their tokens in steps.
-    """
+    """The sums of responses that were not computed, on the CPU; `age` is summed over their tokens."""
     return torch.tensor([{"tokens": tokens, "age": age}.get(name, 0) for name in TOKEN_SUMS], dtype=torch.float64)
