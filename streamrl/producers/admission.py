@@ -21,10 +21,8 @@ from streamrl.queues.records import Admission, AdmitOutcome, by_cause, same_kind
 
 BURST: Final = 32
 _LOOK_SECONDS: Final = 0.5
-_SAMPLES: Final = 32
-"""Responses that failed with the same error, before the run ends."""
-_GROUPS: Final = 4
-"""Groups that they were in: fewer may be broken prompts."""
+_SAMPLES: Final = 32  # responses that failed with the same error, before the run ends
+_GROUPS: Final = 4  # that they were in: fewer may be broken prompts
 TRIAL_PAUSE: Final = 300.0
 _WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
@@ -63,11 +61,9 @@ class Admitter:
         self.cursor = state.cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
-        """Try to admit up to `limit` groups, none at or after `end`, in one round trip.
+        """Try to admit up to `limit` groups, none at or after `end`. MOVED: the cursor was elsewhere, call again.
 
-        ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere, call
-        again. `Refused`: the ledger holds groups of other data, or `max_dead` dead letters; groups in flight are
-        untouched.
+        `Refused`: the ledger holds groups of other data, or `max_dead` dead letters; groups in flight are untouched.
         """
         last = self.cursor + min(limit, BURST)
         group_ids = range(self.cursor, last if end is None else min(last, end))
@@ -122,7 +118,7 @@ class VersionWatcher:
                     self._changed.notify_all()
 
     async def wait(self, version: int, seconds: float) -> bool:
-        """Return True as soon as a version above `version` is known, False after `seconds`. Cancelling is harmless."""
+        """Whether a version above `version` becomes known within `seconds`."""
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self.version > version)
@@ -145,8 +141,7 @@ class SameFailureGuard:
         self._over = False
 
     async def begin(self) -> None:
-        """Do not count groups that died before now: the cause may be fixed."""
-        letters = await self._ledger.dead_letters()
+        letters = await self._ledger.dead_letters()  # groups that died before now do not count: the cause may be fixed
         self._after = letters[-1].entry if letters else "-"
         self._seen = (len(letters), [])
 
@@ -158,10 +153,9 @@ class SameFailureGuard:
         if state.retired or state.dropped or state.unretired:
             self._over = True
             return
-        seen = (state.dead, oldest)
-        if seen == self._seen:
+        before, self._seen = self._seen, (state.dead, oldest)
+        if before == self._seen:
             return
-        self._seen = seen
         letters = await self._ledger.dead_letters(self._after)
         samples = [letter for letter in letters if letter.sample is not None]
         if samples and not same_kind(samples):

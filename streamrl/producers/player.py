@@ -29,8 +29,7 @@ from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
 
 logger = logging.getLogger(__name__)
-LENGTH_FILE: Final = "played.json"
-"""In the directory of a run that trains a recording more than once: its length."""
+LENGTH_FILE: Final = "played.json"  # in the directory of a run that trains a recording more than once: its length
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
@@ -39,11 +38,7 @@ _IDLE_PAUSE: Final = 0.5
 async def run_player(role: Role) -> None:
     """Admit the groups of a recording until `role.stop` is set; a restart continues at the cursor in Redis.
 
-    Raises:
-        ConfigError: there is no recording, or it does not fit the run.
-        Refused: the run holds groups of other data, the recording has grown, or there are `max_dead` dead letters.
-        WireError: the recording is damaged.
-        CannotCreate: no room in the run's directory.
+    `ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data.
     """
     assert role.config.recording.path is not None
     path = role.config.recording.path
@@ -77,11 +72,9 @@ def check_recording(config: RunConfig) -> Header:
 
 
 def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
-    """Check that the recording of a run with several passes keeps its length: a group is found by its id modulo it.
+    """Refuse a recording of several passes whose length has changed: a group is found by its id modulo the length.
 
-    A run with one pass may continue with a recording that has grown, until it is given more passes. The file at `path`
-    stores the length; it is written when a second pass is planned. `Refused`: the length has changed. `CannotCreate`:
-    the file cannot be written, or is damaged.
+    A run with one pass may continue with a recording that has grown. `path` is written when a second pass is planned.
     """
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Length) if path.exists() else None
@@ -106,10 +99,8 @@ class Recorded:
     """The groups of a recording by their place, read in order; after the last one the first comes again."""
 
     def __init__(self, path: Path, count: int) -> None:
-        self.count = count
-        self._path = path
+        self._path, self.count, self._next = path, count, count
         self._groups: Iterator[RecordedGroup] = iter(())
-        self._next = count
         self._held: tuple[int, RecordedGroup] | None = None
 
     def group(self, place: int) -> RecordedGroup:
@@ -153,11 +144,8 @@ class Player:
                 continue
             outcome = await self._admit()
             self._role.status.update(admitted=self._cursor, of=self._recorded.count, admission=outcome.value)
-            if outcome is AdmitOutcome.FULL:
-                changed = await self._versions.wait(version, pause)
-                pause = _FIRST_PAUSE if changed else min(2 * pause, _LONGEST_PAUSE)
-            else:
-                pause = _FIRST_PAUSE
+            waited = outcome is AdmitOutcome.FULL and not await self._versions.wait(version, pause)
+            pause = min(2 * pause, _LONGEST_PAUSE) if waited else _FIRST_PAUSE
 
     async def _admit(self) -> AdmitOutcome:
         group = await asyncio.to_thread(self._recorded.group, self._cursor)
@@ -188,10 +176,7 @@ class Player:
 
 
 def as_sampled_before(payload: bytes) -> bytes:
-    """Mark all tokens of a response as sampled by version 0; bytes that are not a response stay as they are.
-
-    The learner makes a dead letter of a group with such bytes.
-    """
+    """Mark all tokens as sampled by version 0. Bytes that are no response stay: the learner makes a dead letter of them."""
     try:
         sample = wire.decode(payload, wire.Sample)
     except WireError as error:

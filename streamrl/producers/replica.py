@@ -28,11 +28,7 @@ from streamrl.weight_sync.follower import Follower
 
 
 async def run_rollout(role: Role) -> None:
-    """Make samples until `role.stop` is set; then those in flight are finished or handed back.
-
-    `ConfigError`: no model or tokenizer, or an engine option that this machine cannot serve. `PluginError`: the episode
-    cannot be loaded. `Unreachable`: its own engine died.
-    """
+    """Make samples until `role.stop` is set. `PluginError`: no such episode. `Unreachable`: its own engine died."""
     with unwrapped():
         tokenizer = await asyncio.to_thread(Tokenizer.load, role.config.model)
         await (_with_servers(role, tokenizer) if role.config.engines else _with_own_engine(role, tokenizer))
@@ -53,19 +49,14 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
 
     from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
 
-    engine = HfEngine(role.config, await life_seed(role))
-    lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
+    config, engine = role.config, HfEngine(role.config, await life_seed(role))
+    lock = role.ledgers.device_lock if config.rollout.placement == "colocated" else None
     # On a CPU there is no memory to give back: learner and engine share its cores.
-    level: Literal[0, 1] = 1 if role.config.engine.device != "cpu" and torch.cuda.is_available() else 0
+    level: Literal[0, 1] = 1 if config.engine.device != "cpu" and torch.cuda.is_available() else 0
     devices = EngineDevices(lock, role.name, wake=engine.wake, sleep=partial(engine.sleep, level))
     async with devices.engine(engine.start, engine.close), asyncio.TaskGroup() as tasks:
         follower = Follower(
-            role.ledgers.weights,
-            role.config.weights,
-            engine.apply,
-            run=role.config.name,
-            run_dir=role.run_dir,
-            name=role.name,
+            role.ledgers.weights, config.weights, engine.apply, run=config.name, run_dir=role.run_dir, name=role.name
         )
         ended = asyncio.Event()
         following = tasks.create_task(follower.run(ended))
