@@ -55,8 +55,7 @@ class Admitter:
             held_out = "held-out prompts or evaluation.samples"
             what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
             raise Refused(
-                f"this run was started with other {what}",
-                "restore them, or start a new run (--fresh, or another name)",
+                f"this run was started with other {what}", "restore them, or start a new run (--fresh, or another name)"
             )
         self.cursor = state.cursor
 

@@ -27,18 +27,15 @@ from streamrl.wire import Int32Array, Prompt, encode, pack_int32
 
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _CHUNK: Final = 1024
-_NAMED: Final = 5
-"""Lines with the same fault that are named."""
-_SPECIAL: Final = 8
-"""Special tokens around a text, more than any tokenizer adds."""
+_NAMED: Final = 5  # lines with the same fault that are named
+_SPECIAL: Final = 8  # special tokens around a text, more than any tokenizer adds
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
+    """In tokens; `context` is prompt plus response. With `drop` longer prompts are left out.
 
-    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked. With `drop`
-    longer prompts are left out.
+    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
     """
 
     max_prompt_tokens: int
@@ -57,10 +54,7 @@ class PromptLimits:
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded, in its order. `fingerprint` covers the file's bytes and the token ids.
-
-    `dropped` prompts are too long.
-    """
+    """The prompts of one file, encoded. `fingerprint` covers its bytes and the token ids; `dropped` are too long."""
 
     path: Path
     prompts: list[bytes]
@@ -72,7 +66,7 @@ class PromptSet:
         return len(self.prompts)
 
     def index(self, group_id: int, seed: int, *, shuffle: bool) -> int:
-        """Return which prompt group `group_id` has: each epoch of `len(self)` ids has every prompt once."""
+        """Which prompt a group has: each epoch of `len(self)` ids has every prompt once."""
         epoch, position = divmod(group_id, len(self.prompts))
         if not shuffle:
             return position
@@ -84,7 +78,7 @@ class PromptSet:
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of `range(count)`, the same on every platform and version.
+    """A permutation of `range(count)`, the same on every platform and version.
 
     Numbers are sorted by a keyed hash (splitmix64; Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
     generators"), because NumPy's shuffles may change between releases, and a run must survive an upgrade.
@@ -100,14 +94,9 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 def load_prompts(
     path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False, count: int | None = None
 ) -> PromptSet:
-    """Read, check and encode all prompts of a JSONL file, or the first `count`. Memory: the file plus 4 bytes a token.
+    """Read, check and encode all prompts of a JSONL file, or the first `count`; `DataError` names all that is wrong.
 
-    A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
-    `answer`, and any other keys, which travel as metadata. A `prompt` that is a list of messages, as in the data of
-    verl, is read as `messages`. Empty lines are skipped but counted.
-
-    Raises:
-        DataError: the file is missing, empty, or has lines that cannot be used; the message names file and lines.
+    A `prompt` that is a list of messages, as in the data of verl, is read as `messages`. Other keys travel as metadata.
     """
     digest = hashlib.blake2b(digest_size=16)
     data, faults = PromptSet(path, [], ""), _Faults(path)
@@ -129,7 +118,7 @@ def load_prompts(
 
 
 def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int) -> int:
-    """Check the first `count` prompts of a file; returns how many of them are dropped. Errors as for `load_prompts`.
+    """Check the first `count` prompts of a file; how many of them are dropped. Errors as for `load_prompts`.
 
     The tokenizer, which takes seconds, is loaded only if there are chats, or texts that may be too long.
     """
@@ -161,7 +150,6 @@ class _Faults:
 
     @contextlib.contextmanager
     def at(self, line: int) -> Iterator[None]:
-        """Keep a DataError of this block, and go on behind it."""
         try:
             yield
         except DataError as error:
@@ -202,7 +190,6 @@ def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
 
 
 def first_prompt(path: Path) -> dict[str, Any]:
-    """DataError: there is none, or it cannot be used."""
     for _, raw in _lines(path, hashlib.blake2b()):
         return _parse(raw)
     raise DataError(f"{path} is empty", _LINE_HINT)
@@ -225,8 +212,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DataError("`prompt` must be text and not empty", _LINE_HINT)
     if messages is not None and not _is_chat(messages):
         raise DataError(
-            "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`",
-            _LINE_HINT,
+            "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`", _LINE_HINT
         )
     return record
 
@@ -241,14 +227,11 @@ def _is_chat(messages: Any) -> bool:
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
     """The text and the ids of each prompt; a chat that the template refuses is a fault."""
-    texts: list[tuple[_Line, str]] = []
+    texts = [(row, row.record["prompt"]) for row in rows if row.record.get("prompt") is not None]
     chats: list[tuple[_Line, str]] = []
     for row in rows:
-        prompt = row.record.get("prompt")
         with faults.at(row.line):
-            if prompt is not None:
-                texts.append((row, prompt))
-            else:
+            if row.record.get("prompt") is None:
                 chats.append((row, tokenizer.chat_text(row.record["messages"])))
     found: dict[int, tuple[_Line, str, Int32Array]] = {}
     for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
@@ -295,6 +278,6 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: boo
 
 
 def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:
-    """Combine file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
+    """Of file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
     options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(options, digest_size=16).hexdigest()

@@ -20,9 +20,7 @@ class Control:
     """The controls of one decode loop; `fail` hears of an error that makes the engine unusable before it is raised."""
 
     def __init__(self, model: Any, decoder: SlotDecoder, fail: Callable[[BaseException], None]) -> None:
-        self._model = model
-        self._decoder = decoder
-        self._fail = fail
+        self._model, self._decoder, self._fail = model, decoder, fail
         self._device: torch.device = model.device
         self._structure = ""  # what the model was found to take
         self._hold = ExitStack()
@@ -84,17 +82,13 @@ def check_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         names.setdefault(id(target), []).append(name)
     if unknown := sorted(set(tensors) - set(targets)):
         raise WeightsError(f"{len(unknown)} tensors that this model does not have: {_few(unknown)}", _HINT)
-    missing = [
-        group[0]
-        for group in names.values()
-        if isinstance(targets[group[0]], torch.nn.Parameter) and not any(name in tensors for name in group)
-    ]
+    given = [(group, [name for name in group if name in tensors]) for group in names.values()]
+    parameter = torch.nn.Parameter
+    missing = [group[0] for group, there in given if not there and isinstance(targets[group[0]], parameter)]
     if missing:
         raise WeightsError(f"{len(missing)} parameters of the model are missing: {_few(missing)}", _HINT)
-    for group in names.values():
-        present = [name for name in group if name in tensors]
-        if len(present) > 1:
-            raise WeightsError(f"{' and '.join(present)} are one parameter of this model", _HINT)
+    if twice := next((there for _, there in given if len(there) > 1), None):
+        raise WeightsError(f"{' and '.join(twice)} are one parameter of this model", _HINT)
     for name, values in tensors.items():
         target = targets[name]
         if values.shape != target.shape:

@@ -27,7 +27,7 @@ _TRIED_WINDOW: Final = 3
 
 
 def load_model(config: RunConfig) -> PreTrainedModel:
-    """Load the policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
+    """The policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
     engine = config.engine
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
@@ -74,7 +74,6 @@ def context_length(config: RunConfig, model: Any) -> int:
 
 
 def cache_bytes_per_token(model: Any) -> int:
-    """Bytes of keys and values of one token, all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -132,7 +131,7 @@ def _obstacle(model: Any, context: int) -> str:
 
 
 def _trial(model: Any) -> float:
-    """Decode three short prompts of different lengths; return the largest error of a log-probability.
+    """The largest error of a log-probability of three short responses.
 
     Sliding windows are narrowed meanwhile, so that prompts and responses are longer than they are.
     """

@@ -42,11 +42,7 @@ def naming_what_blocks(tell: Tell | None = None, seconds: float = NAMED_SECONDS)
 
 
 def _watch(
-    ended: threading.Event,
-    thread: int,
-    loop: asyncio.AbstractEventLoop,
-    seconds: float,
-    tell: Tell | None,
+    ended: threading.Event, thread: int, loop: asyncio.AbstractEventLoop, seconds: float, tell: Tell | None
 ) -> None:
     named: set[str] = set()
     turned, asked, told = threading.Event(), 0.0, 0.0

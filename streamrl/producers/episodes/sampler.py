@@ -50,11 +50,7 @@ class EpisodeFailed(StreamrlError):
 
 
 def sampler_of(
-    config: RunConfig,
-    engine: Generator,
-    tokenizer: Tokenizer,
-    name: str = "",
-    blocked: Tell | None = None,
+    config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "", blocked: Tell | None = None
 ) -> Sampler:
     """What makes the samples of a run; PluginError: the episode cannot be loaded.
 

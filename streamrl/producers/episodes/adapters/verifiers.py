@@ -53,11 +53,7 @@ class VerifiersEpisode(Episode):
     """
 
     def __init__(
-        self,
-        taskset: str,
-        *,
-        config: Mapping[str, Any] | None = None,
-        agent: Mapping[str, Any] | None = None,
+        self, taskset: str, *, config: Mapping[str, Any] | None = None, agent: Mapping[str, Any] | None = None
     ) -> None:
         need_packages("VerifiersEpisode", "verifiers", extra="verifiers")
         self._id = taskset

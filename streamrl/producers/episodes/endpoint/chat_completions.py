@@ -37,12 +37,7 @@ from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message
 from streamrl.producers.episodes.session import SampledTurn
 
-_OPTIONS: Final[Options] = {
-    **HARMLESS,
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-}
+_OPTIONS: Final[Options] = {**HARMLESS, "functions": ([],), "logit_bias": ({},), "modalities": (["text"],)}
 
 
 class _Function(msgspec.Struct):
