@@ -232,7 +232,7 @@ def memcpy_speed(total: int) -> float:
 
 
 def check(engine: HfEngine, weights: Mapping[str, torch.Tensor]) -> None:
-    held = dict(engine._model.named_parameters())
+    held = dict(engine._control._model.named_parameters())
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
 

@@ -178,9 +178,9 @@ async def test_the_death_of_the_decode_loop_surfaces(start, cause):
         raise RuntimeError("the forward pass broke")
 
     if cause == "forward raises":
-        engine._model.register_forward_pre_hook(fail)
+        engine._control._model.register_forward_pre_hook(fail)
     else:
-        engine._model.get_input_embeddings().weight.fill_(float("nan"))
+        engine._control._model.get_input_embeddings().weight.fill_(float("nan"))
     tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 50))) for k in range(5)]
     async with asyncio.timeout(20):
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -233,7 +233,7 @@ async def test_nothing_works_before_start(model_dir):
 
 async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
     engine = await start(deadline=0.1)
-    with hanging(engine._model) as hang:
+    with hanging(engine._control._model) as hang:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await until(hang.entered.is_set)
         with pytest.raises(Unreachable, match=r"within 0\.1 s|longer than 0\.1 s"):
@@ -244,7 +244,7 @@ async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
 
 async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(start):
     engine = await start(deadline=0.2)
-    with hanging(engine._model):
+    with hanging(engine._control._model):
         tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 5))) for k in range(3)]
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, Unreachable)
@@ -257,7 +257,7 @@ async def test_half_of_the_longest_hold_is_too_long_for_a_step(start):
     """Whoever gives up after `lease.max_hold` learns that the engine is to blame, not the prompt."""
     engine = await start(max_hold=0.4)
     engine._watcher.cancel()  # `health` notices by itself as well
-    with hanging(engine._model):
+    with hanging(engine._control._model):
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         with pytest.raises(Unreachable, match=r"within 0\.2 s"):
             async with asyncio.timeout(20):
