@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from streamrl import wire
 from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.base import SERVER_KINDS
 from streamrl.config.sampling import OPTIONS
@@ -31,24 +32,10 @@ from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
-from streamrl.wire import (
-    MAX_TURNS,
-    PROMPT,
-    SCHEMA,
-    Float32Array,
-    Int32Array,
-    Sample,
-    SampleScore,
-    StopReason,
-    ToolUse,
-    pack_float32,
-    pack_int32,
-)
+from streamrl.wire import PROMPT, Float32Array, Int32Array, Sample, SampleScore, StopReason, ToolUse
 
-_REFUSED_SECONDS: Final = 0.1
-"""How long each call waits after one that found the episode ended, or its conversation too long."""
-_CLOSE_SECONDS: Final = 1.0
-"""How long the end of an episode waits for what was cancelled."""
+_REFUSED_SECONDS: Final = 0.1  # each call waits so long after one that found the end, or a conversation too long
+_CLOSE_SECONDS: Final = 1.0  # how long the end of an episode waits for what was cancelled
 
 
 class ContextOverflow(EpisodeOver):
@@ -71,8 +58,7 @@ class SampledTurn:
         prompt_tokens: tokens before it.
         tokens: sampled ids, the end of turn included.
         logprobs: of `tokens`.
-        cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
-            `context_overflow`.
+        cut: the limit that cut it off when `finish` is `length`.
         text: all of it, its thinking and calls of tools as they were written; without special tokens.
         stopped: the text that ended it, which is not in `reply`; empty: none.
         pieces: `tokens` as text, if somebody asked for it.
@@ -100,12 +86,11 @@ class _Flight:
 
 
 class EpisodeSession:
-    """One sample being made. All methods belong to one event loop; several turns may be sampled at the same time.
+    """One sample being made; several turns may be sampled at the same time.
 
     `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
-    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `generating` counts the
-    turns that are being sampled. `posted` is the score that an agent sent for the episode. `overflowed`: the newest
-    conversation was too long. `dropped` and `auxiliary` count the sampled turns that `drop` took out.
+    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `posted` is the score
+    that an agent sent for the episode. `overflowed`: the newest conversation was too long.
     """
 
     def __init__(
@@ -118,11 +103,8 @@ class EpisodeSession:
         *,
         deterministic: bool = False,
     ) -> None:
-        self._config = config
-        self._engine = engine
-        self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._order = order
+        self._config, self._engine, self._order = config, engine, order
+        self._renderer, self._tokenizer = renderer, tokenizer
         self._longest_reply = config.drawing(evaluation=order.prompt.evaluation).max_new_tokens
         self._history = History(renderer, order.prompt.token_ids)
         self._numbers = count()
@@ -148,17 +130,14 @@ class EpisodeSession:
 
     @property
     def forks(self) -> int:
-        """Branches that were begun besides the first."""
         return self._history.forks
 
     @property
     def turns_left(self) -> int:
-        """Turns that may be begun."""
         return self._config.episode.max_turns - self._turns
 
     @property
     def replied(self) -> bool:
-        """Whether the record has a sampled turn."""
         return any(turn.sampled for turn in self._history.turns)
 
     async def sampled(
@@ -215,16 +194,9 @@ class EpisodeSession:
         number = self._history.record(place, completion, reply, uses=uses, away=away, stopped=stopped)
         turn = self._history.turns[number]
         turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
+        cut = flight.limit if completion.finish == "length" else None
         return SampledTurn(
-            reply,
-            number,
-            completion.finish,
-            len(place.ids),
-            completion.tokens,
-            completion.logprobs,
-            flight.limit if completion.finish == "length" else None,
-            text,
-            stopped,
+            reply, number, completion.finish, len(place.ids), completion.tokens, completion.logprobs, cut, text, stopped
         )
 
     def _ended(self, reply: Reply, tokens: list[int], ends: StopTexts) -> tuple[Reply, str, str]:
@@ -237,9 +209,9 @@ class EpisodeSession:
         return replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning), text, stopped
 
     def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
-        """The option of a reply (`stop`, `json_schema`, `temperature`, ... of `Request`) that it cannot have, and why.
+        """The option of a reply that it cannot have, and why; empty: it can have all.
 
-        Empty: it can have all. The log-probabilities of what is trained must be those that it was sampled with.
+        The log-probabilities of what is trained must be those that it was sampled with.
         """
         kind = self._config.engine.kind
         if "json_schema" in options and kind not in SERVER_KINDS:
@@ -252,7 +224,6 @@ class EpisodeSession:
         return self._config.untold(draw)
 
     def pieces(self, turn: SampledTurn) -> list[str]:
-        """The tokens of a reply as text, each by itself."""
         return [self._all_text([token]) for token in turn.tokens.tolist()]
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
@@ -265,7 +236,7 @@ class EpisodeSession:
         rewarded.reward = (rewarded.reward or 0.0) + finite(value, "the reward of a turn")
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
-        """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
+        """Run the calls of a reply at the same time, or take their results from the journal."""
         async with self._owned(), self._faults():
             if self.journal.restores:
                 results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
@@ -285,10 +256,7 @@ class EpisodeSession:
         return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
-        """Note how the call of a tool went, before the message that answers it is in `sampled`.
-
-        A tool message whose call was not noted counts as `ok`, without seconds.
-        """
+        """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
         self._noted[call_id] = use
 
     @asynccontextmanager
@@ -311,18 +279,16 @@ class EpisodeSession:
             self._over("max_tool_calls", f"it called tools {self._calls} times (episode.max_tool_calls {most})")
 
     def check_overflow(self) -> None:
-        """End the episode if its newest conversation was too long: nothing went on after it."""
-        if self.overflowed:
+        if self.overflowed:  # nothing went on after it
             self.end("context_overflow")
 
     def drop(self, auxiliary: Collection[int], unheard: Collection[int]) -> None:
-        """After the last call: take out turns as `History.drop` does, and count them."""
         gone = self._history.drop({*auxiliary, *unheard})
         self.auxiliary = len(gone & set(auxiliary))
         self.dropped = len(gone) - self.auxiliary
 
     def end(self, stop: StopReason) -> None:
-        """End the episode; the first reason stays. A repeat does nothing, and so does a call after `close`."""
+        """End the episode; the first reason stays."""
         if not self._closed:
             self.stop = self.stop or stop
 
@@ -335,17 +301,13 @@ class EpisodeSession:
             await asyncio.wait(list(self._working), timeout=_CLOSE_SECONDS)
 
     def sample(self, score: Score | None = None, engine: str = "") -> Sample:
-        """What was recorded. DataError if there is no sampled token.
-
-        One sampled turn on the prompt and nothing else is a sample without turns, as of a single answer.
-        """
+        """What was recorded; one turn on the prompt alone is a sample without turns. DataError: no sampled token."""
         turns = self._history.turns
         replies = [turn for turn in turns if turn.sampled]
         if not replies:
-            raise DataError(
-                f"the episode of line {self._order.prompt.line} of the data set ended without a single sampled token"
-                f": {self.clock.late or self.stop or 'it has no reply that is kept'}"
-            )
+            why = self.clock.late or self.stop or "it has no reply that is kept"
+            line = self._order.prompt.line
+            raise DataError(f"the episode of line {line} of the data set ended without a single sampled token: {why}")
         runs: list[tuple[int, int]] = []
         begin = 0
         for turn in replies:
@@ -356,9 +318,9 @@ class EpisodeSession:
         plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
         last = replies[-1]
         return Sample(
-            v=1 if plain else SCHEMA,
-            tokens=pack_int32(np.concatenate([turn.ids for turn in replies])),
-            logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
+            v=1 if plain else wire.SCHEMA,
+            tokens=wire.pack_int32(np.concatenate([turn.ids for turn in replies])),
+            logprobs=wire.pack_float32(np.concatenate([turn.logprobs for turn in replies])),
             runs=runs,
             finish=last.finish or "stop",
             text=last.text,
@@ -379,23 +341,19 @@ class EpisodeSession:
     async def _take_off(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> _Flight:
-        """Begin a turn: check the limits, and reserve as many tokens as it may get.
-
-        It waits while turns that are being sampled have reserved what this one may need: they seldom use all of it.
-        """
+        """Begin a turn: check the limits, and reserve as many tokens as it may get."""
         most = self._config.episode.max_sampled_tokens
         while True:
             place = self._history.place(messages, tools)
-            longest, limit = self._longest(place, max_tokens)
+            flight = _Flight(place, *self._longest(place, max_tokens))
             self._check_limits(place)
-            reserved = sum(flight.longest for flight in self._flights)
-            if most is None or not reserved or longest <= most - self._tokens - reserved:
+            reserved = sum(other.longest for other in self._flights)
+            if most is None or not reserved or flight.longest <= most - self._tokens - reserved:
                 break
             self._landed.clear()
-            async with self.part("model"):
+            async with self.part("model"):  # others have reserved what this one may need, and seldom use all of it
                 await self._landed.wait()
             self._check_open()
-        flight = _Flight(place, longest, limit)
         self._flights.add(flight)
         self._turns += 1
         return flight
@@ -426,7 +384,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def _owned(self) -> AsyncIterator[None]:
-        """Let `close` cancel this block, which runs in a task of the user's code. EpisodeOver: it is closed."""
+        """Let `close` cancel this block, which runs in a task of the user's code."""
         if self._closed:
             raise EpisodeOver(self.stop or "completed")
         task, left = asyncio.current_task(), asyncio.get_running_loop().create_future()
@@ -439,7 +397,7 @@ class EpisodeSession:
             left.set_result(None)
 
     def _check_limits(self, place: NextTurn) -> None:
-        episode, room = self._config.episode, MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
+        episode, room = self._config.episode, wire.MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
         if self._turns >= episode.max_turns or room < 2:
             self._over("max_turns", f"it has {self._turns} turns (episode.max_turns {episode.max_turns})")
         forks = self._history.forks_with([place, *(flight.place for flight in self._flights)])
@@ -472,10 +430,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def _faults(self, *, schema: bool = False) -> AsyncIterator[None]:
-        """Keep errors of the engine and the ledger, whatever the user's code makes of them.
-
-        An engine that refuses a call with a `schema`, which may not compile there, is no fault: the next one may do.
-        """
+        """Keep errors of the engine and the ledger; one that refuses a `schema`, which may not compile, is no fault."""
         try:
             yield
         except EpisodeOver:
@@ -500,7 +455,6 @@ class EpisodeSession:
             affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
         )
-        stops = self._renderer.stops
         self.generating += 1
         try:
             async with self.part("model"):
@@ -509,15 +463,12 @@ class EpisodeSession:
             self.generating -= 1
         if completion.finish == "abort":
             raise RuntimeError("the engine aborted the request")
-        return _up_to_stop(completion, stops)
+        return _up_to_stop(completion, self._renderer.stops)
 
     def _uses(self, place: NextTurn) -> list[ToolUse]:
         """The tools that the new messages of a place answer."""
-        names = {
-            call.get("id"): (call.get("function") or {}).get("name")
-            for message in place.messages
-            for call in message.get("tool_calls") or ()
-        }
+        calls = [call for message in place.messages for call in message.get("tool_calls") or ()]
+        names = {call.get("id"): (call.get("function") or {}).get("name") for call in calls}
         uses = []
         for message in place.new:
             if message.get("role") == "tool":
@@ -542,6 +493,4 @@ async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[To
 def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:
     """A turn ends with the first token that ends one, also where the engine knows fewer of them."""
     at = next((at for at, token in enumerate(completion.tokens.tolist()) if token in stops), None)
-    if at is None:
-        return completion
-    return replace(first_tokens(completion, at + 1), finish="stop")
+    return completion if at is None else replace(first_tokens(completion, at + 1), finish="stop")
