@@ -1,11 +1,10 @@
 """The tree that is being recorded: which branch a conversation extends, and where it forks.
 
 Messages are nodes of a tree, known by the node before them and by what they say (JSON arguments in one spelling, and
-not the ids of calls). A reply that comes back without its reasoning is the same message, because many clients drop what
-they do not know. Turns hang on nodes: a node is where a reply was sampled (`opened`), or it is such a reply (`ended`).
-Each list of tools has a tree. Where other tools change nothing before a reply, a conversation goes on in their tree.
-Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the longest
-branch whose ids it begins with.
+not the ids of calls). A reply that comes back without its reasoning is the same message: many clients drop what they do
+not know. A node is where a reply was sampled (`opened`), or it is such a reply (`ended`). Each list of tools has a
+tree. Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the
+longest branch whose ids it begins with.
 """
 
 from __future__ import annotations
@@ -78,15 +77,9 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextTurn:
-    """Where a reply to a conversation will be recorded.
+    """Where a reply to a conversation will be recorded: after turn `parent`, and `observed` ids if there are any.
 
-    Attributes:
-        messages: the conversation.
-        tools: schemas that it was rendered with.
-        parent: turn that it continues.
-        observed: ids of the turn to be observed between `parent` and the reply; empty: none.
-        ids: everything before the reply.
-        agreed: how many of the messages were recorded before.
+    `ids` are everything before the reply, and `agreed` messages were recorded before.
     """
 
     messages: tuple[Message, ...]
@@ -98,39 +91,29 @@ class NextTurn:
 
     @property
     def new(self) -> Sequence[Message]:
-        """Messages that the observed turn adds."""
         return self.messages[self.agreed :]
 
 
 class History:
-    """The tree of one sample; `turns` are in the order in which they were recorded, `forks` counts its branches less 1.
-
-    `prompt` are the ids of the data set's prompt, which a branch may begin with.
-    """
+    """The tree of one sample, whose branches may begin with the ids of `prompt`; `forks` counts branches less 1."""
 
     def __init__(self, renderer: ChatRenderer, prompt: Int32Array) -> None:
-        self._renderer = renderer
-        self._prompt = prompt
+        self._renderer, self._prompt = renderer, prompt
         self._roots: dict[bytes, tuple[tuple[ToolSchema, ...], _Node]] = {}
         self.turns: list[RecordedTurn] = []
         self.forks = 0
 
     def ids(self, turn: int) -> Int32Array:
-        """Everything up to the end of a turn (`PROMPT`: of the prompt), shape (tokens,)."""
+        """Everything up to the end of a turn, shape (tokens,)."""
         pieces = []
         while turn >= 0:
             pieces.append(self.turns[turn].ids)
             turn = self.turns[turn].parent
-        if turn == PROMPT:
-            pieces.append(self._prompt)
-        return np.concatenate(pieces[::-1]) if pieces else self._prompt[:0]
+        pieces.append(self._prompt if turn == PROMPT else self._prompt[:0])
+        return np.concatenate(pieces[::-1])
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> NextTurn:
-        """Find where a conversation goes on. Changes nothing.
-
-        Raises:
-            DataError: the messages cannot be rendered.
-        """
+        """Find where a conversation goes on; changes nothing. DataError: the messages cannot be rendered."""
         if not messages:
             raise DataError("a conversation without messages")
         path = self._walk(messages, tools)
@@ -163,8 +146,7 @@ class History:
     ) -> int:
         """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn.
 
-        `uses` and `away` are the tools that the observed turn answers, and their seconds. `stopped` is the text that
-        ended the reply and is not in it: some agents put it back (smolagents), and go on with the same message.
+        `stopped` is the text that ended the reply and is not in it: some agents put it back (smolagents), and go on.
         """
         self.forks += self._continued_before(place.parent)
         node = self._node(place)
@@ -205,7 +187,7 @@ class History:
     def drop(self, turns: Collection[int]) -> set[int]:
         """Take out `turns`, as far as nothing continued them and they have no reward; return those that are gone.
 
-        What was observed for them alone goes, too. The rest gets new numbers, and the tree takes no more turns.
+        What was observed for them alone goes, too. The tree takes no more turns.
         """
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
@@ -225,7 +207,6 @@ class History:
         return [turn.wire(_portable(self._said(turn)) if turn.sampled else []) for turn in self.turns]
 
     def _said(self, turn: RecordedTurn) -> Sequence[Message]:
-        """The messages of a sampled turn, as `wire.Turn` describes them."""
         if turn.parent == PROMPT:
             return turn.conversation[-1:]
         parent = turn.parent
@@ -244,11 +225,11 @@ class History:
         return node is not None and node.ended is not None and self.turns[node.ended].children > 0
 
     def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
-        """Return the nodes of the first messages, as many as are known, after the root."""
         _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
         return self._follow(root, messages)
 
     def _follow(self, root: _Node, messages: Sequence[Message]) -> list[_Node]:
+        """The root, and the nodes of the first messages, as many as are known."""
         path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
@@ -280,29 +261,21 @@ class History:
     def _placed(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], parent: int, observed: list[int], agreed: int
     ) -> NextTurn:
-        before = self.ids(parent) if parent != NOTHING else self._prompt[:0]
-        ids = np.concatenate([before, np.asarray(observed, dtype=np.int32)]) if observed else before
+        ids = np.concatenate([self.ids(parent), np.asarray(observed, dtype=np.int32)])
         return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed)
 
     def _continued(self, whole: Int32Array) -> tuple[int, int]:
         """The last turn of the longest branch whose ids `whole` begins with, and how many they are."""
-        following: dict[int, list[int]] = {}
-        for number, turn in enumerate(self.turns):
-            following.setdefault(turn.parent, []).append(number)
         count = len(self._prompt)
-        found = (NOTHING, 0)
-        left = [(NOTHING, 0)]
+        ends = {NOTHING: 0}  # where in `whole` the branch up to a turn ends, if it begins with that
         if count and np.array_equal(whole[:count], self._prompt):
-            left.append((PROMPT, count))
-        while left:
-            at, begin = left.pop()
-            found = max(found, (at, begin), key=lambda branch: (branch[1], self._continued_before(branch[0])))
-            for number in following.get(at, ()):
-                turn = self.turns[number]
-                end = begin + len(turn.ids)
-                if end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
-                    left.append((number, end))
-        return found
+            ends[PROMPT] = count
+        for number, turn in enumerate(self.turns):  # children come after their parents
+            begin = ends.get(turn.parent)
+            end = (begin or 0) + len(turn.ids)
+            if begin is not None and end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
+                ends[number] = end
+        return max(reversed(ends.items()), key=lambda branch: (branch[1], self._continued_before(branch[0])))
 
     def _continued_before(self, parent: int) -> bool:
         """Whether one more turn after `parent` begins a branch besides the first."""
@@ -310,7 +283,7 @@ class History:
 
 
 def _last_reply(path: Sequence[_Node], most: int) -> int:
-    """Place in a path of the last sampled reply that other messages follow, of `most` messages in all; 0: none."""
+    """Where in a path the last sampled reply is that other messages follow, of `most` in all; 0: none."""
     return max((at for at, seen in enumerate(path) if seen.ended is not None and at < most), default=0)
 
 
@@ -319,11 +292,8 @@ def calls_key(calls: Sequence[ToolCall]) -> bytes:
 
 
 def _key(message: Message) -> bytes:
-    calls = [
-        {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))}
-        for call in message.get("tool_calls") or ()
-        for function in [call.get("function") or {}]
-    ]
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = [{"name": each.get("name"), "arguments": _arguments(each.get("arguments"))} for each in functions]
     content = _content(message.get("content"))
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()  # as many agents do with what the model wrote
@@ -340,19 +310,15 @@ def _key(message: Message) -> bytes:
 
 def _content(content: Any) -> Any:
     """The text of a message; parts that are no text stay parts."""
-    if content is None:
-        return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    return content
+    return "" if content is None else content
 
 
 def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (TypeError, ValueError):  # no text, or no JSON
         return arguments
 
 
