@@ -86,7 +86,7 @@ class AgentEpisode(Episode):
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         assert self._endpoint is not None
-        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
+        door = AgentDoor(chat.session, self._agent.max_calls, self._context, self._agent.ignore)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrl-agent-"))
         try:
             with self._endpoint.serving(door) as key:

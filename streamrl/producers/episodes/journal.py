@@ -55,7 +55,7 @@ class ReplyEntry(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class AnswersEntry(msgspec.Struct, frozen=True, tag="answers"):
-    """How the calls of `key` were answered; all of a reply if the state is kept, which belongs to none of them alone."""
+    """How the calls of `key` were answered: all of a reply if the state is kept, which belongs to none of them."""
 
     key: bytes
     results: list[tuple[dict[str, Any], ToolUse]]

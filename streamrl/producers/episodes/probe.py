@@ -51,11 +51,7 @@ _UNTOOLED: Final = [MESSAGES[0], *MESSAGES[3:]]
 def examine(renderer: ChatRenderer) -> str:
     """Record the probe as an episode does; the first turn that cannot be extended, in words. Empty: all can.
 
-    The policy is taken to write what the renderer writes for its messages, up to the first end of a turn. For a
-    template that refuses tools, the probe is without them.
-
-    Raises:
-        DataError: the template refuses any chat of several turns.
+    The policy is taken to write what the renderer writes for its messages, up to the first end of a turn.
     """
     try:
         return _examine(renderer, MESSAGES, TOOLS)
