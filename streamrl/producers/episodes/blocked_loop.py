@@ -66,7 +66,7 @@ def _watch(
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line outside of libraries; empty: the loop is held by no code of a user."""
+    """The innermost line outside of libraries; empty: no code of a user holds the loop."""
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

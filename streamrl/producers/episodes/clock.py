@@ -15,7 +15,7 @@ Part: TypeAlias = Literal["start", "model", "tools", "scoring"]
 
 
 class EpisodeOver(StreamrlError):
-    """A limit ends the episode, which keeps what there is. `stop` says which."""
+    """A limit ends the episode, which keeps what there is; `stop` says which."""
 
     def __init__(self, stop: StopReason, message: str = "") -> None:
         super().__init__(message or f"the episode ended: {stop}")
@@ -49,7 +49,6 @@ class EpisodeClock:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept."""
         self._parts += 1
         try:
             async with self._until(self._deadline if name == "scoring" else self._end, name):
