@@ -40,7 +40,7 @@ _PASSED: Final = re.compile(
     "|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|HF_HOME|HF_HUB_OFFLINE"
     "|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
 )
-"""Variables that an agent gets from this process. A model's output drives the agent, and many of the others are keys."""
+"""Variables that an agent gets from this process. A model's output drives it, and many of the others are keys."""
 _LOG_BYTES: Final = 4 << 20
 
 

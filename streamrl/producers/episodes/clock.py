@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias
 
@@ -23,9 +23,13 @@ class EpisodeOver(StreamrlError):
 
 
 class EpisodeClock:
-    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not."""
+    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not.
 
-    def __init__(self, config: EpisodeConfig) -> None:
+    `end` hears of each end within a part, whatever the user's code makes of it.
+    """
+
+    def __init__(self, config: EpisodeConfig, end: Callable[[StopReason], None]) -> None:
+        self._say_end = end
         self._seconds = config.deadline
         self._kept = config.deadline * config.scoring_share
         self._deadline = asyncio.get_running_loop().time() + self._seconds
@@ -49,10 +53,14 @@ class EpisodeClock:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
         self._parts += 1
         try:
             async with self._until(self._deadline if name == "scoring" else self._end, name):
                 yield
+        except EpisodeOver as over:
+            self._say_end(over.stop)
+            raise
         finally:
             self._parts -= 1
 

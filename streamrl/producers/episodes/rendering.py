@@ -7,7 +7,7 @@ cannot be extended (`None`) is rendered as a whole by the caller, who records th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -52,15 +52,18 @@ class Reply:
     @property
     def message(self) -> Message:
         """The turn as an OpenAI assistant message; malformed calls are in it, so that a tool message can answer."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
-                for call in self.calls
-            ]
-        return message
+        calls = [(call.id, call.name, call.arguments_text) for call in self.calls]
+        return assistant(self.content, calls, self.reasoning)
+
+
+def assistant(text: str, calls: Iterable[tuple[str, str, str]], reasoning: str = "") -> Message:
+    """An assistant message; `calls` are id, name and JSON arguments."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if called := [{"id": each, "type": "function", "function": {"name": n, "arguments": a}} for each, n, a in calls]:
+        message["tool_calls"] = called
+    return message
 
 
 class ChatRenderer(Protocol):

@@ -23,7 +23,7 @@ from streamrl.config.base import SERVER_KINDS
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
 from streamrl.errors import DataError, DeadlyRequest, unwrapped
-from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
+from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver
 from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
@@ -117,7 +117,8 @@ class EpisodeSession:
         self._version = 0
         most = config.episode.max_turns
         self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
-        self.clock = EpisodeClock(config.episode)
+        self.clock = EpisodeClock(config.episode, self.end)
+        self.part = self.clock.part
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
         self.posted: float | None = None
@@ -259,15 +260,6 @@ class EpisodeSession:
         """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
         self._noted[call_id] = use
 
-    @asynccontextmanager
-    async def part(self, name: Part) -> AsyncIterator[None]:
-        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
-        try:
-            async with self.clock.part(name):
-                yield
-        except EpisodeOver as over:
-            self.end(over.stop)
-            raise
 
     def check_calls(self) -> None:
         """EpisodeOver: `episode.max_tool_calls` or `max_parse_errors` is reached."""

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
 _RAW: Final = "malformed_arguments"
@@ -34,12 +34,10 @@ class _Tool(shared.Function):
 
 class _Body(shared.CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    model: str = shared.MODEL
     system: shared.Content = None
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
     max_tokens: shared.Tokens | None = None
-    stream: bool = False
     stop_sequences: list[str] | None = None
 
 
@@ -60,7 +58,7 @@ class AnthropicMessages(shared.AgentApi):
             asked.model,
             asked.max_tokens,
             shared.most_calls(choice.get("type"), ignored, not choice.get("disable_parallel_tool_use")),
-            asked.stream,
+            bool(asked.stream),
             options=asked.options(ignored, stop=shared.stop_texts("stop_sequences", asked.stop_sequences, ignored)),
         )
 
@@ -110,7 +108,7 @@ class AnthropicMessages(shared.AgentApi):
 
 def _spoken(content: shared.Content) -> list[Message]:
     if not isinstance(content, list):
-        return [shared.assistant(content or "", [])]
+        return [assistant(content or "", [])]
     calls = [
         (str(part.get("id", "")), str(part.get("name", "")), _arguments(part.get("input")))
         for part in content
@@ -118,7 +116,7 @@ def _spoken(content: shared.Content) -> list[Message]:
     ]
     reasoning = "".join(str(part.get("thinking", "")) for part in content if part.get("type") == "thinking")
     others = [part for part in content if part.get("type") not in ("tool_use", "thinking")]
-    return [shared.assistant(text_of(others), calls, reasoning)]
+    return [assistant(text_of(others), calls, reasoning)]
 
 
 def _answers(content: shared.Content) -> list[Message]:

@@ -58,6 +58,8 @@ class AgentCall:
 
 
 class CallBody(msgspec.Struct, kw_only=True):
+    model: str = MODEL
+    stream: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
@@ -174,17 +176,6 @@ def most_calls(choice: object, ignored: Collection[str], parallel: bool | None) 
     return 0 if choice == "none" else 1 if parallel is False else None
 
 
-def assistant(text: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:
-    """An assistant message; `calls` are id, name and JSON arguments."""
-    message: Message = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for call_id, name, arguments in calls
-        ]
-    return message
 
 
 def said(turn: SampledTurn) -> tuple[str, str, list[tuple[str, str, str]]]:

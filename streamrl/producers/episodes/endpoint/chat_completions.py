@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
 _OPTIONS: Final[shared.Options] = shared.HARMLESS | {"functions": ([],), "logit_bias": ({},), "modalities": (["text"],)}
@@ -46,13 +46,11 @@ class _Tool(msgspec.Struct):
 
 class _Body(shared.CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    model: str = shared.MODEL
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_tokens: shared.Tokens | None = None
     max_completion_tokens: shared.Tokens | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
@@ -115,7 +113,7 @@ class ChatCompletions(shared.AgentApi):
 
 def _choice(index: int, turn: SampledTurn) -> dict[str, Any]:
     text, reasoning, calls = shared.said(turn)
-    choice: dict[str, Any] = {"index": index, "message": shared.assistant(text, calls, reasoning)}
+    choice: dict[str, Any] = {"index": index, "message": assistant(text, calls, reasoning)}
     choice["finish_reason"] = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
     choice["streamrl"] = {"turn": turn.number}
     if turn.pieces:
@@ -134,7 +132,7 @@ def _message(given: _Message) -> Message:
     text = text_of(given.content)
     if given.role == "assistant":
         calls = [(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
-        return shared.assistant(text, calls, given.reasoning_content or "")
+        return assistant(text, calls, given.reasoning_content or "")
     message: Message = {"role": "system" if given.role == "developer" else given.role, "content": text}
     if given.role == "tool":
         message["tool_call_id"] = given.tool_call_id or ""

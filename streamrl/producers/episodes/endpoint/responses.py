@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
 _SPOKEN: Final = ("message", "function_call", "reasoning")
@@ -50,13 +50,11 @@ class _Text(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Body(shared.CallBody):
     input: str | list[_Item]
-    model: str = shared.MODEL
     instructions: str | None = None
     tools: list[shared.Function] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: shared.Tokens | None = None
-    stream: bool | None = None
     text: _Text | None = None
 
 
@@ -152,7 +150,7 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
 def _reply(items: Sequence[_Item]) -> Message:
     texts = {kind: "".join(_text(item) for item in items if item.type == kind) for kind in _SPOKEN}
     calls = [(item.call_id, item.name, item.arguments) for item in items if item.type == "function_call"]
-    return shared.assistant(texts["message"], calls, texts["reasoning"])
+    return assistant(texts["message"], calls, texts["reasoning"])
 
 
 def _text(item: _Item) -> str:
