@@ -54,9 +54,8 @@ class Admitter:
         if state.fingerprint not in (None, self._terms.fingerprint):
             held_out = "held-out prompts or evaluation.samples"
             what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
-            raise Refused(
-                f"this run was started with other {what}", "restore them, or start a new run (--fresh, or another name)"
-            )
+            hint = "restore them, or start a new run (--fresh, or another name)"
+            raise Refused(f"this run was started with other {what}", hint)
         self.cursor = state.cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:

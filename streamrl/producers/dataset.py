@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +61,6 @@ class PromptSet:
     prompts: list[bytes]
     fingerprint: str
     dropped: int = 0
-    _orders: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -68,15 +68,10 @@ class PromptSet:
     def index(self, group_id: int, seed: int, *, shuffle: bool) -> int:
         """Which prompt a group has: each epoch of `len(self)` ids has every prompt once."""
         epoch, position = divmod(group_id, len(self.prompts))
-        if not shuffle:
-            return position
-        key = (seed, epoch)
-        if key not in self._orders:
-            self._orders.clear()
-            self._orders[key] = permutation(len(self.prompts), seed, epoch)
-        return int(self._orders[key][position])
+        return int(permutation(len(self.prompts), seed, epoch)[position]) if shuffle else position
 
 
+@lru_cache(1)
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation of `range(count)`, the same on every platform and version.
 
@@ -184,9 +179,8 @@ def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
                 if raw.strip():
                     yield number, raw
     except OSError as error:
-        raise DataError(
-            f"cannot read the prompts {path}: {error.strerror}", "set data.train (and data.held_out)"
-        ) from error
+        what = f"cannot read the prompts {path}: {error.strerror}"
+        raise DataError(what, "set data.train (and data.held_out)") from error
 
 
 def first_prompt(path: Path) -> dict[str, Any]:
@@ -210,19 +204,14 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DataError("needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise DataError("`prompt` must be text and not empty", _LINE_HINT)
-    if messages is not None and not _is_chat(messages):
-        raise DataError(
-            "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`", _LINE_HINT
-        )
+    if messages is not None and not (isinstance(messages, list) and messages and all(map(_is_turn, messages))):
+        what = "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`"
+        raise DataError(what, _LINE_HINT)
     return record
 
 
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in messages)
-    )
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
 
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
@@ -243,21 +232,16 @@ def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> I
 def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
     if tokens.size == 0:
         raise DataError("the prompt has no tokens")
-    if tokens.size > limits.max_prompt_tokens:
-        raise DataError(
-            f"the prompt has {tokens.size} tokens, data.max_prompt_tokens is {limits.max_prompt_tokens}",
-            "set data.long_prompts: drop, or raise data.max_prompt_tokens (and model.context)",
-        )
-    if tokens.size >= limits.context:
-        raise DataError(
-            f"the prompt has {tokens.size} tokens, which leaves no room in model.context {limits.context}",
-            "set data.long_prompts: drop, or raise model.context",
-        )
+    size, longest, hint = tokens.size, limits.max_prompt_tokens, "set data.long_prompts: drop, or raise"
+    if size > longest:
+        what = f"the prompt has {size} tokens, data.max_prompt_tokens is {longest}"
+        raise DataError(what, f"{hint} data.max_prompt_tokens (and model.context)")
+    if size >= limits.context:
+        what = f"the prompt has {size} tokens, which leaves no room in model.context {limits.context}"
+        raise DataError(what, f"{hint} model.context")
     if limits.vocabulary is not None and int(tokens.max()) >= limits.vocabulary:
-        raise DataError(
-            f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}",
-            "the tokenizer is another model's: set model.tokenizer to the one that belongs to model.path",
-        )
+        what = f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}"
+        raise DataError(what, "the tokenizer is another model's: set model.tokenizer to that of model.path")
 
 
 def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool) -> bytes:

@@ -58,16 +58,13 @@ def check_recording(config: RunConfig) -> Header:
     if header is None:
         raise ConfigError(f"{path} has no recording", "name RUN_DIR/recording of `streamrl up --rollout-only`")
     if header.temperature != config.sampling.temperature:
-        raise ConfigError(
-            f"{path} was sampled at temperature {header.temperature:g}, sampling.temperature is"
-            f" {config.sampling.temperature:g}: every importance ratio would be wrong",
-            f"set sampling.temperature to {header.temperature:g}",
-        )
+        sampled, asked = header.temperature, config.sampling.temperature
+        what = f"{path} was sampled at temperature {sampled:g}, sampling.temperature is {asked:g}"
+        hint = f"set sampling.temperature to {sampled:g}"
+        raise ConfigError(f"{what}: every importance ratio would be wrong", hint)
     if not header.logprobs:
-        raise ConfigError(
-            f"{path} was archived without log-probabilities, so it cannot be trained",
-            "archive.logprobs: true keeps them from then on",
-        )
+        what = f"{path} was archived without log-probabilities, so it cannot be trained"
+        raise ConfigError(what, "archive.logprobs: true keeps them from then on")
     return header
 
 
@@ -83,11 +80,9 @@ def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> N
     except (OSError, msgspec.MsgspecError) as error:
         raise CannotCreate(f"{path}: {error}", "check space and permissions; --fresh starts anew") from error
     if kept is not None and kept != _Length(id=header.id, groups=count):
-        raise Refused(
-            f"the recording has {count} groups, and had {kept.groups} when its first pass began:"
-            " ids of this run would mean other groups",
-            "--fresh, or another name, trains the whole recording",
-        )
+        what = f"the recording has {count} groups, and had {kept.groups} when its first pass began"
+        hint = "--fresh, or another name, trains the whole recording"
+        raise Refused(f"{what}: ids of this run would mean other groups", hint)
 
 
 class _Length(msgspec.Struct, frozen=True):
@@ -162,10 +157,8 @@ class Player:
         )
         self._cursor = answer.cursor
         if answer.outcome is AdmitOutcome.TOO_MANY_DEAD:
-            raise Refused(
-                f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted",
-                "`streamrl dead ls` shows them",
-            )
+            what = f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted"
+            raise Refused(what, "`streamrl dead ls` shows them")
         return answer.outcome
 
     async def _finish(self, epochs: int) -> None:
@@ -176,7 +169,7 @@ class Player:
 
 
 def as_sampled_before(payload: bytes) -> bytes:
-    """Mark all tokens as sampled by version 0. Bytes that are no response stay: the learner makes a dead letter of them."""
+    """All tokens as sampled by version 0. Of bytes that are no response, the learner makes a dead letter."""
     try:
         sample = wire.decode(payload, wire.Sample)
     except WireError as error:

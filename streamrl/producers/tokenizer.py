@@ -78,10 +78,8 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         if not self.backend.chat_template:
-            raise DataError(
-                f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`",
-                "give prompts as text (`prompt`), or take a chat model",
-            )
+            what = f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`"
+            raise DataError(what, "give prompts as text (`prompt`), or take a chat model")
         try:
             text: str = self.backend.apply_chat_template(
                 [dict(message) for message in self.with_system(messages)],

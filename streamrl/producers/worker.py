@@ -1,10 +1,13 @@
-"""Leased prompts become samples.
+"""Role `rollout.N`: leased prompts become samples, with the engines of the run, or with one of its own (`hf`).
 
 ```
 prompts -> lease -> the samples that are missing -> Sampler.sample -> emit      (one task a sample)
+                             ServerPool.generate -> engine.N
+engine.kind hf:   weights -> Follower -> HfEngine.apply, HfEngine.generate
 ```
 A response that was emitted is never generated again. While the weights are more than `max_staleness` steps old no
-prompt is taken.
+prompt is taken. With `rollout.placement: colocated` the engine sleeps while the learner has the devices. When a
+worker's own engine dies, the worker exits with an error, and the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -15,18 +18,23 @@ import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, Literal
 
-from streamrl.engine import Generator
+from streamrl.engine import Generator, life_seed
 from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
 from streamrl.producers.sampler import SampleOrder, TurnJournal, seed_of
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
+from streamrl.queues.device_lock import EngineDevices
 from streamrl.sandbox import Sandbox
+from streamrl.servers.pool import ServerPool
+from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
+from streamrl.weight_sync.follower import Follower
 from streamrl.wire import Prompt, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -34,6 +42,53 @@ _ATTEMPTS: Final = 3
 _STALE_SECONDS: Final = 10.0  # old weights up to that are how `max_staleness` works
 _LOOKAHEAD: Final = 4  # one more sample is leased for each so many slots, so that it is there before a slot is free
 DRAIN_SHARE: Final = 0.22  # of the run's drain time, for the requests in flight; the rest is for the roles behind
+
+
+async def run_rollout(role: Role) -> None:
+    """Make samples until `role.stop` is set. `PluginError`: no such episode. `Unreachable`: its own engine died."""
+    with unwrapped():
+        tokenizer = await asyncio.to_thread(Tokenizer.load, role.config.model)
+        await (_with_servers(role, tokenizer) if role.config.engines else _with_own_engine(role, tokenizer))
+
+
+async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
+    key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
+    pool = ServerPool(role.config, role.ledgers, key)
+    worker = RolloutWorker(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
+    async with pool.follow():
+        await first_of(pool.first(), role.stop.wait())
+        if not role.stop.is_set():
+            await worker.run()
+
+
+async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
+    import torch
+
+    from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
+
+    config, engine = role.config, HfEngine(role.config, await life_seed(role))
+    lock = role.ledgers.device_lock if config.rollout.placement == "colocated" else None
+    # On a CPU there is no memory to give back: learner and engine share its cores.
+    level: Literal[0, 1] = 1 if config.engine.device != "cpu" and torch.cuda.is_available() else 0
+    devices = EngineDevices(lock, role.name, wake=engine.wake, sleep=partial(engine.sleep, level))
+    async with devices.engine(engine.start, engine.close), asyncio.TaskGroup() as tasks:
+        follower = Follower(
+            role.ledgers.weights, config.weights, engine.apply, run=config.name, run_dir=role.run_dir, name=role.name
+        )
+        ended = asyncio.Event()
+        following = tasks.create_task(follower.run(ended))
+        await first_of(follower.first.wait(), role.stop.wait())
+        if follower.first.is_set():
+            await RolloutWorker(
+                role,
+                engine,
+                tokenizer,
+                behind=lambda: follower.newest_step - follower.applied_step,
+                news=follower.next_applied,
+                figures=follower.figures,
+            ).run()
+        ended.set()
+        following.cancel()
 
 
 def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:

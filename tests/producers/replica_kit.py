@@ -11,7 +11,7 @@ from producer_kit import Hands, tiny_model, until
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import hf
-from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import run_rollout
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.weight_sync.publisher import Publisher
 

@@ -86,26 +86,20 @@ def affordable_slots(config: RunConfig, model: Any) -> int:
     each = context * cache_bytes_per_token(model)
     slots = min(asked, config.engine.kv_cache // each)
     if not slots:
-        raise ConfigError(
-            f"one response of {context} tokens needs {each:,} bytes of keys and values,"
-            f" engine.kv_cache is {config.engine.kv_cache:,}",
-            "raise engine.kv_cache, or lower model.context",
-        )
+        what = f"one response of {context} tokens needs {each:,} bytes of keys and values"
+        hint = "raise engine.kv_cache, or lower model.context"
+        raise ConfigError(f"{what}, engine.kv_cache is {config.engine.kv_cache:,}", hint)
     if slots < asked:
-        logger.warning(
-            "fewer responses at the same time than engine.slots: engine.kv_cache has no room for more",
-            extra={"slots": slots, "asked": asked, "kv_cache": config.engine.kv_cache, "needed": asked * each},
-        )
+        extra = {"slots": slots, "asked": asked, "kv_cache": config.engine.kv_cache, "needed": asked * each}
+        logger.warning("fewer responses at the same time than engine.slots: engine.kv_cache has no room", extra=extra)
     return int(slots)
 
 
 def check_decodable(config: RunConfig, model: Any) -> None:
     """Refuse a model that static slots would decode wrongly, with a `ConfigError`."""
     if obstacle := _obstacle(model, context_length(config, model)):
-        raise ConfigError(
-            f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}",
-            "set engine.kind to vllm or sglang",
-        )
+        what = f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}"
+        raise ConfigError(what, "set engine.kind to vllm or sglang")
 
 
 def _obstacle(model: Any, context: int) -> str:
@@ -118,10 +112,8 @@ def _obstacle(model: Any, context: int) -> str:
             continue
         limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
         if context > limit:
-            return (
-                f"its rotary positions depend on the longest sequence of the batch above {limit} tokens,"
-                f" and model.context is {context}"
-            )
+            why = f"its rotary positions depend on the longest sequence of the batch above {limit} tokens"
+            return f"{why}, and model.context is {context}"
     try:
         error = _trial(model)
     except Exception as failure:  # noqa: BLE001 - any error of foreign model code means: not with slots

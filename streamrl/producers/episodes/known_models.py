@@ -131,16 +131,13 @@ def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
     try:
         config = package.config_from_name(name)
     except _REFUSALS as error:
-        raise ConfigError(
-            f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
-        ) from error
+        hint = f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
+        raise ConfigError(f"there is no tool format {name!r}", hint) from error
     try:
         return package.create_renderer(CuttingTokenizer(tokenizer.backend), config)
     except _REFUSALS as error:
-        raise ConfigError(
-            f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}",
-            f"set the tool format to one of {', '.join(FORMATS)} to use the chat template",
-        ) from error
+        what = f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}"
+        raise ConfigError(what, f"set the tool format to one of {', '.join(FORMATS)} for the chat template") from error
 
 
 def _listed(tools: Tools) -> list[ToolSchema] | None:

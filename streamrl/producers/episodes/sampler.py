@@ -82,10 +82,9 @@ def _tool(use: str, episode: EpisodeConfig, paths: list[Path]) -> Callable[..., 
     settings = build_plugin(SandboxSettings, f"tool {use}", episode.run_python)
     assert isinstance(settings, SandboxSettings)
     if settings.longest >= episode.tool_deadline:
-        raise PluginError(
-            f"tool {use}: a program may take {settings.longest:g} s, and a call {episode.tool_deadline:g} s",
-            f"raise episode.tool_deadline, or lower `seconds` or `wall` in episode.{use}",
-        )
+        what = f"tool {use}: a program may take {settings.longest:g} s, and a call {episode.tool_deadline:g} s"
+        hint = f"raise episode.tool_deadline, or lower `seconds` or `wall` in episode.{use}"
+        raise PluginError(what, hint)
     return python_tool(settings)
 
 

@@ -65,7 +65,8 @@ class OpenEnvEpisode(SteppedEpisode):
         rewards: StepRewards = "turns",
     ) -> None:
         super().__init__(rewards, pattern, invalid_reward)
-        self._url, self._field, self._fields, self._observation = url.rstrip("/"), field, dict(fields or {}), observation
+        self._url, self._observation = url.rstrip("/"), observation
+        self._field, self._fields = field, dict(fields or {})
         self._token_file = None if token_file is None else Path(token_file)
         self._headers: Mapping[str, str] = {}
 
