@@ -261,8 +261,10 @@ class EpisodeSampler(Sampler):
         found = [each for each in leaves(error) if not isinstance(each, EpisodeOver)]
         if not found:
             return EpisodeOver(session.stop or overs[0].stop)
-        worst = next((each for each in found if not isinstance(each, DataError)), None)
-        return EpisodeFailed(f"episode {self._what} failed: {type(worst).__name__}: {worst}") if worst else found[0]
+        worst = next((each for each in found if not isinstance(each, DataError)), found[0])
+        if isinstance(worst, DataError):
+            return worst
+        return EpisodeFailed(f"episode {self._what} failed: {type(worst).__name__}: {worst}")
 
 
 def _score_of(value: Any) -> Score | None:

@@ -260,7 +260,6 @@ class EpisodeSession:
         """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
         self._noted[call_id] = use
 
-
     def check_calls(self) -> None:
         """EpisodeOver: `episode.max_tool_calls` or `max_parse_errors` is reached."""
         most, errors = self._config.episode.max_tool_calls, self._config.episode.max_parse_errors

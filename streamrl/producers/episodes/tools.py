@@ -91,6 +91,7 @@ class Tool:
         if self.preparation is not None:
             await self.preparation()
 
+
 def _fields(function: Callable[..., Any], tool: str, described: dict[str, str]) -> list[Any]:
     try:
         hints = typing.get_type_hints(function, include_extras=True)

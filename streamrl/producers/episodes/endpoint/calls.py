@@ -132,8 +132,6 @@ def refuse(name: str, asked: bool, ignored: Collection[str], why: str = "") -> N
         raise CallRefused(400, said, "unsupported_parameter")
 
 
-
-
 def stop_texts(name: str, asked: str | Sequence[str] | None, ignored: Collection[str]) -> list[str] | None:
     """Texts that end the reply; None: those of the run. Empty ones end nothing."""
     texts = [text for text in ([asked] if isinstance(asked, str) else asked or ()) if text]
@@ -174,8 +172,6 @@ def most_calls(choice: object, ignored: Collection[str], parallel: bool | None) 
     """How many calls a reply may have, None: any number. With the choice `none` they stay text; others are refused."""
     refuse("tool_choice", choice not in (None, "auto", "none"), ignored, "nothing forces the model to call a tool")
     return 0 if choice == "none" else 1 if parallel is False else None
-
-
 
 
 def said(turn: SampledTurn) -> tuple[str, str, list[tuple[str, str, str]]]:

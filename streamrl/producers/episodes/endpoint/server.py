@@ -177,8 +177,6 @@ def _turns(asked: PendingCall) -> list[SampledTurn]:
         raise CallRefused(503, f"the policy cannot answer: {type(error).__name__}", "engine_failed") from error
 
 
-
-
 def _gone(request: web.Request) -> Gone:
     transport = request.transport  # not the request, which holds its body
     return lambda: transport is None or transport.is_closing()
@@ -192,8 +190,6 @@ async def _body(request: web.Request, most: int = MAX_CALL_BYTES) -> bytes:
         raise CallRefused(413, f"the body may have at most {most} bytes", "too_large") from error
     except TimeoutError as error:
         raise CallRefused(408, f"the body did not come within {_READ_SECONDS:g} s", "slow") from error
-
-
 
 
 @web.middleware
