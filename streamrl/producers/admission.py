@@ -148,31 +148,23 @@ class SameFailureGuard:
             return
         oldest = await self._ledger.oldest_live(1)  # read first: older groups are finished in all reads below
         state = await self._ledger.state()
-        if state.retired or state.dropped or state.unretired:
-            self._over = True
-            return
+        self._over = bool(state.retired or state.dropped or state.unretired)
         before, self._seen = self._seen, (state.dead, oldest)
-        if before == self._seen:
+        if self._over or before == self._seen:
             return
         letters = await self._ledger.dead_letters(self._after)
         samples = [letter for letter in letters if letter.sample is not None]
-        if samples and not same_kind(samples):
-            self._over = True
-            return
+        self._over = bool(samples) and not same_kind(samples)
         groups = {one.group_id for one in letters if one.sample is None and (not oldest or one.group_id < oldest[0])}
         samples = [letter for letter in samples if letter.group_id in groups]
-        if len(samples) < _SAMPLES or len(groups) < _GROUPS:
+        if self._over or len(samples) < _SAMPLES or len(groups) < _GROUPS:
             return
-        if any(letter.scored for letter in letters) or await self._ledger.has_scores():
-            self._over = True
+        self._over = any(letter.scored for letter in letters) or await self._ledger.has_scores()
+        if self._over:
             return
-        [cause, *_] = by_cause(samples)
-        raise Refused(
-            f"{len(samples)} responses to {len(groups)} prompts failed with the same error, and none has a score:"
-            f" {cause.newest.why}",
-            "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`, then `streamrl up"
-            " --resume`",
-        )
+        what = f"{len(samples)} responses to {len(groups)} prompts failed with the same error, and none has a score"
+        hint = "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`"
+        raise Refused(f"{what}: {by_cause(samples)[0].newest.why}", f"{hint}, then `streamrl up --resume`")
 
 
 class DropGuard:

@@ -100,14 +100,10 @@ class Sampler(ABC):
 
     @abstractmethod
     async def sample(self, order: SampleOrder) -> Sample:
-        """Make one sample. Cancelling gives it up.
+        """Make one sample; cancelling gives it up.
 
-        Raises:
-            RetryLater: no engine or program is available; the lease is returned.
-            DataError: this prompt can never be answered.
-            DeadlineExceeded: it took too long.
-            Unreachable: the engine died.
-            Exception: any error of the engine or of the user's code.
+        `RetryLater`: no engine or program is available. `DataError`: this prompt can never be answered.
+        `DeadlineExceeded`: it took too long. `Unreachable`: the engine died. Any other error is of the user's code.
         """
 
     def figures(self) -> Mapping[str, int | float]:

@@ -49,19 +49,10 @@ class ContextOverflow(EpisodeOver):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
-    """One reply of the policy, with its tokens.
+    """One reply of the policy, with its sampled `tokens`, the end of turn included; `number` is that of its turn.
 
-    Attributes:
-        reply: what was said.
-        number: of its turn in the sample.
-        finish: `stop` or `length`.
-        prompt_tokens: tokens before it.
-        tokens: sampled ids, the end of turn included.
-        logprobs: of `tokens`.
-        cut: the limit that cut it off when `finish` is `length`.
-        text: all of it, its thinking and calls of tools as they were written; without special tokens.
-        stopped: the text that ended it, which is not in `reply`; empty: none.
-        pieces: `tokens` as text, if somebody asked for it.
+    `cut` is the limit that cut it off. `text` is all of it, its thinking and calls of tools as they were written,
+    without special tokens. `stopped` ended it and is not in `reply`. `pieces` are its tokens as text, if asked for.
     """
 
     reply: Reply
@@ -150,22 +141,19 @@ class EpisodeSession:
         most_calls: int | None = None,
         **options: Any,
     ) -> SampledTurn:
-        """Sample the message that follows `messages`, and record it.
-
-        Cancelling records nothing of this turn.
+        """Sample the message that follows the conversation, and record it. Cancelling records nothing of this turn.
 
         Args:
             messages: the whole conversation.
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
-            options: what this reply has instead of what the run says, of `refused`.
+            options: what this reply has instead of what the run says, none that is `refused`.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
             EpisodeOver: a limit of the episode is reached, or it has ended.
-            DataError: the messages cannot be rendered, or `options` has one that `refused` names.
-            Unreachable: the engine died.
+            DataError: the messages cannot be rendered, or an option is refused.
         """
         option, why = self.refused(options)
         if option:
