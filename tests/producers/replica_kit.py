@@ -65,7 +65,7 @@ def with_model(engine, work):
 
     async def started():
         await start()
-        work(engine._control._model)
+        work(engine._decoder._batch.model)
 
     engine.start = started
     return engine

@@ -23,7 +23,6 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
-from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
@@ -54,7 +53,6 @@ class HfEngine(Generator):
         self._still = self._looked_at = 0.0
         self._tokenizer: Tokenizer | None = None
         self._decoder: SlotDecoder | None = None
-        self._control: Control | None = None
         self.limits = RequestLimits(0, 0)
         self._failure: BaseException | None = None
         self._started = self._closed = False
@@ -129,14 +127,14 @@ class HfEngine(Generator):
 
         Requests in flight keep their keys and values. Cancelling does not stop an update that has begun.
         """
-        await self._run(self._patience, self._controlling().apply, version)
+        await self._run(self._patience, self._serving().apply, version)
 
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
         """Stop decoding until `wake`; level 1 frees keys and values, which are computed again, and moves weights."""
-        await self._run(self._patience, self._controlling().sleep, level)
+        await self._run(self._patience, self._serving().sleep, level)
 
     async def wake(self) -> None:
-        await self._run(self._patience, self._controlling().wake)
+        await self._run(self._patience, self._serving().wake)
 
     @override
     def load(self) -> EngineLoad:
@@ -163,11 +161,6 @@ class HfEngine(Generator):
         if self._tokenizer is None:  # few runs need one here
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._config.model)
         return StopTexts(request.stop, self._tokenizer.decode, request.min_tokens)
-
-    def _controlling(self) -> Control:
-        self._serving()
-        assert self._control is not None
-        return self._control
 
     def _flush(self) -> None:
         if self._arrived and self._decoder is not None:
@@ -252,19 +245,17 @@ class HfEngine(Generator):
             stop_tokens=stop,
             generator=torch.Generator(model.device).manual_seed(self._seed),
         )
-        decoder = SlotDecoder(batch, self._deliver, self._patience)
-        decoder.start()
-        self._control = Control(model, decoder, self._fail)
-        self._decoder = decoder
+        self._decoder = SlotDecoder(batch, self._deliver, self._patience)
+        self._decoder.start()
 
     def _deliver(self, jobs: list[Job]) -> None:
         self._loop.call_soon_threadsafe(self._resolve, jobs)
 
     def _tear_down(self) -> list[Job]:
         ended: list[Job] = []
-        if self._decoder is not None and self._control is not None:
+        if self._decoder is not None:
             try:
-                ended = self._control.close()
+                ended = self._decoder.close()
             except Unreachable:
                 logger.warning("engine closed after its death")
             self._decoder.stop()

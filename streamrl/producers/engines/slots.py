@@ -17,17 +17,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from streamrl.engine import EngineLoad, Finish, Request, Runs
 from streamrl.errors import DeadlineExceeded, Unreachable, WeightsError
+from streamrl.producers.engines import weights
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.stopping import StopTexts
+from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
@@ -219,7 +222,7 @@ class SlotBatch:
     ) -> None:
         self.slots, self.context, self.version = slots, context, version
         self.tokens_sampled = 0
-        self._model = model
+        self.model = model
         self._dtype: torch.dtype = model.dtype
         self._stop = stop_tokens
         self._generator = generator
@@ -266,7 +269,7 @@ class SlotBatch:
         ends = torch.unique(last) if self._keep else self._ruler[:longest]
         self._cache.reserve(longest)
         self._cache.prefill(sources, slots)
-        output = self._model(
+        output = self.model(
             input_ids=inputs,
             position_ids=self._ruler[:longest].expand(len(prompts), -1),
             past_key_values=self._cache,
@@ -296,7 +299,7 @@ class SlotBatch:
         span = round_up(longest)
         self._cache.reserve(longest)
         self._cache.decode(position, span)
-        output = self._model(
+        output = self.model(
             input_ids=self._token[:count, None],
             position_ids=position[:, None],
             attention_mask=self._mask(position, span),
@@ -433,6 +436,11 @@ class SlotDecoder:
         self._parked, self._stopping = True, False
         self._failure: BaseException | None = None
         self._busy = 0.0
+        self._device: torch.device = batch.model.device
+        self._structure = ""  # what the model was found to take
+        self._pair: Pair = (0, 0)
+        self._hold = ExitStack()
+        self._asleep = False
         # a daemon: a step that hangs must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
 
@@ -480,21 +488,46 @@ class SlotDecoder:
                 self._holds -= 1
                 self._changed.notify_all()
 
-    def take(self) -> list[Job]:
-        """Inside `exclusive`: end all jobs and return them with what they have, `finish="abort"`."""
-        with self._changed:
+    def apply(self, version: Version) -> None:
+        """Replace all weights, or none (`WeightsError`): an error while they are copied is the end of the loop."""
+        pair, model = version.pair, self._batch.model
+        if pair == self._pair:
+            return
+        if pair < self._pair or pair[1] < self._pair[1]:
+            raise WeightsError(f"version {pair} of the weights is older than {self._pair}, which is in force")
+        if version.structure != self._structure:
+            weights.check_weights(model, version.tensors)
+            self._structure = version.structure
+        targets = model.state_dict(keep_vars=True)
+        with self.exclusive():
+            try:
+                weights.copy_weights([(targets[name], values) for name, values in version.tensors.items()])
+                self._batch.swapped(version.number)
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._pair = pair
+
+    def sleep(self, level: Literal[0, 1]) -> None:
+        if not self._asleep:
+            self._hold.enter_context(self.exclusive())
+            self._asleep = True
+        if level:
+            with self._changed:  # jobs that were begun wait before all others, and are computed again
+                self._waiting.extendleft(reversed(self._batch.take()))
+            self._batch.release()
+            self._batch.model.to("cpu")
+
+    def wake(self) -> None:
+        self._batch.model.to(self._device)
+        self._asleep = False
+        self._hold.close()
+
+    def close(self) -> list[Job]:
+        """End all jobs and return them with what they have, `finish="abort"`."""
+        with self._hold, self.exclusive(), self._changed:
             ending, self._waiting = self._waiting, deque()
-        return [*ending, *self._batch.take()]
-
-    def swapped(self, version: int) -> None:
-        """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
-        self._batch.swapped(version)
-
-    def release(self) -> None:
-        """Inside `exclusive`: free the cache. Jobs that were begun wait before all others, and are computed again."""
-        with self._changed:
-            self._waiting.extendleft(reversed(self._batch.take()))
-        self._batch.release()
+            return [*ending, *self._batch.take()]
 
     def load(self, arriving: int) -> EngineLoad:
         batch = self._batch
