@@ -159,7 +159,6 @@ class _Faults:
         return rows
 
     def check(self) -> None:
-        """Raise one DataError for all."""
         said = []
         kinds = sorted(self._kinds.values(), key=lambda kind: kind[1])
         for error, (first, *others) in kinds:
@@ -171,7 +170,6 @@ class _Faults:
 
 
 def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers from 0."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file):

@@ -42,7 +42,6 @@ class Finding:
 
 
 async def check_engine(kind: Kind, folder: Path, environment: Path | None) -> AsyncGenerator[Finding]:
-    """Start an engine, sample, and update its weights, until a step fails; `folder` is empty."""
     settings: dict[str, Any] = {"kind": kind, "dtype": "bfloat16", "kv_cache": "256MiB", "environment": environment}
     model, sampling = {"path": str(folder / "model"), "context": 128}, {"max_new_tokens": _TOKENS}
     config = RunConfig.model_validate({"name": "check", "model": model, "sampling": sampling, "engine": settings})

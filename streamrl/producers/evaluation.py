@@ -46,8 +46,6 @@ def evaluation_budget(config: RunConfig) -> int:
 
 
 class Evaluation:
-    """Rounds of held-out prompts; one in the feeder."""
-
     def __init__(self, role: Role, data: PromptSet, versions: VersionWatcher) -> None:
         config = role.config
         self._role, self._config, self._versions = role, config.evaluation, versions
@@ -293,7 +291,6 @@ class EvaluationLog:
         return True
 
     def read_round(self) -> EvaluationRound | None:
-        """The round that was begun last; None: there was none."""
         if not self._round_path.exists():
             return None
         return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)

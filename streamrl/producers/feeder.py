@@ -122,7 +122,6 @@ class Training:
         return wanted if self._drops.allowed is None else min(wanted, self._drops.allowed)
 
     async def _replay(self) -> AdmitOutcome | None:
-        """Admit dead groups that people have queued again; None when there are none."""
         queue = await self._ledger.queued_replays()
         if not queue:
             self._role.status.pop("replays", None)

@@ -52,7 +52,6 @@ async def run_player(role: Role) -> None:
 
 
 def check_recording(config: RunConfig) -> Header:
-    """Return the header of the recording of a run; `ConfigError` when it cannot be trained."""
     path = config.recording.path
     header = read_header(path) if path is not None else None
     if header is None:

@@ -71,7 +71,6 @@ class SampleOrder:
     journal: TurnJournal | None = None
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
-        """What the request of a turn takes over from the configuration as it is."""
         draw = config.drawing(evaluation=self.prompt.evaluation)
         options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
         digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=7).digest()  # servers take 63 bits
@@ -107,7 +106,6 @@ class Sampler(ABC):
         """
 
     def figures(self) -> Mapping[str, int | float]:
-        """What is going on, by name, for the metrics of the replica."""
         return {}
 
     def trouble(self) -> str:
@@ -116,8 +114,6 @@ class Sampler(ABC):
 
 
 class SingleTurn(Sampler):
-    """One response to each prompt; `name` is that of the replica."""
-
     def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
         self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
 

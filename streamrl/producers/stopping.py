@@ -31,7 +31,6 @@ class StopTexts:
         return any(stop in text for stop in self._texts) and self._found(text, self._length(window[:-1])) is not None
 
     def cut(self, completion: Completion) -> Completion:
-        """A response up to the token that completes the first text."""
         if not self._texts:
             return completion
         tokens = completion.tokens.tolist()

@@ -47,7 +47,6 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """Source of the chat template; empty when there is none."""
         found = self.backend.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 

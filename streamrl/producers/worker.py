@@ -135,7 +135,6 @@ class RolloutWorker:
         )
 
     async def run(self) -> None:
-        """Answer prompts until `role.stop` is set; then requests in flight are finished or handed back."""
         async with asyncio.TaskGroup() as group:
             metering = group.create_task(Meter(self._role, self._engine.load, self._figures).run())
             async with self._sampler:

@@ -63,7 +63,6 @@ class HfEngine(Generator):
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model and begin to decode. ConfigError: model missing or unusable."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
@@ -263,7 +262,6 @@ class HfEngine(Generator):
 
 
 def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
-    """Say how a control failed whose caller has left."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 

@@ -96,7 +96,6 @@ def affordable_slots(config: RunConfig, model: Any) -> int:
 
 
 def check_decodable(config: RunConfig, model: Any) -> None:
-    """Refuse a model that static slots would decode wrongly, with a `ConfigError`."""
     if obstacle := _obstacle(model, context_length(config, model)):
         what = f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}"
         raise ConfigError(what, "set engine.kind to vllm or sglang")

@@ -208,8 +208,6 @@ def attention_kinds(config: Any) -> set[str]:
 
 
 class SlotBatch:
-    """The sequences being decoded, and the step that samples one token for each. Not thread-safe."""
-
     def __init__(
         self,
         model: Any,

@@ -172,7 +172,6 @@ async def start_agent(
 
 
 def cause_of_end(process: KeptProcess) -> str:
-    """How an agent ended, with the last lines that it printed."""
     tail = process.tail
     return f"ended ({process.end}); it printed last:\n{tail}" if tail else f"ended ({process.end}) and printed nothing"
 

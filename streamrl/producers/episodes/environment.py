@@ -107,7 +107,6 @@ class EnvironmentEpisode(Episode):
 
 
 def check_environment(kind: type[Any]) -> None:
-    """PluginError if a public method of an environment cannot be a tool."""
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _no_tools(kind):
             Tool.of(MethodType(method, kind))

@@ -104,7 +104,6 @@ class History:
         self.forks = 0
 
     def ids(self, turn: int) -> Int32Array:
-        """Everything up to the end of a turn, shape (tokens,)."""
         pieces = []
         while turn >= 0:
             pieces.append(self.turns[turn].ids)
@@ -250,7 +249,6 @@ class History:
         return path
 
     def _node(self, place: NextTurn) -> _Node:
-        """The node of the last message of a place, which is made if it is not there."""
         path = self._walk(place.messages, place.tools)
         node = path[-1]
         for message in place.messages[len(path) - 1 :]:
@@ -309,7 +307,6 @@ def _key(message: Message) -> bytes:
 
 
 def _content(content: Any) -> Any:
-    """The text of a message; parts that are no text stay parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     return "" if content is None else content

@@ -128,7 +128,6 @@ class EpisodeJournal:
         return [ToolResult(message, use) for message, use in entry.results]
 
     async def _take(self, key: bytes) -> _Entry | None:
-        """The next recorded answer to this question; None: there is none."""
         async with self._opening:
             if not self._open and self._store is not None:
                 await self._read(self._store)
@@ -142,7 +141,6 @@ class EpisodeJournal:
         return None
 
     async def _read(self, store: TurnJournal) -> None:
-        """Before the first question: read what an earlier process left."""
         self._full = not (self._deterministic or self.restores)
         turns, state = await store.recorded()
         if not turns:
@@ -168,7 +166,6 @@ class EpisodeJournal:
             raise BeginAgain(f"its environment cannot be restored: {type(error).__name__}: {error}") from error
 
     async def _forget(self) -> None:
-        """Empty the record, and count that."""
         assert self._store is not None
         self.restarts += 1
         if not await self._store.forget():

@@ -268,7 +268,6 @@ class EpisodeSampler(Sampler):
 
 
 def _score_of(value: Any) -> Score | None:
-    """The score that the user's code returned. TypeError, ValueError: it is none."""
     return value if value is None or isinstance(value, Score) else Score(value)
 
 

@@ -69,8 +69,6 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A turn that is being sampled, with as many tokens as it may get."""
-
     place: NextTurn
     longest: int
     limit: StopReason
@@ -225,7 +223,6 @@ class EpisodeSession:
         rewarded.reward = (rewarded.reward or 0.0) + finite(value, "the reward of a turn")
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
-        """Run the calls of a reply at the same time, or take their results from the journal."""
         async with self._owned(), self._faults():
             if self.journal.restores:
                 results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
@@ -267,7 +264,6 @@ class EpisodeSession:
         self.dropped = len(gone) - self.auxiliary
 
     def end(self, stop: StopReason) -> None:
-        """End the episode; the first reason stays."""
         if not self._closed:
             self.stop = self.stop or stop
 
@@ -320,7 +316,6 @@ class EpisodeSession:
     async def _take_off(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> _Flight:
-        """Begin a turn: check the limits, and reserve as many tokens as it may get."""
         most = self._config.episode.max_sampled_tokens
         while True:
             place = self._history.place(messages, tools)
@@ -338,7 +333,6 @@ class EpisodeSession:
         return flight
 
     def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
-        """How many tokens the reply may have, and the limit that says so."""
         longest, most = self._longest_reply, self._config.episode.max_sampled_tokens
         context = self._config.model.context
         room = context - len(place.ids)
@@ -445,7 +439,6 @@ class EpisodeSession:
         return _up_to_stop(completion, self._renderer.stops)
 
     def _uses(self, place: NextTurn) -> list[ToolUse]:
-        """The tools that the new messages of a place answer."""
         calls = [call for message in place.messages for call in message.get("tool_calls") or ()]
         names = {call.get("id"): (call.get("function") or {}).get("name") for call in calls}
         uses = []
@@ -457,7 +450,6 @@ class EpisodeSession:
         return uses
 
     def _away(self, place: NextTurn, now: float) -> float:
-        """Seconds since the reply that a place continues."""
         before = self._history.turns[place.parent] if place.parent >= 0 else None
         return now - before.ended_at if before is not None and before.sampled else 0.0
 

@@ -89,16 +89,11 @@ class TemplateRenderer(ChatRenderer):
     def _text(
         self, messages: Messages, tools: Tools = None, *, opened: bool = False, form: _ArgumentForm | None = None
     ) -> str:
-        form = form or self._form
-        if self._dated:  # what is kept would say yesterday's date after midnight
-            return self._write(messages, tools, opened, form)
-        try:
-            key = orjson.dumps((messages, tools, opened, form))
-        except orjson.JSONEncodeError:  # a number of more than 64 bits
-            key = b""
-        if key and len(key) <= _LONGEST_TEXT:
-            return self._kept_text(key)
-        return self._write(messages, tools, opened, form)
+        form, key = form or self._form, b""
+        if not self._dated:  # what is kept would say yesterday's date after midnight
+            with suppress(orjson.JSONEncodeError):  # a number of more than 64 bits
+                key = orjson.dumps((messages, tools, opened, form))
+        return self._kept_text(key) if 0 < len(key) <= _LONGEST_TEXT else self._write(messages, tools, opened, form)
 
     def _write(self, messages: Messages, tools: Tools, opened: bool, form: _ArgumentForm) -> str:
         shaped = [self._shape(message, form) for message in self._control.spell_out(messages)]
@@ -135,7 +130,6 @@ class TemplateRenderer(ChatRenderer):
         return "content"
 
     def _find_stops(self) -> dict[str, int]:
-        """Ids and texts of what ends a turn: the end of the sequence, and what the template writes after a turn."""
         backend = self._tokenizer.backend
         stops = {} if backend.eos_token_id is None else {str(backend.eos_token): int(backend.eos_token_id)}
         endings = [self._close]
@@ -149,7 +143,6 @@ class TemplateRenderer(ChatRenderer):
         return stops
 
     def _closing(self, held: str, begin: int) -> str | None:
-        """What the template wrote from the end of the last turn on; None: it is not found."""
         at = max((held.rfind(text, begin) for text in self._stops), default=-1)
         if at >= 0:
             return held[at:]

@@ -254,7 +254,6 @@ class LeftBehind:
             work.exception()  # nobody asks for it
 
     def lasting(self, seconds: float) -> Counter[str]:
-        """How many go on for longer than `seconds`, by what they are."""
         before = time.monotonic() - seconds
         return Counter(what for what, since in self._going_on.values() if since <= before)
 
@@ -264,7 +263,6 @@ left_behind: Final = LeftBehind()
 
 
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> Any:
-    """Call code of a user by name of its arguments: an async function in this task, another in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(**arguments)
     value = await in_thread(lambda: function(**arguments), what)

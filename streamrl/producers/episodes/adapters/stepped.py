@@ -83,7 +83,6 @@ class SteppedEpisode(Episode):
         """
 
     def found(self, reply: str) -> str | None:
-        """The action in a reply; None: the pattern is not in it."""
         found = [match[1] for match in self._pattern.finditer(reply) if match[1] is not None]
         return found[-1].strip() if found else None
 

@@ -95,7 +95,6 @@ class AgentApi(Protocol):
         ...
 
     def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
-        """The same answer as the server-sent events that a streaming client reads."""
         ...
 
     def error(self, refused: CallRefused) -> dict[str, Any]:
@@ -175,7 +174,6 @@ def most_calls(choice: object, ignored: Collection[str], parallel: bool | None) 
 
 
 def said(turn: SampledTurn) -> tuple[str, str, list[tuple[str, str, str]]]:
-    """Text, reasoning and calls (id, name, JSON arguments) of a turn, all of which UTF-8 can encode."""
     reply = turn.reply
     calls = [(call.id, utf8(call.name), utf8(call.arguments_text)) for call in reply.calls]
     return utf8(reply.content), utf8(reply.reasoning), calls

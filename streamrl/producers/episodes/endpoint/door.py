@@ -91,7 +91,6 @@ class AgentDoor:
             self._count(-1)
 
     def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
-        """Begin to answer a call, or find the one that it repeats."""
         self._check_length(body)
         option, why = self._session.refused(call.options)
         refuse(option, bool(option), (), why)
@@ -120,7 +119,6 @@ class AgentDoor:
             raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
-        """Reward a sampled turn, or with None the episode."""
         if self._closed:
             self.check_open()
         try:

@@ -73,7 +73,6 @@ class AgentEndpoint:
 
     @contextlib.contextmanager
     def serving(self, door: AgentDoor) -> Iterator[str]:
-        """Serve the calls of one sample during the block; yields its key."""
         key = f"sk-streamrl-{secrets.token_urlsafe(24)}"
         self._doors[key] = door
         try:
@@ -162,7 +161,6 @@ _APIS: Final[dict[str, AgentApi]] = {
 
 
 def _turns(asked: PendingCall) -> list[SampledTurn]:
-    """The turns of a call that was answered. CallRefused: why it was not."""
     if asked.task.cancelled():
         raise CallRefused(410, "the episode of this key has ended", "episode_over")
     try:
