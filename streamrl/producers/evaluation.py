@@ -24,7 +24,6 @@ import msgspec
 from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import WireError
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
@@ -148,16 +147,9 @@ class Evaluation:
 
     def _evaluate(self, group: ClosedGroup) -> EvaluatedGroup:
         prompt = decode(self._data.prompts[group.group_id % len(self._data)], Prompt)
-        scores: list[float] = []
-        versions: list[int] = []
-        for payload, score in group.samples.values():
-            try:
-                sample, value = decode(payload, Sample), decode(score, SampleScore).value
-            except WireError as error:
-                logger.warning("held-out response ignored", extra={"group": group.group_id, "error": str(error)})
-                continue
-            scores.append(value)
-            versions += [version for _, version in sample.runs]
+        scores = [decode(score, SampleScore).value for _, score in group.samples.values()]
+        samples = [decode(payload, Sample) for payload, _ in group.samples.values()]
+        versions = [version for sample in samples for _, version in sample.runs]
         return EvaluatedGroup(
             group_id=group.group_id,
             line=prompt.line,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
-import difflib
 import inspect
 import logging
 import re
@@ -23,6 +22,7 @@ import msgspec
 import orjson
 
 from streamrl.errors import PluginError
+from streamrl.plugin_import import closest
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.rendering import Message, ToolCall, ToolSchema
 from streamrl.wire import Outcome, ToolUse, utf8
@@ -187,8 +187,7 @@ class Toolbox:
             return "malformed", "error: the call could not be read: write one JSON object with `name` and `arguments`"
         tool = self._tools.get(call.name)
         if tool is None:
-            close = difflib.get_close_matches(call.name, self._tools, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._tools) or 'none'}"
+            hint = closest(call.name, self._tools) or f"there are: {', '.join(self._tools) or 'none'}"
             return "unknown", f"error: there is no tool {call.name!r}; {hint}"
         try:
             arguments = _checked(tool, call.arguments)
@@ -201,12 +200,10 @@ class Toolbox:
             return "ok", as_text(value)
         except EpisodeOver:
             raise
-        except TimeoutError as error:
-            if limit.expired():
+        except Exception as error:  # noqa: BLE001 (the model is told)
+            if isinstance(error, TimeoutError) and limit.expired():
                 logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
                 return "timeout", f"error: no answer within {deadline:g} s"
-            return "error", _told(tool, error)
-        except Exception as error:  # noqa: BLE001 (the model is told)
             return "error", _told(tool, error)
 
 

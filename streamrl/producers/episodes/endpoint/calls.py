@@ -94,8 +94,7 @@ class AgentApi(Protocol):
         """The answer to a call; `name` is unique among the answers of a sample. Only `n` of chat asks for several."""
         ...
 
-    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
-        ...
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]: ...
 
     def error(self, refused: CallRefused) -> dict[str, Any]:
         """Here as both APIs of OpenAI say it."""
