@@ -19,29 +19,23 @@ from typing import Any, get_args
 import numpy as np
 import orjson
 
-from streamrl.engine import Completion, Finish, Runs
+from streamrl.engine import Completion
 from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
-from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
-
-_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+from streamrl.wire import NOTHING, PROMPT, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
 
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn of the sample; `finish` is empty for one that was observed, `conversation` ends with a sampled one."""
+    """A turn of the sample; `completion` is None for one that was observed, `conversation` ends with a sampled one."""
 
     parent: int
     ids: Int32Array
-    logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
-    runs: Runs = field(default_factory=list)
-    finish: Finish | None = None
+    completion: Completion | None = None
     role: Role = "assistant"
     reward: float | None = None
     tools: list[ToolUse] = field(default_factory=list)
-    model_seconds: float = 0.0
     tool_seconds: float = 0.0
-    cached: int = 0
     ended_at: float = 0.0
     text: str = ""
     children: int = 0
@@ -49,20 +43,21 @@ class RecordedTurn:
 
     @property
     def sampled(self) -> bool:
-        return self.finish is not None
+        return self.completion is not None
 
     def wire(self, messages: list[Message]) -> Turn:
+        done = self.completion
         return Turn(
             parent=self.parent,
             role=self.role,
-            sampled=len(self.ids) if self.sampled else 0,
-            observed=b"" if self.sampled else pack_int32(self.ids),
-            finish=self.finish or "",
+            sampled=len(self.ids) if done else 0,
+            observed=b"" if done else pack_int32(self.ids),
+            finish=done.finish if done else "",
             reward=self.reward,
             tools=self.tools,
-            model_seconds=round(self.model_seconds, 4),
+            model_seconds=round(done.seconds, 4) if done else 0.0,
             tool_seconds=round(self.tool_seconds, 4),
-            cached=self.cached,
+            cached=done.cached_tokens if done else 0,
             messages=messages,
         )
 
@@ -159,18 +154,8 @@ class History:
                 node.opened = self._add(turn)
             parent = node.opened
         node.opened = parent
-        number = self._add(
-            RecordedTurn(
-                parent,
-                completion.tokens,
-                completion.logprobs,
-                completion.runs,
-                completion.finish,
-                model_seconds=completion.seconds,
-                cached=completion.cached_tokens,
-                conversation=(*place.messages, reply.message),
-            )
-        )
+        said_so_far = (*place.messages, reply.message)
+        number = self._add(RecordedTurn(parent, completion.tokens, completion, conversation=said_so_far))
         said = _Node(reply.message, ended=number)
         spoken = [reply.message, {**reply.message, "content": f"{reply.message['content']}{stopped}"}]
         for key in {_key({**message, **bare}) for message in spoken for bare in ({}, {"reasoning_content": None})}:

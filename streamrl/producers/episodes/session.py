@@ -278,29 +278,28 @@ class EpisodeSession:
     def sample(self, score: Score | None = None, engine: str = "") -> Sample:
         """What was recorded; one turn on the prompt alone is a sample without turns. DataError: no sampled token."""
         turns = self._history.turns
-        replies = [turn for turn in turns if turn.sampled]
+        replies = [turn.completion for turn in turns if turn.completion is not None]
         if not replies:
             why = self.clock.late or self.stop or "it has no reply that is kept"
             line = self._order.prompt.line
             raise DataError(f"the episode of line {line} of the data set ended without a single sampled token: {why}")
         runs: list[tuple[int, int]] = []
         begin = 0
-        for turn in replies:
-            runs = join_runs(runs, begin, turn.runs)
-            begin += len(turn.ids)
+        for reply in replies:
+            runs = join_runs(runs, begin, reply.runs)
+            begin += len(reply.tokens)
         stop = self.stop or "completed"
         plain = len(turns) == 1 and turns[0].parent == PROMPT and turns[0].reward is None
         plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
-        last = replies[-1]
         return Sample(
             v=1 if plain else wire.SCHEMA,
-            tokens=wire.pack_int32(np.concatenate([turn.ids for turn in replies])),
-            logprobs=wire.pack_float32(np.concatenate([turn.logprobs for turn in replies])),
+            tokens=wire.pack_int32(np.concatenate([reply.tokens for reply in replies])),
+            logprobs=wire.pack_float32(np.concatenate([reply.logprobs for reply in replies])),
             runs=runs,
-            finish=last.finish or "stop",
-            text=last.text,
+            finish=replies[-1].finish,
+            text=[turn.text for turn in turns if turn.sampled][-1],
             engine=engine,
-            seconds=sum(turn.model_seconds for turn in replies),
+            seconds=sum(reply.seconds for reply in replies),
             greedy=self._order.greedy,
             turns=[] if plain else self._history.wire(),
             stop=None if plain else stop,
