@@ -24,7 +24,7 @@ import torch
 from random_model import write_model
 from spread import ratios, spread
 
-import streamrl.producers.engines.control as control
+import streamrl.producers.engines.weights as engine_weights
 from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.producers.engines.hf import HfEngine
@@ -232,7 +232,7 @@ def memcpy_speed(total: int) -> float:
 
 
 def check(engine: HfEngine, weights: Mapping[str, torch.Tensor]) -> None:
-    held = dict(engine._model.named_parameters())
+    held = dict(engine._decoder._batch.model.named_parameters())
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
 
@@ -259,7 +259,7 @@ def watched(engine: HfEngine) -> Iterator[tuple[list[float], list[float]]]:
     """Times in which the decode loop was held between two steps, and those of copying the weights."""
     held: list[float] = []
     copied: list[float] = []
-    exclusive, copy = engine._decoder.exclusive, control.copy_weights
+    exclusive, copy = engine._decoder.exclusive, engine_weights.copy_weights
 
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
@@ -270,11 +270,11 @@ def watched(engine: HfEngine) -> Iterator[tuple[list[float], list[float]]]:
         with timing(copied):
             copy(pairs)
 
-    engine._decoder.exclusive, control.copy_weights = holding, copying
+    engine._decoder.exclusive, engine_weights.copy_weights = holding, copying
     try:
         yield held, copied
     finally:
-        engine._decoder.exclusive, control.copy_weights = exclusive, copy
+        engine._decoder.exclusive, engine_weights.copy_weights = exclusive, copy
 
 
 @contextlib.asynccontextmanager

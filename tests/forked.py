@@ -33,7 +33,7 @@ IMPORTED = (
     "streamrl.learner.recorder",
     "streamrl.producers.feeder",
     "streamrl.producers.player",
-    "streamrl.producers.replica",
+    "streamrl.producers.worker",
     "streamrl.producers.engines.hf",
     "transformers.models.qwen2.modeling_qwen2",
 )

@@ -21,10 +21,8 @@ from streamrl.queues.records import Admission, AdmitOutcome, by_cause, same_kind
 
 BURST: Final = 32
 _LOOK_SECONDS: Final = 0.5
-_SAMPLES: Final = 32
-"""Responses that failed with the same error, before the run ends."""
-_GROUPS: Final = 4
-"""Groups that they were in: fewer may be broken prompts."""
+_SAMPLES: Final = 32  # responses that failed with the same error, before the run ends
+_GROUPS: Final = 4  # that they were in: fewer may be broken prompts
 TRIAL_PAUSE: Final = 300.0
 _WANTED: Final = frozenset({DROPPED_BY_HAND, ZERO_VARIANCE})
 
@@ -56,18 +54,14 @@ class Admitter:
         if state.fingerprint not in (None, self._terms.fingerprint):
             held_out = "held-out prompts or evaluation.samples"
             what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
-            raise Refused(
-                f"this run was started with other {what}",
-                "restore them, or start a new run (--fresh, or another name)",
-            )
+            hint = "restore them, or start a new run (--fresh, or another name)"
+            raise Refused(f"this run was started with other {what}", hint)
         self.cursor = state.cursor
 
     async def admit(self, version: int, *, limit: int, end: int | None = None) -> AdmitOutcome:
-        """Try to admit up to `limit` groups, none at or after `end`, in one round trip.
+        """Try to admit up to `limit` groups, none at or after `end`. MOVED: the cursor was elsewhere, call again.
 
-        ADMITTED: all of them. FULL: there was room for some, perhaps for none. MOVED: the cursor was elsewhere, call
-        again. `Refused`: the ledger holds groups of other data, or `max_dead` dead letters; groups in flight are
-        untouched.
+        `Refused`: the ledger holds groups of other data, or `max_dead` dead letters; groups in flight are untouched.
         """
         last = self.cursor + min(limit, BURST)
         group_ids = range(self.cursor, last if end is None else min(last, end))
@@ -122,7 +116,7 @@ class VersionWatcher:
                     self._changed.notify_all()
 
     async def wait(self, version: int, seconds: float) -> bool:
-        """Return True as soon as a version above `version` is known, False after `seconds`. Cancelling is harmless."""
+        """Whether a version above `version` becomes known within `seconds`."""
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self.version > version)
@@ -145,8 +139,7 @@ class SameFailureGuard:
         self._over = False
 
     async def begin(self) -> None:
-        """Do not count groups that died before now: the cause may be fixed."""
-        letters = await self._ledger.dead_letters()
+        letters = await self._ledger.dead_letters()  # groups that died before now do not count: the cause may be fixed
         self._after = letters[-1].entry if letters else "-"
         self._seen = (len(letters), [])
 
@@ -155,32 +148,23 @@ class SameFailureGuard:
             return
         oldest = await self._ledger.oldest_live(1)  # read first: older groups are finished in all reads below
         state = await self._ledger.state()
-        if state.retired or state.dropped or state.unretired:
-            self._over = True
+        self._over = bool(state.retired or state.dropped or state.unretired)
+        before, self._seen = self._seen, (state.dead, oldest)
+        if self._over or before == self._seen:
             return
-        seen = (state.dead, oldest)
-        if seen == self._seen:
-            return
-        self._seen = seen
         letters = await self._ledger.dead_letters(self._after)
         samples = [letter for letter in letters if letter.sample is not None]
-        if samples and not same_kind(samples):
-            self._over = True
-            return
+        self._over = bool(samples) and not same_kind(samples)
         groups = {one.group_id for one in letters if one.sample is None and (not oldest or one.group_id < oldest[0])}
         samples = [letter for letter in samples if letter.group_id in groups]
-        if len(samples) < _SAMPLES or len(groups) < _GROUPS:
+        if self._over or len(samples) < _SAMPLES or len(groups) < _GROUPS:
             return
-        if any(letter.scored for letter in letters) or await self._ledger.has_scores():
-            self._over = True
+        self._over = any(letter.scored for letter in letters) or await self._ledger.has_scores()
+        if self._over:
             return
-        [cause, *_] = by_cause(samples)
-        raise Refused(
-            f"{len(samples)} responses to {len(groups)} prompts failed with the same error, and none has a score:"
-            f" {cause.newest.why}",
-            "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`, then `streamrl up"
-            " --resume`",
-        )
+        what = f"{len(samples)} responses to {len(groups)} prompts failed with the same error, and none has a score"
+        hint = "`streamrl dead ls` shows the traceback; fix the cause, `streamrl dead replay all`"
+        raise Refused(f"{what}: {by_cause(samples)[0].newest.why}", f"{hint}, then `streamrl up --resume`")
 
 
 class DropGuard:

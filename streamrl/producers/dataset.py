@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -27,18 +28,15 @@ from streamrl.wire import Int32Array, Prompt, encode, pack_int32
 
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _CHUNK: Final = 1024
-_NAMED: Final = 5
-"""Lines with the same fault that are named."""
-_SPECIAL: Final = 8
-"""Special tokens around a text, more than any tokenizer adds."""
+_NAMED: Final = 5  # lines with the same fault that are named
+_SPECIAL: Final = 8  # special tokens around a text, more than any tokenizer adds
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Longest prompt in tokens (`max_prompt_tokens`), of prompt plus response (`context`); `vocabulary` of the model.
+    """In tokens; `context` is prompt plus response. With `drop` longer prompts are left out.
 
-    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked. With `drop`
-    longer prompts are left out.
+    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
     """
 
     max_prompt_tokens: int
@@ -57,34 +55,25 @@ class PromptLimits:
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded, in its order. `fingerprint` covers the file's bytes and the token ids.
-
-    `dropped` prompts are too long.
-    """
+    """The prompts of one file, encoded. `fingerprint` covers its bytes and the token ids; `dropped` are too long."""
 
     path: Path
     prompts: list[bytes]
     fingerprint: str
     dropped: int = 0
-    _orders: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def index(self, group_id: int, seed: int, *, shuffle: bool) -> int:
-        """Return which prompt group `group_id` has: each epoch of `len(self)` ids has every prompt once."""
+        """Which prompt a group has: each epoch of `len(self)` ids has every prompt once."""
         epoch, position = divmod(group_id, len(self.prompts))
-        if not shuffle:
-            return position
-        key = (seed, epoch)
-        if key not in self._orders:
-            self._orders.clear()
-            self._orders[key] = permutation(len(self.prompts), seed, epoch)
-        return int(self._orders[key][position])
+        return int(permutation(len(self.prompts), seed, epoch)[position]) if shuffle else position
 
 
+@lru_cache(1)
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of `range(count)`, the same on every platform and version.
+    """A permutation of `range(count)`, the same on every platform and version.
 
     Numbers are sorted by a keyed hash (splitmix64; Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
     generators"), because NumPy's shuffles may change between releases, and a run must survive an upgrade.
@@ -100,14 +89,9 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 def load_prompts(
     path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False, count: int | None = None
 ) -> PromptSet:
-    """Read, check and encode all prompts of a JSONL file, or the first `count`. Memory: the file plus 4 bytes a token.
+    """Read, check and encode all prompts of a JSONL file, or the first `count`; `DataError` names all that is wrong.
 
-    A line is an object with `prompt` (text) or `messages` (a list of objects with `role` and `content`), perhaps
-    `answer`, and any other keys, which travel as metadata. A `prompt` that is a list of messages, as in the data of
-    verl, is read as `messages`. Empty lines are skipped but counted.
-
-    Raises:
-        DataError: the file is missing, empty, or has lines that cannot be used; the message names file and lines.
+    A `prompt` that is a list of messages, as in the data of verl, is read as `messages`. Other keys travel as metadata.
     """
     digest = hashlib.blake2b(digest_size=16)
     data, faults = PromptSet(path, [], ""), _Faults(path)
@@ -129,7 +113,7 @@ def load_prompts(
 
 
 def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int) -> int:
-    """Check the first `count` prompts of a file; returns how many of them are dropped. Errors as for `load_prompts`.
+    """Check the first `count` prompts of a file; how many of them are dropped. Errors as for `load_prompts`.
 
     The tokenizer, which takes seconds, is loaded only if there are chats, or texts that may be too long.
     """
@@ -161,7 +145,6 @@ class _Faults:
 
     @contextlib.contextmanager
     def at(self, line: int) -> Iterator[None]:
-        """Keep a DataError of this block, and go on behind it."""
         try:
             yield
         except DataError as error:
@@ -176,7 +159,6 @@ class _Faults:
         return rows
 
     def check(self) -> None:
-        """Raise one DataError for all."""
         said = []
         kinds = sorted(self._kinds.values(), key=lambda kind: kind[1])
         for error, (first, *others) in kinds:
@@ -188,7 +170,6 @@ class _Faults:
 
 
 def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers from 0."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file):
@@ -196,13 +177,11 @@ def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
                 if raw.strip():
                     yield number, raw
     except OSError as error:
-        raise DataError(
-            f"cannot read the prompts {path}: {error.strerror}", "set data.train (and data.held_out)"
-        ) from error
+        what = f"cannot read the prompts {path}: {error.strerror}"
+        raise DataError(what, "set data.train (and data.held_out)") from error
 
 
 def first_prompt(path: Path) -> dict[str, Any]:
-    """DataError: there is none, or it cannot be used."""
     for _, raw in _lines(path, hashlib.blake2b()):
         return _parse(raw)
     raise DataError(f"{path} is empty", _LINE_HINT)
@@ -223,32 +202,23 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DataError("needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise DataError("`prompt` must be text and not empty", _LINE_HINT)
-    if messages is not None and not _is_chat(messages):
-        raise DataError(
-            "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`",
-            _LINE_HINT,
-        )
+    if messages is not None and not (isinstance(messages, list) and messages and all(map(_is_turn, messages))):
+        what = "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`"
+        raise DataError(what, _LINE_HINT)
     return record
 
 
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in messages)
-    )
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
 
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
     """The text and the ids of each prompt; a chat that the template refuses is a fault."""
-    texts: list[tuple[_Line, str]] = []
+    texts = [(row, row.record["prompt"]) for row in rows if row.record.get("prompt") is not None]
     chats: list[tuple[_Line, str]] = []
     for row in rows:
-        prompt = row.record.get("prompt")
         with faults.at(row.line):
-            if prompt is not None:
-                texts.append((row, prompt))
-            else:
+            if row.record.get("prompt") is None:
                 chats.append((row, tokenizer.chat_text(row.record["messages"])))
     found: dict[int, tuple[_Line, str, Int32Array]] = {}
     for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
@@ -260,21 +230,16 @@ def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> I
 def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
     if tokens.size == 0:
         raise DataError("the prompt has no tokens")
-    if tokens.size > limits.max_prompt_tokens:
-        raise DataError(
-            f"the prompt has {tokens.size} tokens, data.max_prompt_tokens is {limits.max_prompt_tokens}",
-            "set data.long_prompts: drop, or raise data.max_prompt_tokens (and model.context)",
-        )
-    if tokens.size >= limits.context:
-        raise DataError(
-            f"the prompt has {tokens.size} tokens, which leaves no room in model.context {limits.context}",
-            "set data.long_prompts: drop, or raise model.context",
-        )
+    size, longest, hint = tokens.size, limits.max_prompt_tokens, "set data.long_prompts: drop, or raise"
+    if size > longest:
+        what = f"the prompt has {size} tokens, data.max_prompt_tokens is {longest}"
+        raise DataError(what, f"{hint} data.max_prompt_tokens (and model.context)")
+    if size >= limits.context:
+        what = f"the prompt has {size} tokens, which leaves no room in model.context {limits.context}"
+        raise DataError(what, f"{hint} model.context")
     if limits.vocabulary is not None and int(tokens.max()) >= limits.vocabulary:
-        raise DataError(
-            f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}",
-            "the tokenizer is another model's: set model.tokenizer to the one that belongs to model.path",
-        )
+        what = f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}"
+        raise DataError(what, "the tokenizer is another model's: set model.tokenizer to that of model.path")
 
 
 def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool) -> bytes:
@@ -295,6 +260,6 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: boo
 
 
 def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:
-    """Combine file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
+    """Of file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
     options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(options, digest_size=16).hexdigest()

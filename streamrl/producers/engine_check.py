@@ -29,8 +29,7 @@ from streamrl.servers.server import Server
 from streamrl.weight_sync.tensors import Version
 
 Kind: TypeAlias = Literal[ServerKind, "hf"]
-TOLERANCE: Final = 0.02
-"""Largest difference of a log-probability in bfloat16."""
+TOLERANCE: Final = 0.02  # largest difference of a log-probability in bfloat16
 _STEP_DEADLINE: Final = 120.0
 _TOKENS: Final = 64
 
@@ -43,10 +42,6 @@ class Finding:
 
 
 async def check_engine(kind: Kind, folder: Path, environment: Path | None) -> AsyncGenerator[Finding]:
-    """Start an engine, sample, and update its weights, until a step fails; yields what is found of each.
-
-    `folder` is empty, for the model, a version of its weights and the server's log.
-    """
     settings: dict[str, Any] = {"kind": kind, "dtype": "bfloat16", "kv_cache": "256MiB", "environment": environment}
     model, sampling = {"path": str(folder / "model"), "context": 128}, {"max_new_tokens": _TOKENS}
     config = RunConfig.model_validate({"name": "check", "model": model, "sampling": sampling, "engine": settings})

@@ -24,7 +24,6 @@ import msgspec
 from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
-from streamrl.errors import WireError
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
@@ -37,8 +36,7 @@ LOG_NAME: Final = "evaluation.jsonl"
 ROUND_NAME: Final = "evaluation-round.json"
 _LOOK_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
-_GATHER_SECONDS: Final = 0.02
-"""Groups close in bursts; a short wait writes many with one fsync."""
+_GATHER_SECONDS: Final = 0.02  # groups close in bursts; a short wait writes many with one fsync
 
 
 def evaluation_budget(config: RunConfig) -> int:
@@ -47,19 +45,10 @@ def evaluation_budget(config: RunConfig) -> int:
 
 
 class Evaluation:
-    """Rounds of held-out prompts; one in the feeder. `versions` knows the newest version.
-
-    Status fields of the role: `evaluated` (groups so far), `held_out_too_long` (prompts that are left out, if any), and
-    of the last complete round `accuracy` (share of its scored responses that are right), `accuracy_version`, and with
-    several samples `avg_at_K` and `pass_at_K`.
-    """
-
     def __init__(self, role: Role, data: PromptSet, versions: VersionWatcher) -> None:
         config = role.config
-        self._role = role
-        self._config = config.evaluation
+        self._role, self._config, self._versions = role, config.evaluation, versions
         self._ledger = role.ledgers.evaluation
-        self._versions = versions
         fingerprint = fingerprint_of(data, samples=config.evaluation.samples)
         budget = evaluation_budget(config)
         terms = AdmissionTerms(fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
@@ -114,8 +103,7 @@ class Evaluation:
     async def _begin(self, version: int) -> bool:
         """Begin a round when enough versions have passed since the last; the first round begins at the first version.
 
-        When Redis goes back to before the end of an earlier round, some of its groups come again. The file has them
-        already, so the round is extended by their number.
+        After Redis went back, groups that the file has come again: the round is extended by their number.
         """
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:
@@ -159,16 +147,9 @@ class Evaluation:
 
     def _evaluate(self, group: ClosedGroup) -> EvaluatedGroup:
         prompt = decode(self._data.prompts[group.group_id % len(self._data)], Prompt)
-        scores: list[float] = []
-        versions: list[int] = []
-        for payload, score in group.samples.values():
-            try:
-                sample, value = decode(payload, Sample), decode(score, SampleScore).value
-            except WireError as error:
-                logger.warning("held-out response ignored", extra={"group": group.group_id, "error": str(error)})
-                continue
-            scores.append(value)
-            versions += [version for _, version in sample.runs]
+        scores = [decode(score, SampleScore).value for _, score in group.samples.values()]
+        samples = [decode(payload, Sample) for payload, _ in group.samples.values()]
+        versions = [version for sample in samples for _, version in sample.runs]
         return EvaluatedGroup(
             group_id=group.group_id,
             line=prompt.line,
@@ -231,11 +212,9 @@ class Evaluation:
 
 
 class EvaluatedGroup(msgspec.Struct, frozen=True):
-    """One line of `evaluation.jsonl`.
+    """One line of `evaluation.jsonl`. `line` is that of the held-out file, from 0; `right` scores exceed the threshold.
 
-    `line` is the line of the held-out file (from 0), `round` the version that the round was started for; the tokens
-    themselves were sampled by versions `version_min` to `version_max`. `right` counts the scores above the threshold,
-    `dead` the responses without a score, which count neither as right nor as wrong.
+    `round` is the version that the round was begun for. `dead` responses have no score: neither right nor wrong.
     """
 
     group_id: int = msgspec.field(name="gid")
@@ -264,15 +243,10 @@ class Tally:
 
 
 class EvaluationLog:
-    """Appends evaluated groups durably, none twice.
-
-    `group_ids` are the groups in the file, `rounds` the tally of each round by its version. A line that a crash cut off
-    at the end of the file is removed.
-    """
+    """Appends evaluated groups durably, none twice; `rounds` has a tally for each by its version."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / LOG_NAME
-        self._round_path = run_dir / ROUND_NAME
+        self._path, self._round_path = run_dir / LOG_NAME, run_dir / ROUND_NAME
         self.group_ids: set[int] = set()
         self.rounds: dict[int, Tally] = {}
         self._complaint: tuple[Path, int | None] | None = None
@@ -283,7 +257,7 @@ class EvaluationLog:
         return next(group_id for group_id in count() if group_id not in self.group_ids)
 
     def end_of(self, first: int, prompts: int) -> int:
-        """Return the smallest end such that `first` to `end - 1` contain `prompts` groups that are not in the file."""
+        """The smallest end such that `first` to `end - 1` contain `prompts` groups that are not in the file."""
         new = (group_id for group_id in count(first) if group_id not in self.group_ids)
         return next(islice(new, prompts - 1, None)) + 1
 
@@ -309,14 +283,9 @@ class EvaluationLog:
         return True
 
     def read_round(self) -> EvaluationRound | None:
-        """Return the round that was begun last; None when there was none, or its file is unreadable."""
-        try:
-            return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
-        except FileNotFoundError:
+        if not self._round_path.exists():
             return None
-        except msgspec.DecodeError as error:
-            logger.warning("evaluation round unreadable", extra={"file": str(self._round_path), "error": str(error)})
-            return None
+        return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
 
     def write_round(self, current: EvaluationRound) -> bool:
         try:
@@ -331,23 +300,16 @@ class EvaluationLog:
         """Once until a write succeeds or fails in another way: it is tried again all the time."""
         if self._complaint != (path, error.errno):
             self._complaint = (path, error.errno)
-            hint = "make room, or move the run directory back; it is tried again"
-            extra = {"file": str(path), "error": str(error), "hint": hint}
+            extra = {"file": str(path), "error": str(error), "hint": "make room; it is tried again"}
             logger.warning("evaluation cannot be written", extra=extra)
 
     def _read(self) -> None:
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            return
+        data = self._path.read_bytes() if self._path.exists() else b""
         whole = data.rfind(b"\n") + 1
-        if whole != len(data):
+        if whole != len(data):  # a crash cut the last line off
             os.truncate(self._path, whole)
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
-            try:
-                self._count(msgspec.json.decode(line, type=EvaluatedGroup))
-            except msgspec.DecodeError as error:
-                logger.warning("invalid line ignored", extra={"file": f"{self._path}:{number}", "error": str(error)})
+        for line in data[:whole].splitlines():
+            self._count(msgspec.json.decode(line, type=EvaluatedGroup))
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:

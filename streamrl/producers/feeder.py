@@ -31,21 +31,14 @@ _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
 _COUNT_SECONDS: Final = 1.0
-"""How often the counts of dropped and trained groups are read."""
 _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
 async def run_feeder(role: Role) -> None:
-    """Run the feeder until `role.stop` is set or a newer feeder takes over.
+    """Run the feeder until `role.stop` is set; a restart, also after kill -9, continues at the cursor in Redis.
 
-    A restart, also after kill -9, continues at the cursor in Redis. Groups in flight need no feeder.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded.
-        DataError: a prompt file is missing or has a line that cannot be used.
-        Refused: the run holds groups of other data, another seed or another group size; or `max_dead` dead letters; or
-            all responses fail with the same error.
-        Fenced: a newer feeder took over the held-out ledger.
+    `DataError`: prompts that cannot be used. `Refused`: the run holds groups of other data, too many dead letters, or
+    failures of one kind alone. `Fenced`: a newer feeder took over the held-out ledger.
     """
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
@@ -73,10 +66,7 @@ async def run_feeder(role: Role) -> None:
 class Training:
     def __init__(self, role: Role, data: PromptSet, versions: VersionWatcher) -> None:
         config = role.config
-        self._role = role
-        self._ledger = role.ledgers.train
-        self._data = data
-        self._versions = versions
+        self._role, self._ledger, self._data, self._versions = role, role.ledgers.train, data, versions
         self._end = None if config.data.epochs is None else config.data.epochs * len(data)
         terms = AdmissionTerms(
             fingerprint=train_fingerprint(config, data),
@@ -132,7 +122,6 @@ class Training:
         return wanted if self._drops.allowed is None else min(wanted, self._drops.allowed)
 
     async def _replay(self) -> AdmitOutcome | None:
-        """Admit dead groups that people have queued again; None when there are none."""
         queue = await self._ledger.queued_replays()
         if not queue:
             self._role.status.pop("replays", None)
@@ -140,9 +129,8 @@ class Training:
         self._role.status["replays"] = len(queue)
         config = self._role.config
         for group_id, letters in islice(queue.items(), self._most(BURST)):
-            outcome = await self._ledger.replay_queued(
-                group_id, letters, budget=config.budget, hard_cap=config.hard_cap
-            )
+            bounds = {"budget": config.budget, "hard_cap": config.hard_cap}
+            outcome = await self._ledger.replay_queued(group_id, letters, **bounds)
             if outcome is ReplayOutcome.FULL:
                 return AdmitOutcome.FULL
             if outcome in _ADMITTED_AGAIN:
@@ -176,11 +164,9 @@ class Training:
 
     async def _finish(self, epochs: int) -> None:
         """Store that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
-        pause = _LONGEST_PAUSE
-        if await self._ledger.finish(self._admitter.cursor, epochs):
+        if done := await self._ledger.finish(self._admitter.cursor, epochs):
             self._show("end of data")
-            pause = _IDLE_PAUSE
-        await self._versions.wait(self._versions.version, pause)
+        await self._versions.wait(self._versions.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
         await self._admitter.locate()
 
     def _show(self, state: str) -> None:
@@ -191,8 +177,5 @@ class Training:
 
 
 def train_fingerprint(config: RunConfig, data: PromptSet) -> str:
-    """Return the fingerprint of a run's training data.
-
-    It leaves out the number of epochs: no prompt depends on it, so a run may be given another epoch.
-    """
+    """Without the number of epochs: no prompt depends on it, so a run may be given another epoch."""
     return fingerprint_of(data, seed=config.seed, shuffle=config.data.shuffle, group_size=config.sampling.responses)

@@ -18,23 +18,17 @@ RECORD_SECONDS: Final = 1.0
 class Meter:
     """Reads the load of an engine every 50 ms and reports once a second, with the figures of `weights`.
 
-    Status fields: `version`, `tokens`, `tokens_per_second` and `waits` (share of the time in which the engine had
-    nothing to do), both of the last ten seconds. Lines of the metrics file: `tokens` so far, `timeline` (`[[monotonic
-    seconds, tokens sampled in the 50 ms before], ...]`, empty ticks left out), `idle_seconds` so far. Both: `running`,
-    `waiting`, `capacity` (requests that the engine can make use of), `servers` (that take prompts), `cache_use` (0 to
-    1).
+    Each line of the metrics file has `tokens` and `idle_seconds` so far, and a `timeline`: `[[monotonic seconds, tokens
+    sampled in the 50 ms before], ...]`, without empty ticks. The status has the pace of the last ten seconds.
     """
 
     def __init__(
         self, role: Role, load: Callable[[], EngineLoad], weights: Callable[[], Mapping[str, int | float]]
     ) -> None:
-        self._role = role
-        self._load = load
-        self._weights = weights
-        self._start = time.monotonic()
+        self._role, self._load, self._weights = role, load, weights
+        self._start = self._reported_at = time.monotonic()
         self._busy_before = load().busy_seconds
         self._tokens = load().tokens_sampled
-        self._reported_at = self._start
         self._pace = Pace()
         self._timeline: list[tuple[float, int]] = []
 

@@ -29,8 +29,7 @@ from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
 
 logger = logging.getLogger(__name__)
-LENGTH_FILE: Final = "played.json"
-"""In the directory of a run that trains a recording more than once: its length."""
+LENGTH_FILE: Final = "played.json"  # in the directory of a run that trains a recording more than once: its length
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.05
 _IDLE_PAUSE: Final = 0.5
@@ -39,11 +38,7 @@ _IDLE_PAUSE: Final = 0.5
 async def run_player(role: Role) -> None:
     """Admit the groups of a recording until `role.stop` is set; a restart continues at the cursor in Redis.
 
-    Raises:
-        ConfigError: there is no recording, or it does not fit the run.
-        Refused: the run holds groups of other data, the recording has grown, or there are `max_dead` dead letters.
-        WireError: the recording is damaged.
-        CannotCreate: no room in the run's directory.
+    `ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data.
     """
     assert role.config.recording.path is not None
     path = role.config.recording.path
@@ -57,31 +52,25 @@ async def run_player(role: Role) -> None:
 
 
 def check_recording(config: RunConfig) -> Header:
-    """Return the header of the recording of a run; `ConfigError` when it cannot be trained."""
     path = config.recording.path
     header = read_header(path) if path is not None else None
     if header is None:
         raise ConfigError(f"{path} has no recording", "name RUN_DIR/recording of `streamrl up --rollout-only`")
     if header.temperature != config.sampling.temperature:
-        raise ConfigError(
-            f"{path} was sampled at temperature {header.temperature:g}, sampling.temperature is"
-            f" {config.sampling.temperature:g}: every importance ratio would be wrong",
-            f"set sampling.temperature to {header.temperature:g}",
-        )
+        sampled, asked = header.temperature, config.sampling.temperature
+        what = f"{path} was sampled at temperature {sampled:g}, sampling.temperature is {asked:g}"
+        hint = f"set sampling.temperature to {sampled:g}"
+        raise ConfigError(f"{what}: every importance ratio would be wrong", hint)
     if not header.logprobs:
-        raise ConfigError(
-            f"{path} was archived without log-probabilities, so it cannot be trained",
-            "archive.logprobs: true keeps them from then on",
-        )
+        what = f"{path} was archived without log-probabilities, so it cannot be trained"
+        raise ConfigError(what, "archive.logprobs: true keeps them from then on")
     return header
 
 
 def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
-    """Check that the recording of a run with several passes keeps its length: a group is found by its id modulo it.
+    """Refuse a recording of several passes whose length has changed: a group is found by its id modulo the length.
 
-    A run with one pass may continue with a recording that has grown, until it is given more passes. The file at `path`
-    stores the length; it is written when a second pass is planned. `Refused`: the length has changed. `CannotCreate`:
-    the file cannot be written, or is damaged.
+    A run with one pass may continue with a recording that has grown. `path` is written when a second pass is planned.
     """
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Length) if path.exists() else None
@@ -90,11 +79,9 @@ def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> N
     except (OSError, msgspec.MsgspecError) as error:
         raise CannotCreate(f"{path}: {error}", "check space and permissions; --fresh starts anew") from error
     if kept is not None and kept != _Length(id=header.id, groups=count):
-        raise Refused(
-            f"the recording has {count} groups, and had {kept.groups} when its first pass began:"
-            " ids of this run would mean other groups",
-            "--fresh, or another name, trains the whole recording",
-        )
+        what = f"the recording has {count} groups, and had {kept.groups} when its first pass began"
+        hint = "--fresh, or another name, trains the whole recording"
+        raise Refused(f"{what}: ids of this run would mean other groups", hint)
 
 
 class _Length(msgspec.Struct, frozen=True):
@@ -106,10 +93,8 @@ class Recorded:
     """The groups of a recording by their place, read in order; after the last one the first comes again."""
 
     def __init__(self, path: Path, count: int) -> None:
-        self.count = count
-        self._path = path
+        self._path, self.count, self._next = path, count, count
         self._groups: Iterator[RecordedGroup] = iter(())
-        self._next = count
         self._held: tuple[int, RecordedGroup] | None = None
 
     def group(self, place: int) -> RecordedGroup:
@@ -153,11 +138,8 @@ class Player:
                 continue
             outcome = await self._admit()
             self._role.status.update(admitted=self._cursor, of=self._recorded.count, admission=outcome.value)
-            if outcome is AdmitOutcome.FULL:
-                changed = await self._versions.wait(version, pause)
-                pause = _FIRST_PAUSE if changed else min(2 * pause, _LONGEST_PAUSE)
-            else:
-                pause = _FIRST_PAUSE
+            waited = outcome is AdmitOutcome.FULL and not await self._versions.wait(version, pause)
+            pause = min(2 * pause, _LONGEST_PAUSE) if waited else _FIRST_PAUSE
 
     async def _admit(self) -> AdmitOutcome:
         group = await asyncio.to_thread(self._recorded.group, self._cursor)
@@ -174,10 +156,8 @@ class Player:
         )
         self._cursor = answer.cursor
         if answer.outcome is AdmitOutcome.TOO_MANY_DEAD:
-            raise Refused(
-                f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted",
-                "`streamrl dead ls` shows them",
-            )
+            what = f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted"
+            raise Refused(what, "`streamrl dead ls` shows them")
         return answer.outcome
 
     async def _finish(self, epochs: int) -> None:
@@ -188,10 +168,7 @@ class Player:
 
 
 def as_sampled_before(payload: bytes) -> bytes:
-    """Mark all tokens of a response as sampled by version 0; bytes that are not a response stay as they are.
-
-    The learner makes a dead letter of a group with such bytes.
-    """
+    """All tokens as sampled by version 0. Of bytes that are no response, the learner makes a dead letter."""
     try:
         sample = wire.decode(payload, wire.Sample)
     except WireError as error:

@@ -6,8 +6,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any, Self
 
 from typing_extensions import override
@@ -24,29 +24,21 @@ from streamrl.wire import Prompt, Sample, pack_float32, pack_int32
 
 
 class TurnJournal:
-    """The finished turns of one sample of a leased prompt, in the ledger, so that another process can go on.
-
-    Errors are those of the ledger. `progressed` hears of each finished turn, so that `lease.max_hold` counts from it.
-    """
+    """The finished turns of one sample of a leased prompt, in the ledger, so that another process can go on."""
 
     def __init__(self, lease: Lease, sample: int, progressed: Callable[[Lease], None]) -> None:
-        self._lease = lease
-        self._sample = sample
-        self._progressed = progressed
+        self._lease, self._sample = lease, sample
+        self.progressed = partial(progressed, lease)  # each finished turn, so that `lease.max_hold` counts from it
         self._next = 0
         self._writing = asyncio.Lock()
 
     async def recorded(self) -> RecordedTurns:
-        """The payloads that were kept, also by an earlier process, in their order, and the newest state."""
         left = await self._lease.ledger.read_journal(self._lease, self._sample)
         self._next = len(left.turns)
         return left
 
     async def turn(self, payload: bytes, state: bytes | None = None) -> None:
-        """Keep one more payload, and `state` instead of an earlier one.
-
-        Without effect for who lost the lease, and after Redis went back.
-        """
+        """Keep one more payload, and `state` instead of an earlier one. Without effect for who lost the lease."""
         ledger, lease, sample = self._lease.ledger, self._lease, self._sample
         async with self._writing:
             while not await ledger.journal(lease, sample, self._next, payload, state):
@@ -63,21 +55,12 @@ class TurnJournal:
             self._next = 0
             return await self._lease.ledger.forget_journal(self._lease, self._sample)
 
-    def progressed(self) -> None:
-        self._progressed(self._lease)
-
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """One sample to be made.
+    """One sample to be made. `id` is unique among those being made, `affinity` as in `Request`.
 
-    Attributes:
-        prompt: its prompt.
-        id: unique among the samples of this engine that are being made; requests are named after it.
-        affinity: requests of samples with the same one share a prefix; empty: none.
-        greedy: take the most probable tokens.
-        seed: names the random numbers that it is drawn with; empty: the engine's.
-        journal: keeps finished turns; None outside of a run.
+    `seed` names the random numbers that it is drawn with; empty: the engine's. `journal` is None outside of a run.
     """
 
     prompt: Prompt
@@ -88,7 +71,6 @@ class SampleOrder:
     journal: TurnJournal | None = None
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
-        """What the request of a turn takes over from the configuration as it is."""
         draw = config.drawing(evaluation=self.prompt.evaluation)
         options = draw.model_dump(include=OPTIONS - {"max_new_tokens"})
         digest = blake2b(f"{self.seed}/{turn}".encode(), digest_size=7).digest()  # servers take 63 bits
@@ -103,14 +85,12 @@ def seed_of(config: RunConfig, name: str, *, evaluation: bool) -> str:
 
 
 class Sampler(ABC):
-    """Makes samples with one engine. An async context manager: samples are made while it is open."""
+    """Makes samples with one engine, while it is open."""
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         return None
 
     @abstractmethod
@@ -119,18 +99,13 @@ class Sampler(ABC):
 
     @abstractmethod
     async def sample(self, order: SampleOrder) -> Sample:
-        """Make one sample. Cancelling gives it up.
+        """Make one sample; cancelling gives it up.
 
-        Raises:
-            RetryLater: no engine or program is available; the lease is returned.
-            DataError: this prompt can never be answered.
-            DeadlineExceeded: it took too long.
-            Unreachable: the engine died.
-            Exception: any error of the engine or of the user's code.
+        `RetryLater`: no engine or program is available. `DataError`: this prompt can never be answered.
+        `DeadlineExceeded`: it took too long. `Unreachable`: the engine died. Any other error is of the user's code.
         """
 
     def figures(self) -> Mapping[str, int | float]:
-        """What is going on, by name, for the metrics of the replica."""
         return {}
 
     def trouble(self) -> str:
@@ -139,13 +114,8 @@ class Sampler(ABC):
 
 
 class SingleTurn(Sampler):
-    """One response to each prompt; `name` is that of the replica."""
-
     def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
-        self._config = config
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._name = name
+        self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
 
     @override
     def capacity(self, slots: int) -> int:

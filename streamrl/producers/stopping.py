@@ -13,19 +13,15 @@ from typing import Final
 
 from streamrl.engine import Completion, first_tokens
 
-_MORE: Final = 4
-"""Tokens of a window besides one for each byte of the longest text: tokenizers write the first ones differently."""
-_PART: Final = "\N{REPLACEMENT CHARACTER}"
-"""What is decoded of a part of a character."""
+_MORE: Final = 4  # tokens of a window besides one a byte of a text: tokenizers write the first ones differently
+_PART: Final = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 
 class StopTexts:
     """The texts that end a response, none of them within its first `after` tokens. `decode` turns tokens into text."""
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str], after: int = 0) -> None:
-        self._texts = texts
-        self._decode = decode
-        self._after = after
+        self._texts, self._decode, self._after = texts, decode, after
         self._window = max((len(text.encode()) for text in texts), default=0) + _MORE
 
     def ends(self, tokens: Sequence[int]) -> bool:
@@ -35,7 +31,6 @@ class StopTexts:
         return any(stop in text for stop in self._texts) and self._found(text, self._length(window[:-1])) is not None
 
     def cut(self, completion: Completion) -> Completion:
-        """A response up to the token that completes the first text."""
         if not self._texts:
             return completion
         tokens = completion.tokens.tolist()

@@ -20,20 +20,14 @@ from streamrl.wire import Int32Array
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer: prompts to ids, sampled ids to text; `name` is for messages.
-
-    `backend` is the tokenizer of transformers, for what has to know more of it than texts and ids. `model` says how
-    chats are written where that is not by the tokenizer's own template alone.
-    """
+    """A Hugging Face tokenizer (`backend`): prompts to ids, sampled ids to text; `name` is for messages."""
 
     def __init__(self, backend: Any, name: str, model: ModelConfig | None = None) -> None:
-        self.backend = backend
-        self.name = name
-        self.model = model or ModelConfig()
+        self.backend, self.name, self.model = backend, name, model or ModelConfig()
 
     @classmethod
     def load(cls, config: ModelConfig) -> Tokenizer:
-        """Load the tokenizer that the configuration names (by default the model's own). Slow: call in a thread."""
+        """Slow: call in a thread."""
         from transformers import AutoTokenizer
 
         name = config.tokenizer or config.path
@@ -42,10 +36,8 @@ class Tokenizer:
         try:
             backend = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"no tokenizer in {name}: {reason}", "set model.path or model.tokenizer to a directory or a hub name"
-            ) from error
+            hint = "set model.path or model.tokenizer to a directory or a hub name"
+            raise ConfigError(f"no tokenizer in {name}: {str(error).partition(chr(10))[0]}", hint) from error
         if config.chat_template is not None:
             try:
                 backend.chat_template = config.chat_template.read_text()
@@ -55,7 +47,6 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """Source of the chat template; empty when there is none."""
         found = self.backend.chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
@@ -68,14 +59,12 @@ class Tokenizer:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def plain_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens, to compare two tokenizers."""
         return [int(token) for token in self.encode([text], special=False)[0]]
 
     def decode(self, tokens: npt.ArrayLike, *, special: bool = False) -> str:
-        """Return the text of sampled ids without any tidying of spaces; `special` tokens are left out unless asked."""
+        """The text of ids without any tidying of spaces; `special`: with the special tokens."""
         ids = np.asarray(tokens).tolist()
-        text: str = self.backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return text
+        return str(self.backend.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def chat_text(
         self,
@@ -84,17 +73,12 @@ class Tokenizer:
         *,
         opened: bool = True,
     ) -> str:
-        """Return a chat after the model's template; `opened`: with what begins the model's next turn.
-
-        `DataError`: the model has no chat template, or the template refuses the messages.
-        """
+        """A chat after the model's template, which may refuse it; `opened`: with what begins the model's next turn."""
         from jinja2 import TemplateError
 
         if not self.backend.chat_template:
-            raise DataError(
-                f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`",
-                "give prompts as text (`prompt`), or take a chat model",
-            )
+            what = f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`"
+            raise DataError(what, "give prompts as text (`prompt`), or take a chat model")
         try:
             text: str = self.backend.apply_chat_template(
                 [dict(message) for message in self.with_system(messages)],
@@ -116,7 +100,7 @@ class Tokenizer:
 
 
 def vocabulary_of(config: ModelConfig) -> int | None:
-    """Return how many token ids the model knows, from its configuration alone; None when that does not say."""
+    """How many token ids the model knows, from its configuration alone; None when that does not say."""
     from transformers import AutoConfig
 
     try:

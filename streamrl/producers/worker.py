@@ -1,10 +1,13 @@
-"""Leased prompts become samples.
+"""Role `rollout.N`: leased prompts become samples, with the engines of the run, or with one of its own (`hf`).
 
 ```
 prompts -> lease -> the samples that are missing -> Sampler.sample -> emit      (one task a sample)
+                             ServerPool.generate -> engine.N
+engine.kind hf:   weights -> Follower -> HfEngine.apply, HfEngine.generate
 ```
 A response that was emitted is never generated again. While the weights are more than `max_staleness` steps old no
-prompt is taken.
+prompt is taken. With `rollout.placement: colocated` the engine sleeps while the learner has the devices. When a
+worker's own engine dies, the worker exits with an error, and the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -15,42 +18,83 @@ import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, Literal
 
-from streamrl.engine import Generator
+from streamrl.engine import Generator, life_seed
 from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
 from streamrl.producers.sampler import SampleOrder, TurnJournal, seed_of
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease, Leases, Role
+from streamrl.queues.device_lock import EngineDevices
 from streamrl.sandbox import Sandbox
+from streamrl.servers.pool import ServerPool
+from streamrl.servers.server import key_of_servers
 from streamrl.waits import first_of
+from streamrl.weight_sync.follower import Follower
 from streamrl.wire import Prompt, decode, encode
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
-_STALE_SECONDS: Final = 10.0
-"""Old weights up to that are how `max_staleness` works."""
-_LOOKAHEAD: Final = 4
-"""One more sample is leased for each so many slots: the next ones are there before a slot is free."""
-DRAIN_SHARE: Final = 0.22
-"""Share of the run's drain time for the requests in flight; the rest is for the roles behind."""
+_STALE_SECONDS: Final = 10.0  # old weights up to that are how `max_staleness` works
+_LOOKAHEAD: Final = 4  # one more sample is leased for each so many slots, so that it is there before a slot is free
+DRAIN_SHARE: Final = 0.22  # of the run's drain time, for the requests in flight; the rest is for the roles behind
+
+
+async def run_rollout(role: Role) -> None:
+    """Make samples until `role.stop` is set. `PluginError`: no such episode. `Unreachable`: its own engine died."""
+    with unwrapped():
+        tokenizer = await asyncio.to_thread(Tokenizer.load, role.config.model)
+        await (_with_servers(role, tokenizer) if role.config.engines else _with_own_engine(role, tokenizer))
+
+
+async def _with_servers(role: Role, tokenizer: Tokenizer) -> None:
+    key = await asyncio.to_thread(key_of_servers, role.config, role.run_dir)
+    pool = ServerPool(role.config, role.ledgers, key)
+    worker = RolloutWorker(role, pool, tokenizer, behind=pool.behind, news=pool.changed, figures=pool.figures)
+    async with pool.follow():
+        await first_of(pool.first(), role.stop.wait())
+        if not role.stop.is_set():
+            await worker.run()
+
+
+async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
+    import torch
+
+    from streamrl.producers.engines.hf import HfEngine  # workers that call servers have no model
+
+    config, engine = role.config, HfEngine(role.config, await life_seed(role))
+    lock = role.ledgers.device_lock if config.rollout.placement == "colocated" else None
+    # On a CPU there is no memory to give back: learner and engine share its cores.
+    level: Literal[0, 1] = 1 if config.engine.device != "cpu" and torch.cuda.is_available() else 0
+    devices = EngineDevices(lock, role.name, wake=engine.wake, sleep=partial(engine.sleep, level))
+    async with devices.engine(engine.start, engine.close), asyncio.TaskGroup() as tasks:
+        follower = Follower(
+            role.ledgers.weights, config.weights, engine.apply, run=config.name, run_dir=role.run_dir, name=role.name
+        )
+        ended = asyncio.Event()
+        following = tasks.create_task(follower.run(ended))
+        await first_of(follower.first.wait(), role.stop.wait())
+        if follower.first.is_set():
+            await RolloutWorker(
+                role,
+                engine,
+                tokenizer,
+                behind=lambda: follower.newest_step - follower.applied_step,
+                news=follower.next_applied,
+                figures=follower.figures,
+            ).run()
+        ended.set()
+        following.cancel()
 
 
 def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
-    """Return how many prompts a process may hold: enough for every slot of its engine, and a quarter more.
+    """How many prompts a process may hold: `samples` are missing of those `held`, and a group each of those `unopened`.
 
-    Prompts need unequal numbers of samples (a held-out one, or a group of which some exist already, needs fewer), so
-    samples are counted, not prompts.
-
-    Args:
-        held: prompts held now.
-        unopened: prompts whose missing samples are not known yet; each counts as a whole group.
-        samples: samples that the others still miss.
-        slots: samples that can be made at the same time; 0: it takes none now.
-        group_size: samples of a whole group.
+    Samples are counted, because a held-out prompt, or a group of which some exist, needs fewer.
     """
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
     return held + max(0, math.ceil(free / group_size))
@@ -59,10 +103,7 @@ def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: 
 class RolloutWorker:
     """Serves two ledgers, training and held-out.
 
-    Args:
-        behind: how many steps the newest weights that generate are behind the published ones.
-        news: returns when that may have changed.
-        figures: more of them for the metrics of the role.
+    `behind` says how many steps the weights are behind the published ones, `news` returns when that may have changed.
     """
 
     def __init__(
@@ -75,17 +116,12 @@ class RolloutWorker:
         news: Callable[[], Awaitable[None]],
         figures: Callable[[], Mapping[str, int | float]] = dict,
     ) -> None:
-        config = role.config
-        self._role = role
-        self._config = config
-        self._engine = engine
-        self._behind = behind
-        self._news = news
-        self._more = figures
+        config = self._config = role.config
+        self._role, self._engine = role, engine
+        self._behind, self._news, self._more = behind, news, figures
         self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
         self._numbers = count()
-        self._missing = 0
-        self._opened = 0
+        self._missing = self._opened = 0
         self._fresh_at: float | None = time.monotonic()
         self._leases = Leases(
             [role.ledgers.train, role.ledgers.evaluation],
@@ -99,7 +135,6 @@ class RolloutWorker:
         )
 
     async def run(self) -> None:
-        """Answer prompts until `role.stop` is set; then requests in flight are finished or handed back."""
         async with asyncio.TaskGroup() as group:
             metering = group.create_task(Meter(self._role, self._engine.load, self._figures).run())
             async with self._sampler:
@@ -168,16 +203,11 @@ class RolloutWorker:
         return stale
 
     async def _wait_for_weights(self) -> None:
-        """Wait while the weights are too old: a read may return prompts that were admitted after a newer version.
-
-        `RetryLater`: no newer version was applied within `weights.deadline` (another replica may have it) or before the
-        stop.
-        """
-        if not self._is_stale():
-            return
-        await first_of(self._fresh_weights(), self._role.stop.wait(), seconds=self._config.weights.deadline)
+        """A read may return prompts admitted after a newer version. `RetryLater`: another worker may have it."""
         if self._is_stale():
-            raise RetryLater("the weights of this replica are too old")
+            await first_of(self._fresh_weights(), self._role.stop.wait(), seconds=self._config.weights.deadline)
+            if self._is_stale():
+                raise RetryLater("the weights of this replica are too old")
 
     async def _fresh_weights(self) -> None:
         while self._is_stale():
@@ -185,11 +215,9 @@ class RolloutWorker:
 
     async def _answer_one(self, lease: Lease, prompt: Prompt, sample: int) -> None:
         why, detail = "", ""
-        # The greedy response has the index after the group's samples; held-out prompts have none.
-        greedy = not lease.ledger.evaluation and sample >= self._config.sampling.group_size
         for attempt in range(_ATTEMPTS):
             try:
-                payload = encode(await self._sampler.sample(self._order(lease, prompt, sample, greedy)))
+                payload = encode(await self._sampler.sample(self._order(lease, prompt, sample)))
             except (Unreachable, RetryLater):
                 raise
             except (DataError, WireError) as error:
@@ -205,20 +233,19 @@ class RolloutWorker:
             else:
                 await lease.ledger.emit(lease, sample, payload)
                 return
-            logger.warning(
-                "generation failed",
-                extra={"group": lease.group_id, "sample": sample, "attempt": attempt + 1, "why": why},
-            )
+            extra = {"group": lease.group_id, "sample": sample, "attempt": attempt + 1, "why": why}
+            logger.warning("generation failed", extra=extra)
         await lease.ledger.fail_sample(lease, sample, why, detail)
 
-    def _order(self, lease: Lease, prompt: Prompt, sample: int, greedy: bool) -> SampleOrder:
+    def _order(self, lease: Lease, prompt: Prompt, sample: int) -> SampleOrder:
         evaluation = lease.ledger.evaluation
         group = f"{'e' if evaluation else 'g'}{lease.group_id}"
         return SampleOrder(
             prompt,
             id=f"{self._role.name}-{next(self._numbers)}",
             affinity=group,
-            greedy=greedy,
+            # The greedy response has the index after the group's samples; held-out prompts have none.
+            greedy=not evaluation and sample >= self._config.sampling.group_size,
             seed=seed_of(self._config, f"{group}/{sample}", evaluation=evaluation),
             journal=TurnJournal(lease, sample, self._leases.progressed),
         )

@@ -41,7 +41,7 @@ _RUNNERS: Final = {
     "reward_model": ("streamrl.servers.reward_models", "run_reward_model"),
     "feeder": ("streamrl.producers.feeder", "run_feeder"),
     "engine": ("streamrl.servers.engine", "run_engine"),
-    "rollout": ("streamrl.producers.replica", "run_rollout"),
+    "rollout": ("streamrl.producers.worker", "run_rollout"),
     "reward": ("streamrl.consumers.worker", "run_reward_worker"),
     "learner": ("streamrl.learner.leader", "run_learner"),
     "recorder": ("streamrl.learner.recorder", "run_recorder"),

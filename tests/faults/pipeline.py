@@ -11,7 +11,7 @@ from pathlib import Path
 from streamrl.consumers.worker import run_reward_worker
 from streamrl.learner.leader import run_learner
 from streamrl.producers.feeder import run_feeder
-from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import run_rollout
 from streamrl.queues import Role
 from streamrl.queues.ledger import Ledger
 from streamrl.runtime.audit import Audit, audit

@@ -14,7 +14,7 @@ from streamrl.archive.reader import read_archive
 from streamrl.archive.writer import Archive
 from streamrl.errors import Unreachable
 from streamrl.producers.feeder import run_feeder
-from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import run_rollout
 from streamrl.queues import open_role
 from streamrl.queues.connection import open_connection
 from streamrl.weight_sync.publisher import Publisher

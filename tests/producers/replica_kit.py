@@ -11,8 +11,8 @@ from producer_kit import Hands, tiny_model, until
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import hf
-from streamrl.producers.replica import run_rollout
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.producers.worker import run_rollout
 from streamrl.weight_sync.publisher import Publisher
 
 
@@ -65,7 +65,7 @@ def with_model(engine, work):
 
     async def started():
         await start()
-        work(engine._model)
+        work(engine._decoder._batch.model)
 
     engine.start = started
     return engine

@@ -18,9 +18,8 @@ from streamrl.engine import life_seed
 from streamrl.errors import ConfigError, Unreachable
 from streamrl.producers import worker
 from streamrl.producers.admission import AdmissionTerms, Admitter
-from streamrl.producers.replica import run_rollout
 from streamrl.producers.sampler import SampleOrder, seed_of
-from streamrl.producers.worker import lease_width
+from streamrl.producers.worker import lease_width, run_rollout
 from streamrl.queues import Role
 from streamrl.wire import Prompt, Sample, decode
 from tests.forked import kill

@@ -6,7 +6,7 @@ import pytest
 from producer_kit import until
 from replica_kit import Faulty, Learner, admit, emitted, replica_on, samples_of
 
-from streamrl.producers import replica
+from streamrl.producers import worker
 from streamrl.queues import leases
 from streamrl.queues.keys import GROUP
 from streamrl.wire import Sample, decode
@@ -36,8 +36,8 @@ def parts(monkeypatch):
     made = {}
 
     def keep(name):
-        kind = getattr(replica, name)
-        monkeypatch.setattr(replica, name, lambda *given, **named: made.setdefault(name, kind(*given, **named)))
+        kind = getattr(worker, name)
+        monkeypatch.setattr(worker, name, lambda *given, **named: made.setdefault(name, kind(*given, **named)))
 
     keep("Follower")
     keep("RolloutWorker")

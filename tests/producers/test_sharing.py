@@ -5,7 +5,7 @@ import torch
 from producer_kit import until
 from replica_kit import Learner, admit, emitted, samples_of
 
-from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import run_rollout
 from streamrl.queues.device_lock import LearnerDevices
 from streamrl.wire import Sample, decode
 

@@ -19,11 +19,9 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
 
-    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn,
-    and a row costs one random number whatever the vocabulary. `temperature` has shape (rows,), None means 1 everywhere.
-    The rows of `cut` draw from a part of the distribution, those of `own` with a generator of their own.
-    Returns tokens (int64) and log-probabilities (fp32; those of temperature 1 where it is 0). NaN logits give a NaN
-    log-probability and a token that means nothing.
+    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn.
+    The rows of `cut` draw from a part of the distribution, those of `own` with a generator of their own. Returns tokens
+    and log-probabilities (of temperature 1 where it is 0); NaN logits give a NaN log-probability.
     """
     scores = logits.float()
     if temperature is not None:

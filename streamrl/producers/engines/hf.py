@@ -23,7 +23,6 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
 from streamrl.errors import DeadlineExceeded, Unreachable
-from streamrl.producers.engines.control import Control
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
@@ -38,12 +37,10 @@ LOAD_SECONDS = 1800.0
 
 
 class HfEngine(Generator):
-    """An engine on transformers; replicas need different seeds. All belongs to one event loop.
+    """An engine on transformers; replicas need different seeds. `Unreachable`: it is not started, closed, or dead.
 
-    Raises of every method but `close`, `load`: `Unreachable` when the engine has not been started, is closed or has
-    died. A control (`apply`, `sleep`, `wake`) or a decode step that does not end within a deadline of the engine's own
-    counts as its death as well, also when its caller has left. An engine that died stays dead: its process ends and
-    the supervisor starts it again.
+    A control or a decode step that does not end within a deadline is its death, also when its caller has left. A dead
+    engine stays dead: its process ends, and the supervisor starts it again.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -53,16 +50,12 @@ class HfEngine(Generator):
         # A step hangs when it takes half the time of a whole response; it is then found before it costs a response.
         self._longest_step = min(config.weights.deadline, config.lease.max_hold / 2)
         self._steps = 0
-        self._still = 0.0
-        self._looked_at = 0.0
-        self._model: Any = None
+        self._still = self._looked_at = 0.0
         self._tokenizer: Tokenizer | None = None
         self._decoder: SlotDecoder | None = None
-        self._control: Control | None = None
         self.limits = RequestLimits(0, 0)
         self._failure: BaseException | None = None
-        self._started = False
-        self._closed = False
+        self._started = self._closed = False
         self._tickets = itertools.count(1)
         self._open: dict[int, asyncio.Future[Job]] = {}
         self._arrived: list[Job] = []
@@ -70,7 +63,6 @@ class HfEngine(Generator):
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model and begin to decode. ConfigError: model missing or unusable, or an option it cannot serve."""
         self._loop = asyncio.get_running_loop()
         self._started = True
         await self._run(LOAD_SECONDS, self._build)
@@ -78,10 +70,7 @@ class HfEngine(Generator):
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
 
     async def close(self) -> None:
-        """Abort what is in flight (each `generate` returns with `finish="abort"`) and free everything.
-
-        A repeat does nothing. Works on an engine that died or never started.
-        """
+        """Abort what is in flight: `generate` returns with `finish="abort"`. Works on a dead engine; repeatable."""
         if self._closed:
             return
         self._closed = True
@@ -133,28 +122,18 @@ class HfEngine(Generator):
         )
 
     async def apply(self, version: Version) -> None:
-        """Replace all weights between two decode steps, while requests are in flight. Works while asleep.
+        """Replace all weights between two decode steps, also while asleep, whole or not at all (`WeightsError`).
 
-        Whole or not at all: names, shapes, types and finiteness are checked before the first copy, and the engine keeps
-        the old weights when a check fails. Requests in flight keep their keys and values and are continued by the new
-        weights. Requests that begin later see nothing that older weights computed. The present version again does
-        nothing. Cancelling the call does not stop an update that has begun.
-
-        WeightsError: unknown or missing names, other shapes, values that are not finite, or an older version.
+        Requests in flight keep their keys and values. Cancelling does not stop an update that has begun.
         """
-        await self._run(self._patience, self._controlling().apply, version)
+        await self._run(self._patience, self._serving().apply, version)
 
     async def sleep(self, level: Literal[0, 1] = 1) -> None:
-        """Stop decoding; level 1 also gives accelerator memory back. A repeat does nothing.
-
-        Level 1 frees keys and values and moves the weights to the host. Requests wait for `wake`, and go on with the
-        tokens that they have; their keys and values are computed again.
-        """
-        await self._run(self._patience, self._controlling().sleep, level)
+        """Stop decoding until `wake`; level 1 frees keys and values, which are computed again, and moves weights."""
+        await self._run(self._patience, self._serving().sleep, level)
 
     async def wake(self) -> None:
-        """Undo `sleep`. A repeat does nothing."""
-        await self._run(self._patience, self._controlling().wake)
+        await self._run(self._patience, self._serving().wake)
 
     @override
     def load(self) -> EngineLoad:
@@ -182,11 +161,6 @@ class HfEngine(Generator):
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._config.model)
         return StopTexts(request.stop, self._tokenizer.decode, request.min_tokens)
 
-    def _controlling(self) -> Control:
-        self._serving()
-        assert self._control is not None
-        return self._control
-
     def _flush(self) -> None:
         if self._arrived and self._decoder is not None:
             jobs, self._arrived = self._arrived, []
@@ -204,7 +178,6 @@ class HfEngine(Generator):
                 future.set_exception(error)
 
     async def _watch(self) -> None:
-        """Fail all requests as soon as the decode loop is dead or hangs; the loop cannot report that itself."""
         while True:
             self._look()
             if self._failure is not None:
@@ -230,10 +203,7 @@ class HfEngine(Generator):
             self._fail(failure)
 
     async def _run(self, seconds: float, work: Callable[..., _T], *args: Any) -> _T:
-        """Run work on the control thread, in order of the calls; work that does not end makes the engine dead.
-
-        A cancelled caller stops neither the work, which would leave a model half changed, nor its deadline.
-        """
+        """On the control thread. A cancelled caller stops neither the work (a model half changed) nor its deadline."""
         future = self._loop.run_in_executor(self._thread, lambda: work(*args))
         late = DeadlineExceeded(f"the engine did not finish {work.__name__} within {seconds:g} s")
 
@@ -257,14 +227,12 @@ class HfEngine(Generator):
             raise
 
     def _fail(self, cause: BaseException) -> None:
-        """Mark the engine as dead; the first cause counts."""
         self._failure = self._failure or cause
 
     # --- control thread --------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         model = load_model(self._config)
-        self._model = model
         context = context_length(self._config, model)
         self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model.generation_config, model.config)
@@ -276,30 +244,24 @@ class HfEngine(Generator):
             stop_tokens=stop,
             generator=torch.Generator(model.device).manual_seed(self._seed),
         )
-        decoder = SlotDecoder(batch, self._deliver, self._patience)
-        decoder.start()
-        self._control = Control(model, decoder, self._fail)
-        self._decoder = decoder
+        self._decoder = SlotDecoder(batch, self._deliver, self._patience)
+        self._decoder.start()
 
     def _deliver(self, jobs: list[Job]) -> None:
-        """Called by any thread of the decoder."""
         self._loop.call_soon_threadsafe(self._resolve, jobs)
 
     def _tear_down(self) -> list[Job]:
         ended: list[Job] = []
-        if self._decoder is None:
-            return ended
-        try:
-            if self._control is not None:
-                ended = self._control.close()
-        except Unreachable:
-            logger.warning("engine closed after its death")
-        self._decoder.stop()
+        if self._decoder is not None:
+            try:
+                ended = self._decoder.close()
+            except Unreachable:
+                logger.warning("engine closed after its death")
+            self._decoder.stop()
         return ended
 
 
 def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
-    """Say how a control failed whose caller has left."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 

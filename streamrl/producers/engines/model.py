@@ -27,7 +27,7 @@ _TRIED_WINDOW: Final = 3
 
 
 def load_model(config: RunConfig) -> PreTrainedModel:
-    """Load the policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
+    """The policy in evaluation mode, without gradients; `ConfigError` for missing model, device or weights."""
     engine = config.engine
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
@@ -74,7 +74,6 @@ def context_length(config: RunConfig, model: Any) -> int:
 
 
 def cache_bytes_per_token(model: Any) -> int:
-    """Bytes of keys and values of one token, all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -87,26 +86,19 @@ def affordable_slots(config: RunConfig, model: Any) -> int:
     each = context * cache_bytes_per_token(model)
     slots = min(asked, config.engine.kv_cache // each)
     if not slots:
-        raise ConfigError(
-            f"one response of {context} tokens needs {each:,} bytes of keys and values,"
-            f" engine.kv_cache is {config.engine.kv_cache:,}",
-            "raise engine.kv_cache, or lower model.context",
-        )
+        what = f"one response of {context} tokens needs {each:,} bytes of keys and values"
+        hint = "raise engine.kv_cache, or lower model.context"
+        raise ConfigError(f"{what}, engine.kv_cache is {config.engine.kv_cache:,}", hint)
     if slots < asked:
-        logger.warning(
-            "fewer responses at the same time than engine.slots: engine.kv_cache has no room for more",
-            extra={"slots": slots, "asked": asked, "kv_cache": config.engine.kv_cache, "needed": asked * each},
-        )
+        extra = {"slots": slots, "asked": asked, "kv_cache": config.engine.kv_cache, "needed": asked * each}
+        logger.warning("fewer responses at the same time than engine.slots: engine.kv_cache has no room", extra=extra)
     return int(slots)
 
 
 def check_decodable(config: RunConfig, model: Any) -> None:
-    """Refuse a model that static slots would decode wrongly, with a `ConfigError`."""
     if obstacle := _obstacle(model, context_length(config, model)):
-        raise ConfigError(
-            f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}",
-            "set engine.kind to vllm or sglang",
-        )
+        what = f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}"
+        raise ConfigError(what, "set engine.kind to vllm or sglang")
 
 
 def _obstacle(model: Any, context: int) -> str:
@@ -119,10 +111,8 @@ def _obstacle(model: Any, context: int) -> str:
             continue
         limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
         if context > limit:
-            return (
-                f"its rotary positions depend on the longest sequence of the batch above {limit} tokens,"
-                f" and model.context is {context}"
-            )
+            why = f"its rotary positions depend on the longest sequence of the batch above {limit} tokens"
+            return f"{why}, and model.context is {context}"
     try:
         error = _trial(model)
     except Exception as failure:  # noqa: BLE001 - any error of foreign model code means: not with slots
@@ -132,7 +122,7 @@ def _obstacle(model: Any, context: int) -> str:
 
 
 def _trial(model: Any) -> float:
-    """Decode three short prompts of different lengths; return the largest error of a log-probability.
+    """The largest error of a log-probability of three short responses.
 
     Sliding windows are narrowed meanwhile, so that prompts and responses are longer than they are.
     """

@@ -17,17 +17,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from streamrl.engine import EngineLoad, Finish, Request, Runs
 from streamrl.errors import DeadlineExceeded, Unreachable, WeightsError
+from streamrl.producers.engines import weights
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.stopping import StopTexts
+from streamrl.weight_sync.manifest import Pair
+from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
 GRANULE = 16
@@ -41,11 +44,7 @@ SLIDING: Final = "sliding_attention"
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A checked request, and what was sampled for it so far.
-
-    `ticket` is never used again, `limit` fits the context. `request`: for what else it asks of sampling, None: nothing;
-    `stop` are its texts that end it. `finish` says how it ended.
-    """
+    """A checked request, and what was sampled for it. `request`: for what else it asks of sampling, None: nothing."""
 
     ticket: int
     prompt: tuple[int, ...]
@@ -65,7 +64,6 @@ class Job:
 
     @property
     def runs(self) -> Runs:
-        """Which version sampled which tokens: `[(first token, version), ...]`."""
         return [run for run in self._runs if run[0] < len(self.tokens)]
 
     def swap(self, version: int) -> None:
@@ -83,7 +81,7 @@ Deliver: TypeAlias = Callable[[list[Job]], None]
 
 
 def round_up(length: int) -> int:
-    """Round up to the granule of attention: few distinct shapes, little wasted work."""
+    """To the granule of attention: few distinct shapes, little wasted work."""
     return -(-length // GRANULE) * GRANULE
 
 
@@ -113,16 +111,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not used: `SlotCache.update` knows the slots."""
-        raise NotImplementedError
+        raise NotImplementedError("SlotCache.update knows the slots")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Prefill attends over itself alone (decoding brings its own mask)."""
-        return query_length, 0
+        return query_length, 0  # prefill attends over itself alone, and decoding brings its own mask
 
     def get_seq_length(self) -> int:
-        """0: positions are always given, and a prefill begins at 0."""
-        return 0
+        return 0  # positions are always given, and a prefill begins at 0
 
     def get_max_length(self) -> int:
         return int(self.capacity)
@@ -143,8 +138,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._sources: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
         self._rows: dict[int, torch.Tensor] = {}
-        self._count = 0
-        self._span = 0
+        self._count = self._span = 0
 
     def reserve(self, length: int) -> None:
         if length <= self._capacity:
@@ -193,7 +187,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         return rows
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` rows of slots to other slots; the two lists are disjoint."""
         for layer in self.layers:
             layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]
@@ -215,8 +208,6 @@ def attention_kinds(config: Any) -> set[str]:
 
 
 class SlotBatch:
-    """The sequences being decoded, and the step that samples one token for each. Not thread-safe."""
-
     def __init__(
         self,
         model: Any,
@@ -227,11 +218,9 @@ class SlotBatch:
         generator: torch.Generator,
         version: int = 0,
     ) -> None:
-        self.slots = slots
-        self.context = context
-        self.version = version
+        self.slots, self.context, self.version = slots, context, version
         self.tokens_sampled = 0
-        self._model = model
+        self.model = model
         self._dtype: torch.dtype = model.dtype
         self._stop = stop_tokens
         self._generator = generator
@@ -242,11 +231,8 @@ class SlotBatch:
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
         self._rows: list[Job | None] = [None] * slots
         self._high = 0
-        device = model.device
-        self._token = torch.zeros(slots, dtype=torch.long, device=device)
-        self._position = torch.zeros(slots, dtype=torch.long, device=device)
-        self._taken = torch.zeros(slots, dtype=torch.long, device=device)
-        self._ruler = torch.arange(round_up(context), device=device)
+        self._token, self._position, self._taken = torch.zeros(3, slots, dtype=torch.long, device=model.device)
+        self._ruler = torch.arange(round_up(context), device=model.device)
 
     @property
     def active(self) -> int:
@@ -269,10 +255,7 @@ class SlotBatch:
         return ended
 
     def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Job]:
-        """One forward pass over distinct prompts, the longest last, padded on the right.
-
-        The model's own causal mask keeps the padding out, and what lies before a sliding window.
-        """
+        """One pass over distinct prompts, the longest last, padded on the right: the causal mask keeps that out."""
         device = self._token.device
         longest = len(prompts[-1])
         inputs = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=device)
@@ -284,7 +267,7 @@ class SlotBatch:
         ends = torch.unique(last) if self._keep else self._ruler[:longest]
         self._cache.reserve(longest)
         self._cache.prefill(sources, slots)
-        output = self._model(
+        output = self.model(
             input_ids=inputs,
             position_ids=self._ruler[:longest].expand(len(prompts), -1),
             past_key_values=self._cache,
@@ -314,7 +297,7 @@ class SlotBatch:
         span = round_up(longest)
         self._cache.reserve(longest)
         self._cache.decode(position, span)
-        output = self._model(
+        output = self.model(
             input_ids=self._token[:count, None],
             position_ids=position[:, None],
             attention_mask=self._mask(position, span),
@@ -348,14 +331,12 @@ class SlotBatch:
             row.swap(version)
 
     def release(self) -> None:
-        """Free the keys and values; only without sequences. The next `admit` allocates again."""
         self._cache.free()
 
     def _active(self) -> Iterator[tuple[int, Job]]:
         return ((slot, row) for slot, row in enumerate(self._rows) if row is not None)
 
     def _draw(self, logits: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the next token of each slot; free ones draw what nobody reads."""
         rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
         if all(row.request is None and row.temperature == 1.0 for row in rows.values()):
             return sample(logits, None, self._generator)  # the usual case, and a division saved
@@ -374,8 +355,7 @@ class SlotBatch:
         )
 
     def _record(self, slots: Sequence[int], tokens: list[int], logprobs: list[float]) -> list[Job]:
-        ended: list[Job] = []
-        freed: list[int] = []
+        ended: dict[int, Job] = {}
         total = 0.0
         for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
             row = self._rows[slot]
@@ -388,12 +368,11 @@ class SlotBatch:
             stopped = token in self._stop or (row.stop is not None and row.stop.ends(row.tokens))
             if stopped or len(row.tokens) == row.limit:
                 row.finish = "stop" if stopped else "length"
-                ended.append(row)
-                freed.append(slot)
+                ended[slot] = row
         if not math.isfinite(total):
             raise WeightsError(f"version {self.version} of the weights gives log-probabilities that are not finite")
-        self._free(freed)
-        return ended
+        self._free(list(ended))
+        return list(ended.values())
 
     def _free(self, slots: list[int]) -> None:
         if not slots:
@@ -414,8 +393,7 @@ class SlotBatch:
         targets = [slot for slot in range(active) if self._rows[slot] is None]
         length = max(row.length for _, row in self._active())
         self._cache.move(sources, targets, min(length, self._cache.get_max_length()))
-        for name in ("_token", "_position", "_taken"):
-            values: torch.Tensor = getattr(self, name)
+        for values in (self._token, self._position, self._taken):
             values[targets] = values[sources]
         for source, target in zip(sources, targets, strict=True):
             self._rows[target], self._rows[source] = self._rows[source], None
@@ -440,29 +418,27 @@ def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 
 
 class SlotDecoder:
-    """The decode loop of one model, in a thread of its own.
+    """The decode loop of one model, in a thread of its own. `deliver` gets the jobs that ended, in any thread.
 
-    `submit` and `discard` are called by the event loop's thread, everything else by one control thread at a time.
-    `deliver` gets the jobs that ended, in any thread, at once and each job once.
-
-    Free slots are filled when an eighth of all is free or nothing runs: prompts are computed in batches, and a slot
-    waits a step or two at most. Jobs start in the order of their arrival. The batch belongs to the thread from `start`
-    on, except inside `exclusive`, which gives up when a step takes longer than `patience` seconds.
+    `submit` and `discard` are called by the event loop's thread, everything else by one control thread at a time. The
+    batch belongs to the thread from `start` on, except inside `exclusive`. Free slots are filled, in the order of
+    arrival, when an eighth of all is free or nothing runs: prompts are computed in batches.
     """
 
     def __init__(self, batch: SlotBatch, deliver: Deliver, patience: float) -> None:
-        self._batch = batch
-        self._deliver = deliver
-        self._patience = patience
+        self._batch, self._deliver, self._patience = batch, deliver, patience
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._discarded: set[int] = set()
-        self._holds = 0
-        self._parked = True
-        self._stopping = False
+        self._holds = self._steps = 0
+        self._parked, self._stopping = True, False
         self._failure: BaseException | None = None
         self._busy = 0.0
-        self._steps = 0
+        self._device: torch.device = batch.model.device
+        self._structure = ""  # what the model was found to take
+        self._pair: Pair = (0, 0)
+        self._hold = ExitStack()
+        self._asleep = False
         # a daemon: a step that hangs must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="engine-decode", daemon=True)
 
@@ -470,7 +446,6 @@ class SlotDecoder:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop; jobs in flight get no outcome. Works on a loop that died; repeatable."""
         self.abandon()
         if self._thread.is_alive():
             self._thread.join(self._patience)
@@ -482,23 +457,19 @@ class SlotDecoder:
             self._changed.notify_all()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take jobs on; never blocks. Jobs with the same prompt should come in one call: they share its prefill."""
+        """Jobs with the same prompt should come in one call: they share its prefill."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify_all()
 
     def discard(self, ticket: int) -> None:
-        """Drop a job without an outcome at the next step; unknown tickets (ended meanwhile) are ignored."""
         with self._changed:
             self._discarded.add(ticket)
             self._changed.notify_all()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the loop between two steps: inside, model and cache belong to the caller. May be nested.
-
-        `Unreachable`: the loop is dead. `DeadlineExceeded`: the running step does not end.
-        """
+        """Hold the loop between two steps; nestable. `Unreachable`: it is dead. `DeadlineExceeded`: a step hangs."""
         with self._changed:
             self._holds += 1
             self._changed.notify_all()
@@ -515,24 +486,48 @@ class SlotDecoder:
                 self._holds -= 1
                 self._changed.notify_all()
 
-    def take(self) -> list[Job]:
-        """Inside `exclusive`: end all jobs and return them with what they have, `finish="abort"`."""
-        with self._changed:
+    def apply(self, version: Version) -> None:
+        """Replace all weights, or none (`WeightsError`): an error while they are copied is the end of the loop."""
+        pair, model = version.pair, self._batch.model
+        if pair == self._pair:
+            return
+        if pair < self._pair or pair[1] < self._pair[1]:
+            raise WeightsError(f"version {pair} of the weights is older than {self._pair}, which is in force")
+        if version.structure != self._structure:
+            weights.check_weights(model, version.tensors)
+            self._structure = version.structure
+        targets = model.state_dict(keep_vars=True)
+        with self.exclusive():
+            try:
+                weights.copy_weights([(targets[name], values) for name, values in version.tensors.items()])
+                self._batch.swapped(version.number)
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._pair = pair
+
+    def sleep(self, level: Literal[0, 1]) -> None:
+        if not self._asleep:
+            self._hold.enter_context(self.exclusive())
+            self._asleep = True
+        if level:
+            with self._changed:  # jobs that were begun wait before all others, and are computed again
+                self._waiting.extendleft(reversed(self._batch.take()))
+            self._batch.release()
+            self._batch.model.to("cpu")
+
+    def wake(self) -> None:
+        self._batch.model.to(self._device)
+        self._asleep = False
+        self._hold.close()
+
+    def close(self) -> list[Job]:
+        """End all jobs and return them with what they have, `finish="abort"`."""
+        with self._hold, self.exclusive(), self._changed:
             ending, self._waiting = self._waiting, deque()
-        return [*ending, *self._batch.take()]
-
-    def swapped(self, version: int) -> None:
-        """Inside `exclusive`, after the weights have changed: later tokens belong to `version`."""
-        self._batch.swapped(version)
-
-    def release(self) -> None:
-        """Inside `exclusive`: free the cache. Jobs that were begun wait before all others, and are computed again."""
-        with self._changed:
-            self._waiting.extendleft(reversed(self._batch.take()))
-        self._batch.release()
+            return [*ending, *self._batch.take()]
 
     def load(self, arriving: int) -> EngineLoad:
-        """How busy the loop is; `arriving` jobs are not submitted yet."""
         batch = self._batch
         return EngineLoad(
             running=batch.active,
@@ -549,7 +544,6 @@ class SlotDecoder:
         return not self._parked, self._steps
 
     def failure(self) -> BaseException | None:
-        """What killed the loop; None while it lives."""
         return self._failure
 
     def _run(self) -> None:

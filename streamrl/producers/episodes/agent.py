@@ -33,18 +33,14 @@ from streamrl.waits import first_of
 logger = logging.getLogger(__name__)
 
 TASK_FILE: Final = "STREAMRL_TASK"
-"""Environment variable with the path of the task: `text`, `messages`, `rendered`, `metadata`, `line`, `evaluation`."""
-_LAST_SECONDS: Final = 10.0
-"""How long an agent may go on after a limit of its episode: it may post a reward or leave a message."""
-
+_LAST_SECONDS: Final = 10.0  # how long an agent may go on after a limit of its episode: it may post a reward
 _COMMAND_HINT: Final = "episode.agent.command: a program of the PATH, or with its whole path"
 _PASSED: Final = re.compile(
     "PATH|HOME|USER|LOGNAME|SHELL|TERM|LANG(UAGE)?|LC_.*|TZ|TMP(DIR)?|TEMP|XDG_.*|LD_LIBRARY_PATH"
     "|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|HF_HOME|HF_HUB_OFFLINE"
     "|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
 )
-"""Variables that an agent gets from this process. All others stay here, because a model's output drives the agent, and
-many of them are keys."""
+"""Variables that an agent gets from this process. A model's output drives it, and many of the others are keys."""
 _LOG_BYTES: Final = 4 << 20
 
 
@@ -53,22 +49,17 @@ class AgentFailed(StreamrlError):
 
 
 class AgentEpisode(Episode):
-    """Runs `episode.agent.command` once for each sample, for as long as `open` to `close`.
+    """Runs `episode.agent.command` once for each sample.
 
-    The process gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `STREAMRL_TASK`,
-    a working directory, and no standard input. Exit code 0 ends the episode. Any other says that the agent failed,
-    unless a limit had ended the episode already: before the first reply that fails the episode, afterwards
-    `episode.agent.failed` decides. At the end the process is killed with all that it has started, also when this
-    process dies.
-
-    PluginError: there is no such program.
+    Exit code 0 ends the episode. Any other says that the agent failed, unless a limit had ended the episode already:
+    before the first reply that fails the episode, afterwards `episode.agent.failed` decides. At the end the process is
+    killed with all that it has started, also when this process dies.
     """
 
     def __init__(self, config: RunConfig) -> None:
         assert config.episode.agent is not None
         self._agent: AgentConfig = config.episode.agent
-        self._context = config.model.context
-        self._beside = config.plugin_paths
+        self._context, self._beside = config.model.context, config.plugin_paths
         program = self._agent.command[0]
         if shutil.which(program, path=search_path(self._agent.variables)) is None:
             raise PluginError(f"the agent {program} is no program that can be run", _COMMAND_HINT)
@@ -86,7 +77,7 @@ class AgentEpisode(Episode):
     @override
     async def run(self, task: Task, chat: Chat) -> float | Score | None:
         assert self._endpoint is not None
-        door = AgentDoor(chat.session, self._agent.max_calls, self._context)
+        door = AgentDoor(chat.session, self._agent.max_calls, self._context, self._agent.ignore)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrl-agent-"))
         try:
             with self._endpoint.serving(door) as key:
@@ -99,10 +90,7 @@ class AgentEpisode(Episode):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _failed(self, task: Task, session: EpisodeSession, failure: str) -> float | None:
-        """The score of an agent that failed. What the model said may be the cause, so it is not asked again.
-
-        AgentFailed: the model has said nothing. DataError: `episode.agent.failed` is drop.
-        """
+        """The score of an agent that failed. What the model said may be the cause, so it is not asked again."""
         if not session.replied:
             raise AgentFailed(failure)
         session.end("agent_failed")
@@ -112,11 +100,7 @@ class AgentEpisode(Episode):
         return self._agent.failed_score if session.posted is None else session.posted
 
     async def _accompany(self, task: Task, session: EpisodeSession, door: AgentDoor, folder: Path, key: str) -> str:
-        """Start the process and return at its end; how it failed, empty: it did not.
-
-        Raises:
-            EpisodeOver: a limit ended the episode, and the agent with it.
-        """
+        """Start the process and return at its end; how it failed, empty: it did not."""
         process = None
         try:
             async with session.part("start"):
@@ -165,10 +149,9 @@ async def _attend(session: EpisodeSession, door: AgentDoor, process: KeptProcess
 async def start_agent(
     agent: AgentConfig, folder: Path, variables: Mapping[str, str], secret: str, beside: Sequence[Path] = ()
 ) -> KeptProcess:
-    """Start the command in `folder/work`, or where the configuration says; return it when it runs.
+    """Start the command in `folder/work`, or where the configuration says. It prints into `folder/output`.
 
-    It prints into `folder/output`, without `secret`. Arguments that name files in `beside` or in the working directory
-    of this process are found from any directory. PluginError: it cannot be started.
+    Arguments that name files in `beside` or in the working directory of this process are found from any directory.
     """
     work = agent.directory or folder / "work"
     if agent.directory is None:
@@ -180,16 +163,15 @@ async def start_agent(
     process = KeptProcess(folder / "output", _LOG_BYTES, secrets=[secret], own=folder)
     try:
         await process.start(argv, _environment(agent, variables), work)
-    except TimeoutError:  # a busy host is no fault of the command
-        raise
     except OSError as error:
+        if isinstance(error, TimeoutError):  # a busy host is no fault of the command
+            raise
         where = f"{_COMMAND_HINT}; episode.agent.directory: an existing one"
         raise PluginError(f"the agent {program} cannot be started in {work}: {error}", where) from error
     return process
 
 
 def cause_of_end(process: KeptProcess) -> str:
-    """How an agent ended, with the last lines that it printed."""
     tail = process.tail
     return f"ended ({process.end}); it printed last:\n{tail}" if tail else f"ended ({process.end}) and printed nothing"
 

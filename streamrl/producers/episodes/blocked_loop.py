@@ -42,11 +42,7 @@ def naming_what_blocks(tell: Tell | None = None, seconds: float = NAMED_SECONDS)
 
 
 def _watch(
-    ended: threading.Event,
-    thread: int,
-    loop: asyncio.AbstractEventLoop,
-    seconds: float,
-    tell: Tell | None,
+    ended: threading.Event, thread: int, loop: asyncio.AbstractEventLoop, seconds: float, tell: Tell | None
 ) -> None:
     named: set[str] = set()
     turned, asked, told = threading.Event(), 0.0, 0.0
@@ -70,7 +66,7 @@ def _watch(
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line outside of libraries; empty: the loop is held by no code of a user."""
+    """The innermost line outside of libraries; empty: no code of a user holds the loop."""
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

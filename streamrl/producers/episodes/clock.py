@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ Part: TypeAlias = Literal["start", "model", "tools", "scoring"]
 
 
 class EpisodeOver(StreamrlError):
-    """A limit ends the episode, which keeps what there is. `stop` says which."""
+    """A limit ends the episode, which keeps what there is; `stop` says which."""
 
     def __init__(self, stop: StopReason, message: str = "") -> None:
         super().__init__(message or f"the episode ended: {stop}")
@@ -23,9 +23,13 @@ class EpisodeOver(StreamrlError):
 
 
 class EpisodeClock:
-    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not."""
+    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not.
 
-    def __init__(self, config: EpisodeConfig) -> None:
+    `end` hears of each end within a part, whatever the user's code makes of it.
+    """
+
+    def __init__(self, config: EpisodeConfig, end: Callable[[StopReason], None]) -> None:
+        self._say_end = end
         self._seconds = config.deadline
         self._kept = config.deadline * config.scoring_share
         self._deadline = asyncio.get_running_loop().time() + self._seconds
@@ -49,11 +53,14 @@ class EpisodeClock:
 
     @asynccontextmanager
     async def part(self, name: Part) -> AsyncIterator[None]:
-        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept."""
+        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
         self._parts += 1
         try:
             async with self._until(self._deadline if name == "scoring" else self._end, name):
                 yield
+        except EpisodeOver as over:
+            self._say_end(over.stop)
+            raise
         finally:
             self._parts -= 1
 

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 _NO_TOOLS: Final = frozenset({"reset", "get_reward", "close"})
-_RESTORING: Final = frozenset({"get_state", "set_state"})
-"""No tools either, if a class has both."""
+_RESTORING: Final = frozenset({"get_state", "set_state"})  # no tools either, if a class has both
 
 
 async def act(chat: Chat, messages: list[Message], done: Callable[[], bool] = lambda: False) -> None:
@@ -74,8 +73,7 @@ class EnvironmentEpisode(Episode):
     """
 
     def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]] = ()) -> None:
-        self._factory = factory
-        self._tools = [Tool.of(function) for function in tools]
+        self._factory, self._tools = factory, [Tool.of(function) for function in tools]
         self._described: dict[type[Any], list[Tool]] = {}
 
     @override
@@ -109,14 +107,12 @@ class EnvironmentEpisode(Episode):
 
 
 def check_environment(kind: type[Any]) -> None:
-    """PluginError if a public method of an environment cannot be a tool."""
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _no_tools(kind):
             Tool.of(MethodType(method, kind))
 
 
 def public_methods(environment: Any) -> list[Callable[..., Any]]:
-    """The methods that the model may call: public ones besides those of the protocol."""
     hidden = _no_tools(type(environment))
     names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in hidden]
     found = [getattr(environment, name) for name in names if callable(getattr(type(environment), name))]

@@ -1,11 +1,10 @@
 """The tree that is being recorded: which branch a conversation extends, and where it forks.
 
 Messages are nodes of a tree, known by the node before them and by what they say (JSON arguments in one spelling, and
-not the ids of calls). A reply that comes back without its reasoning is the same message, because many clients drop what
-they do not know. Turns hang on nodes: a node is where a reply was sampled (`opened`), or it is such a reply (`ended`).
-Each list of tools has a tree. Where other tools change nothing before a reply, a conversation goes on in their tree.
-Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the longest
-branch whose ids it begins with.
+not the ids of calls). A reply that comes back without its reasoning is the same message: many clients drop what they do
+not know. A node is where a reply was sampled (`opened`), or it is such a reply (`ended`). Each list of tools has a
+tree. Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the
+longest branch whose ids it begins with.
 """
 
 from __future__ import annotations
@@ -20,29 +19,23 @@ from typing import Any, get_args
 import numpy as np
 import orjson
 
-from streamrl.engine import Completion, Finish, Runs
+from streamrl.engine import Completion
 from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
-from streamrl.wire import NOTHING, PROMPT, Float32Array, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
-
-_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+from streamrl.wire import NOTHING, PROMPT, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
 
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn of the sample; `finish` is empty for one that was observed, `conversation` ends with a sampled one."""
+    """A turn of the sample; `completion` is None for one that was observed, `conversation` ends with a sampled one."""
 
     parent: int
     ids: Int32Array
-    logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
-    runs: Runs = field(default_factory=list)
-    finish: Finish | None = None
+    completion: Completion | None = None
     role: Role = "assistant"
     reward: float | None = None
     tools: list[ToolUse] = field(default_factory=list)
-    model_seconds: float = 0.0
     tool_seconds: float = 0.0
-    cached: int = 0
     ended_at: float = 0.0
     text: str = ""
     children: int = 0
@@ -50,20 +43,21 @@ class RecordedTurn:
 
     @property
     def sampled(self) -> bool:
-        return self.finish is not None
+        return self.completion is not None
 
     def wire(self, messages: list[Message]) -> Turn:
+        done = self.completion
         return Turn(
             parent=self.parent,
             role=self.role,
-            sampled=len(self.ids) if self.sampled else 0,
-            observed=b"" if self.sampled else pack_int32(self.ids),
-            finish=self.finish or "",
+            sampled=len(self.ids) if done else 0,
+            observed=b"" if done else pack_int32(self.ids),
+            finish=done.finish if done else "",
             reward=self.reward,
             tools=self.tools,
-            model_seconds=round(self.model_seconds, 4),
+            model_seconds=round(done.seconds, 4) if done else 0.0,
             tool_seconds=round(self.tool_seconds, 4),
-            cached=self.cached,
+            cached=done.cached_tokens if done else 0,
             messages=messages,
         )
 
@@ -78,15 +72,9 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextTurn:
-    """Where a reply to a conversation will be recorded.
+    """Where a reply to a conversation will be recorded: after turn `parent`, and `observed` ids if there are any.
 
-    Attributes:
-        messages: the conversation.
-        tools: schemas that it was rendered with.
-        parent: turn that it continues.
-        observed: ids of the turn to be observed between `parent` and the reply; empty: none.
-        ids: everything before the reply.
-        agreed: how many of the messages were recorded before.
+    `ids` are everything before the reply, and `agreed` messages were recorded before.
     """
 
     messages: tuple[Message, ...]
@@ -98,39 +86,28 @@ class NextTurn:
 
     @property
     def new(self) -> Sequence[Message]:
-        """Messages that the observed turn adds."""
         return self.messages[self.agreed :]
 
 
 class History:
-    """The tree of one sample; `turns` are in the order in which they were recorded, `forks` counts its branches less 1.
-
-    `prompt` are the ids of the data set's prompt, which a branch may begin with.
-    """
+    """The tree of one sample, whose branches may begin with the ids of `prompt`; `forks` counts branches less 1."""
 
     def __init__(self, renderer: ChatRenderer, prompt: Int32Array) -> None:
-        self._renderer = renderer
-        self._prompt = prompt
+        self._renderer, self._prompt = renderer, prompt
         self._roots: dict[bytes, tuple[tuple[ToolSchema, ...], _Node]] = {}
         self.turns: list[RecordedTurn] = []
         self.forks = 0
 
     def ids(self, turn: int) -> Int32Array:
-        """Everything up to the end of a turn (`PROMPT`: of the prompt), shape (tokens,)."""
         pieces = []
         while turn >= 0:
             pieces.append(self.turns[turn].ids)
             turn = self.turns[turn].parent
-        if turn == PROMPT:
-            pieces.append(self._prompt)
-        return np.concatenate(pieces[::-1]) if pieces else self._prompt[:0]
+        pieces.append(self._prompt if turn == PROMPT else self._prompt[:0])
+        return np.concatenate(pieces[::-1])
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> NextTurn:
-        """Find where a conversation goes on. Changes nothing.
-
-        Raises:
-            DataError: the messages cannot be rendered.
-        """
+        """Find where a conversation goes on; changes nothing. DataError: the messages cannot be rendered."""
         if not messages:
             raise DataError("a conversation without messages")
         path = self._walk(messages, tools)
@@ -163,8 +140,7 @@ class History:
     ) -> int:
         """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn.
 
-        `uses` and `away` are the tools that the observed turn answers, and their seconds. `stopped` is the text that
-        ended the reply and is not in it: some agents put it back (smolagents), and go on with the same message.
+        `stopped` is the text that ended the reply and is not in it: some agents put it back (smolagents), and go on.
         """
         self.forks += self._continued_before(place.parent)
         node = self._node(place)
@@ -178,18 +154,8 @@ class History:
                 node.opened = self._add(turn)
             parent = node.opened
         node.opened = parent
-        number = self._add(
-            RecordedTurn(
-                parent,
-                completion.tokens,
-                completion.logprobs,
-                completion.runs,
-                completion.finish,
-                model_seconds=completion.seconds,
-                cached=completion.cached_tokens,
-                conversation=(*place.messages, reply.message),
-            )
-        )
+        said_so_far = (*place.messages, reply.message)
+        number = self._add(RecordedTurn(parent, completion.tokens, completion, conversation=said_so_far))
         said = _Node(reply.message, ended=number)
         spoken = [reply.message, {**reply.message, "content": f"{reply.message['content']}{stopped}"}]
         for key in {_key({**message, **bare}) for message in spoken for bare in ({}, {"reasoning_content": None})}:
@@ -205,7 +171,7 @@ class History:
     def drop(self, turns: Collection[int]) -> set[int]:
         """Take out `turns`, as far as nothing continued them and they have no reward; return those that are gone.
 
-        What was observed for them alone goes, too. The rest gets new numbers, and the tree takes no more turns.
+        What was observed for them alone goes, too. The tree takes no more turns.
         """
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
@@ -225,7 +191,6 @@ class History:
         return [turn.wire(_portable(self._said(turn)) if turn.sampled else []) for turn in self.turns]
 
     def _said(self, turn: RecordedTurn) -> Sequence[Message]:
-        """The messages of a sampled turn, as `wire.Turn` describes them."""
         if turn.parent == PROMPT:
             return turn.conversation[-1:]
         parent = turn.parent
@@ -244,11 +209,11 @@ class History:
         return node is not None and node.ended is not None and self.turns[node.ended].children > 0
 
     def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
-        """Return the nodes of the first messages, as many as are known, after the root."""
         _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
         return self._follow(root, messages)
 
     def _follow(self, root: _Node, messages: Sequence[Message]) -> list[_Node]:
+        """The root, and the nodes of the first messages, as many as are known."""
         path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
@@ -269,7 +234,6 @@ class History:
         return path
 
     def _node(self, place: NextTurn) -> _Node:
-        """The node of the last message of a place, which is made if it is not there."""
         path = self._walk(place.messages, place.tools)
         node = path[-1]
         for message in place.messages[len(path) - 1 :]:
@@ -280,29 +244,21 @@ class History:
     def _placed(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], parent: int, observed: list[int], agreed: int
     ) -> NextTurn:
-        before = self.ids(parent) if parent != NOTHING else self._prompt[:0]
-        ids = np.concatenate([before, np.asarray(observed, dtype=np.int32)]) if observed else before
+        ids = np.concatenate([self.ids(parent), np.asarray(observed, dtype=np.int32)])
         return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed)
 
     def _continued(self, whole: Int32Array) -> tuple[int, int]:
         """The last turn of the longest branch whose ids `whole` begins with, and how many they are."""
-        following: dict[int, list[int]] = {}
-        for number, turn in enumerate(self.turns):
-            following.setdefault(turn.parent, []).append(number)
         count = len(self._prompt)
-        found = (NOTHING, 0)
-        left = [(NOTHING, 0)]
+        ends = {NOTHING: 0}  # where in `whole` the branch up to a turn ends, if it begins with that
         if count and np.array_equal(whole[:count], self._prompt):
-            left.append((PROMPT, count))
-        while left:
-            at, begin = left.pop()
-            found = max(found, (at, begin), key=lambda branch: (branch[1], self._continued_before(branch[0])))
-            for number in following.get(at, ()):
-                turn = self.turns[number]
-                end = begin + len(turn.ids)
-                if end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
-                    left.append((number, end))
-        return found
+            ends[PROMPT] = count
+        for number, turn in enumerate(self.turns):  # children come after their parents
+            begin = ends.get(turn.parent)
+            end = (begin or 0) + len(turn.ids)
+            if begin is not None and end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
+                ends[number] = end
+        return max(reversed(ends.items()), key=lambda branch: (branch[1], self._continued_before(branch[0])))
 
     def _continued_before(self, parent: int) -> bool:
         """Whether one more turn after `parent` begins a branch besides the first."""
@@ -310,7 +266,7 @@ class History:
 
 
 def _last_reply(path: Sequence[_Node], most: int) -> int:
-    """Place in a path of the last sampled reply that other messages follow, of `most` messages in all; 0: none."""
+    """Where in a path the last sampled reply is that other messages follow, of `most` in all; 0: none."""
     return max((at for at, seen in enumerate(path) if seen.ended is not None and at < most), default=0)
 
 
@@ -319,11 +275,8 @@ def calls_key(calls: Sequence[ToolCall]) -> bytes:
 
 
 def _key(message: Message) -> bytes:
-    calls = [
-        {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))}
-        for call in message.get("tool_calls") or ()
-        for function in [call.get("function") or {}]
-    ]
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = [{"name": each.get("name"), "arguments": _arguments(each.get("arguments"))} for each in functions]
     content = _content(message.get("content"))
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()  # as many agents do with what the model wrote
@@ -339,20 +292,15 @@ def _key(message: Message) -> bytes:
 
 
 def _content(content: Any) -> Any:
-    """The text of a message; parts that are no text stay parts."""
-    if content is None:
-        return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    return content
+    return "" if content is None else content
 
 
 def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (TypeError, ValueError):  # no text, or no JSON
         return arguments
 
 

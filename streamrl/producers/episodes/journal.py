@@ -33,9 +33,7 @@ from streamrl.wire import Int32Array, ToolUse, pack_float32, pack_int32, unpack_
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES: Final = 16 << 20
-"""Size of the record of one sample, its state included, from which on nothing is added: the rest is made anew after a
-death."""
+_MOST_BYTES: Final = 16 << 20  # of one record, its state included; what would be added is made anew after a death
 
 
 class BeginEntry(msgspec.Struct, frozen=True, tag="begin"):
@@ -57,10 +55,7 @@ class ReplyEntry(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class AnswersEntry(msgspec.Struct, frozen=True, tag="answers"):
-    """How the calls of `key` were answered, in their order.
-
-    All calls of a reply if the state after them is kept: one that is read while another call runs belongs to no answer.
-    """
+    """How the calls of `key` were answered: all of a reply if the state is kept, which belongs to none of them."""
 
     key: bytes
     results: list[tuple[dict[str, Any], ToolUse]]
@@ -75,7 +70,6 @@ class BeginAgain(StreamrlError):
 
 
 def reply_key(ids: Int32Array, options: Mapping[str, Any]) -> bytes:
-    """Key of the reply that is sampled after these tokens with these options of its own."""
     own = orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b""
     return blake2b(pack_int32(ids) + own, digest_size=16).digest()
 
@@ -84,14 +78,11 @@ class EpisodeJournal:
     """The record of one episode in `store`; None: nothing is kept.
 
     More than `most_turns` replies are not recorded: an episode that goes another way in each process, until the process
-    dies, would never be found to be the cause. `replayed` counts the turns that were answered from the record,
-    `restarts` the times that the episode began again.
+    dies, would never be found to be the cause. `replayed` turns came from the record; `restarts`: it began again.
     """
 
     def __init__(self, store: TurnJournal | None, *, deterministic: bool, most_turns: int) -> None:
-        self._store = store
-        self._deterministic = deterministic
-        self._most_turns = most_turns
+        self._store, self._deterministic, self._most_turns = store, deterministic, most_turns
         self._environment: Any = None
         self._deadline = 0.0
         self._left: list[_Entry] = []
@@ -107,11 +98,7 @@ class EpisodeJournal:
         return self._environment is not None
 
     def keep_state_of(self, environment: Any, deadline: float) -> None:
-        """Before the first reply: keep what this environment answers with its state.
-
-        `get_state` and `set_state` may take `deadline` seconds. The state is None, numbers, text, bytes, lists and
-        dicts; tuples come back as lists.
-        """
+        """Before the first reply: keep its state too; `get_state` and `set_state` may take `deadline` seconds."""
         if self._store is not None:
             self._environment, self._deadline = environment, deadline
 
@@ -130,21 +117,17 @@ class EpisodeJournal:
         return done
 
     async def answers(self, key: bytes, run: Callable[[], Awaitable[list[ToolResult]]]) -> list[ToolResult]:
-        """How the same calls were answered, else what `run` returns: of one call, or of a reply if `restores`.
-
-        With the last recorded answers the environment gets its state; until then only `reset` has run.
-        """
+        """How the same calls were answered, else what `run` returns: of one call, or of a reply if `restores`."""
         entry = await self._take(key)
         if not isinstance(entry, AnswersEntry):
             results = await run()
             await self._add(AnswersEntry(key, [(result.message, result.use) for result in results]))
             return results
         if self.restores and not any(isinstance(later, AnswersEntry) for later in self._left):
-            await self._restore()
+            await self._restore()  # until then only `reset` has run
         return [ToolResult(message, use) for message, use in entry.results]
 
     async def _take(self, key: bytes) -> _Entry | None:
-        """The next recorded answer to this question; None: there is none."""
         async with self._opening:
             if not self._open and self._store is not None:
                 await self._read(self._store)
@@ -158,7 +141,6 @@ class EpisodeJournal:
         return None
 
     async def _read(self, store: TurnJournal) -> None:
-        """Before the first question: read what an earlier process left. Errors are those of the ledger."""
         self._full = not (self._deterministic or self.restores)
         turns, state = await store.recorded()
         if not turns:
@@ -184,7 +166,6 @@ class EpisodeJournal:
             raise BeginAgain(f"its environment cannot be restored: {type(error).__name__}: {error}") from error
 
     async def _forget(self) -> None:
-        """Empty the record, and count that. RetryLater: it is another process that goes on with the sample."""
         assert self._store is not None
         self.restarts += 1
         if not await self._store.forget():

@@ -25,25 +25,13 @@ from streamrl.producers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# What classes of the package raise for messages or tokenizers that they cannot take.
 _REFUSALS: Final = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
-"""What classes of the package raise for messages or tokenizers that they cannot take."""
-_NAMES_RESULTS: Final = frozenset({"gpt-oss", "gemma4"})
-"""Families that write the name of the tool before its result."""
+_NAMES_RESULTS: Final = frozenset({"gpt-oss", "gemma4"})  # families that write the name of the tool before its result
 
 
 def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer:
-    """Return the renderer of a model: of the `renderers` package where it knows the model, else of its chat template.
-
-    Args:
-        tokenizer: of the model.
-        tool_format: how the model writes calls of tools: `hermes`, `llama_json`, `pythonic`; `auto` looks at the
-            model and its template. The name of a renderer of the `renderers` package (`qwen3`, `glm-4.5`, …) takes
-            that one, for a fine-tuned model whose name says nothing.
-
-    Raises:
-        DataError: there is no chat template.
-        ConfigError: `tool_format` is unknown, or its package is not installed.
-    """
+    """That of the `renderers` package if it knows the model or `tool_format` names one, else its chat template's."""
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
 
 
@@ -54,17 +42,11 @@ def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> str:
 
 
 def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:
-    """Return the renderer of a model that the package knows, or that `tool_format` names; None when it does not.
-
-    Raises:
-        ConfigError: `tool_format` names nothing, the package is not installed, or the tokenizer lacks its tokens.
-    """
     model = str(getattr(tokenizer.backend, "name_or_path", ""))
     if tool_format in FORMATS or tokenizer.model.renders:
         return None  # its classes know neither the template of a run nor arguments
-    if tool_format == "auto" and (Path(model).is_absolute() or model.count("/") != 1):
-        return None  # the import takes two seconds
-    if tool_format == "auto" and find_spec("renderers") is None:
+    local = Path(model).is_absolute() or model.count("/") != 1
+    if tool_format == "auto" and (local or find_spec("renderers") is None):  # the import takes two seconds
         return None
     need_packages(f"tool format {tool_format!r}", "renderers", extra="episodes", otherwise=f"take {', '.join(FORMATS)}")
     import renderers
@@ -77,9 +59,7 @@ class KnownRenderer(ChatRenderer):
     """A class of the `renderers` package; `inner` is its instance, `family` its name."""
 
     def __init__(self, tokenizer: Tokenizer, family: str, inner: Any) -> None:
-        self.family = family
-        self._tokenizer = tokenizer
-        self._inner = inner
+        self.family, self._tokenizer, self._inner = family, tokenizer, inner
         self._control = ControlTokens(tokenizer.backend)
         self.stops = frozenset(int(token) for token in inner.get_stop_token_ids())
 
@@ -151,16 +131,13 @@ def _create(package: ModuleType, tokenizer: Tokenizer, name: str) -> Any:
     try:
         config = package.config_from_name(name)
     except _REFUSALS as error:
-        raise ConfigError(
-            f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
-        ) from error
+        hint = f"take auto, {', '.join(FORMATS)}, or a class of the package renderers"
+        raise ConfigError(f"there is no tool format {name!r}", hint) from error
     try:
         return package.create_renderer(CuttingTokenizer(tokenizer.backend), config)
     except _REFUSALS as error:
-        raise ConfigError(
-            f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}",
-            f"set the tool format to one of {', '.join(FORMATS)} to use the chat template",
-        ) from error
+        what = f"the renderer {name} does not fit the tokenizer of {tokenizer.name}: {error}"
+        raise ConfigError(what, f"set the tool format to one of {', '.join(FORMATS)} for the chat template") from error
 
 
 def _listed(tools: Tools) -> list[ToolSchema] | None:

@@ -16,23 +16,19 @@ from streamrl.errors import DataError
 from streamrl.producers.episodes.rendering import Message
 
 _TEXTS: Final = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal"}
-CUT: Final = "\ufdd0"
-"""Unicode will never assign it."""
+CUT: Final = "\ufdd0"  # Unicode will never assign it
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages with text for content, and arguments of calls as objects instead of JSON text.
+    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text.
 
     A malformed call becomes part of its message's content, as it was sampled: a template would fail on it or change it.
-
-    Raises:
-        DataError: content is no text (an image, say), or a message has no role.
     """
     return [_spell(dict(message)) for message in messages]
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a policy wrote; None for anything that is not one or cannot be written again."""
+    """The JSON object that a policy wrote; None for anything that is not one or cannot be written again."""
     try:
         found = json.loads(text, parse_constant=_no_constant)
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair has no UTF-8
@@ -42,11 +38,9 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def text_of(content: object) -> str:
-    """Return the text of a message's content; `DataError` when it holds something else."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    """The text of a message's content; `DataError` when it holds something else."""
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, Sequence):
         raise DataError(f"the content of a message is text or a list of parts, not {type(content).__name__}")
     return "".join(_part(part) for part in content)

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from streamrl.errors import DataError
+from streamrl.producers.episodes.rendering import ChatRenderer, Message, ToolSchema, assistant
 
-if TYPE_CHECKING:
-    from streamrl.producers.episodes.rendering import ChatRenderer, Message, ToolSchema
-
-TOOLS: Final[list[ToolSchema]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Look a word up.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string"}, "deep": {"type": "boolean"}},
-                "required": ["word"],
-            },
-        },
-    }
-]
+_PROPERTIES: Final = {"word": {"type": "string"}, "deep": {"type": "boolean"}}
+_PARAMETERS: Final = {"type": "object", "properties": _PROPERTIES, "required": ["word"]}
+_LOOK_UP: Final = {"name": "look_up", "description": "Look a word up.", "parameters": _PARAMETERS}
+TOOLS: Final[list[ToolSchema]] = [{"type": "function", "function": _LOOK_UP}]
 MESSAGES: Final[list[Message]] = [
     {"role": "user", "content": "What is a zebra?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "The word is in a book.",
-        "tool_calls": [
-            {
-                "id": "call_0",
-                "type": "function",
-                "function": {"name": "look_up", "arguments": '{"word": "zebra", "deep": false}'},
-            }
-        ],
-    },
+    assistant("", [("call_0", "look_up", '{"word": "zebra", "deep": false}')], "The word is in a book."),
     {"role": "tool", "tool_call_id": "call_0", "content": "an animal with stripes"},
-    {"role": "assistant", "content": "An animal.", "reasoning_content": "The book says so."},
+    assistant("An animal.", [], "The book says so."),
     {"role": "user", "content": "What does it eat?"},
 ]
 """A chat of an episode: the policy writes the second and the fourth message, and goes on at the end."""
@@ -51,11 +28,7 @@ _UNTOOLED: Final = [MESSAGES[0], *MESSAGES[3:]]
 def examine(renderer: ChatRenderer) -> str:
     """Record the probe as an episode does; the first turn that cannot be extended, in words. Empty: all can.
 
-    The policy is taken to write what the renderer writes for its messages, up to the first end of a turn. For a
-    template that refuses tools, the probe is without them.
-
-    Raises:
-        DataError: the template refuses any chat of several turns.
+    The policy is taken to write what the renderer writes for its messages, up to the first end of a turn.
     """
     try:
         return _examine(renderer, MESSAGES, TOOLS)

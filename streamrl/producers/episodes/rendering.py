@@ -7,7 +7,7 @@ cannot be extended (`None`) is rendered as a whole by the caller, who records th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -24,10 +24,9 @@ CallStatus: TypeAlias = Literal["ok", "malformed"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the policy wrote.
+    """A call that the policy wrote; `raw` is its text as sampled.
 
-    `raw` is its text as sampled. A `malformed` call is no JSON object with a name and arguments, or has no end: its
-    `name` is what could be read of it or empty, its `arguments` are empty, and a tool error answers it.
+    A `malformed` call is no JSON object with a name and arguments, or has no end. Its `arguments` are empty.
     """
 
     id: str
@@ -53,59 +52,40 @@ class Reply:
     @property
     def message(self) -> Message:
         """The turn as an OpenAI assistant message; malformed calls are in it, so that a tool message can answer."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
-                for call in self.calls
-            ]
-        return message
+        calls = [(call.id, call.name, call.arguments_text) for call in self.calls]
+        return assistant(self.content, calls, self.reasoning)
+
+
+def assistant(text: str, calls: Iterable[tuple[str, str, str]], reasoning: str = "") -> Message:
+    """An assistant message; `calls` are id, name and JSON arguments."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if called := [{"id": each, "type": "function", "function": {"name": n, "arguments": a}} for each, n, a in calls]:
+        message["tool_calls"] = called
+    return message
 
 
 class ChatRenderer(Protocol):
-    """Chats of one model. All methods are pure and may be called in threads.
-
-    `stops` are the ids that end a turn of the policy. Whether a turn can be extended, `extend` says.
-    """
+    """Chats of one model. All methods are pure; `stops` are the ids that end a turn of the policy."""
 
     stops: frozenset[int]
 
     def render(self, messages: Messages, tools: Tools = None) -> list[int]:
-        """Return the ids of a whole chat, with what opens the next turn of the policy at the end.
-
-        Raises:
-            DataError: the model has no chat template, or it refuses the messages (an image for a model of text).
-        """
+        """The ids of a whole chat, with what opens the next turn at the end. DataError: the messages are refused."""
         ...
 
     def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
-        """Return only the ids to append to `ids` for the messages `new`; what opens the next turn is at their end.
+        """Only the ids to append to `ids` for the messages `new`; None: that changes what stands before them (a fork).
 
-        Args:
-            messages: what `ids` hold; the last one is `Reply.message` of the sampled turn.
-            tools: as in `render` at the start of the chat.
-            ids: exact ids of `messages`. They end with the sampled turn, whose end of turn may lack when its length was
-                cut: then the result begins with it.
-            new: what follows: messages of tools, of a user or of the system; at least one.
-            sampled: how many of the last `ids` are of the sampled turn.
-
-        Returns:
-            None when the chat cannot be extended without changing what stands before: render the whole chat (a fork).
-
-        Raises:
-            DataError: as `render`.
+        `ids` are exactly those of `messages`, and the last `sampled` of them are of the last one. Their end of turn may
+        lack when the length was cut: then the result begins with it.
         """
         ...
 
     def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
-        """Return a sampled turn in parts; never fails, whatever the policy wrote.
+        """A sampled turn in parts; never fails, whatever the policy wrote. Without `tools` calls stay text.
 
-        Args:
-            ids: of the turn alone, with or without its end.
-            tools: those that it may call; without any, calls stay text. The types of their parameters tell `true`
-                from `"true"` in formats that are not JSON.
-            prompt: the ids before them; models whose prompt opens the thinking need them.
+        Models whose prompt opens the thinking need `prompt`, the ids before the turn.
         """
         ...

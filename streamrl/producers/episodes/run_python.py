@@ -54,13 +54,11 @@ def python_tool(settings: SandboxSettings | None = None) -> Tool:
 
 
 def _told(execution: Execution, limits: SandboxLimits) -> str:
-    """What the model reads: standard output, the end of standard error, and how the program failed."""
     parts = [execution.stdout.rstrip(), last_lines(execution.stderr), _failure(execution, limits)]
     return "\n".join(filter(None, parts)) or _SILENT
 
 
 def _failure(execution: Execution, limits: SandboxLimits) -> str:
-    """Why the program did not end well; empty if it did."""
     match execution.outcome:
         case "time" if execution.wall - execution.delay < limits.wall:
             return f"error: killed: no answer within {limits.cpu:g} s of processor time"

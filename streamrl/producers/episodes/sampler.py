@@ -7,9 +7,9 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from typing_extensions import override
@@ -28,21 +28,23 @@ from streamrl.producers.episodes.known_models import renderer_of
 from streamrl.producers.episodes.rendering import ChatRenderer
 from streamrl.producers.episodes.run_python import python_tool
 from streamrl.producers.episodes.session import EpisodeSession
-from streamrl.producers.episodes.tool_figures import ToolFigures
 from streamrl.producers.episodes.tools import Tool, in_task, left_behind
 from streamrl.producers.sampler import SampleOrder, Sampler, SingleTurn
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.sandbox import SandboxSettings
 from streamrl.score import Score
-from streamrl.wire import Sample
+from streamrl.wire import Sample, StopReason
 
 logger = logging.getLogger(__name__)
 
-_OPEN_SHARE: Final = 0.5
-"""Part of `supervisor.start_deadline` that the user's `open` may take: a replica that has it all is killed, unsaid."""
+_OPEN_SHARE: Final = 0.5  # of `supervisor.start_deadline`, for `open`: a worker that takes all of it is killed unsaid
 _CLOSE_SECONDS: Final = 10.0
-_GRACE: Final = 30.0
-"""Seconds that code of the user has to end after its cancellation: it may have to end a process or close a browser."""
+_GRACE: Final = 30.0  # for code of the user to end after its cancellation: it may have to close a browser
+_AGENT: Final = "the agent"
+_NEWEST: Final = 32  # calls of a tool, and runs of the agent, that are looked at
+_LEAST: Final = 8  # fewer say nothing
+_LASTING_SECONDS: Final = 10.0
+_MOST_TOOLS: Final = 256  # agents name their tools themselves
 
 
 class EpisodeFailed(StreamrlError):
@@ -50,31 +52,16 @@ class EpisodeFailed(StreamrlError):
 
 
 def sampler_of(
-    config: RunConfig,
-    engine: Generator,
-    tokenizer: Tokenizer,
-    name: str = "",
-    blocked: Tell | None = None,
+    config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "", blocked: Tell | None = None
 ) -> Sampler:
-    """What makes the samples of a run; PluginError: the episode cannot be loaded.
-
-    `name` is that of the process. `blocked` is called in another thread, in words and with the seconds, while code of
-    the user holds the event loop.
-    """
+    """What makes the samples of a run; `name` is that of the process, `blocked` as in `naming_what_blocks`."""
     if config.episode.kind is None:
         return SingleTurn(config, engine, tokenizer, name)
     return EpisodeSampler(config, engine, tokenizer, episode_of(config), name, blocked=blocked)
 
 
 def episode_of(config: RunConfig) -> Episode:
-    """The episode that the run file names, imported and built.
-
-    `agent` is `streamrl.producers.episodes.agent:AgentEpisode`, built with the configuration; its `open` starts the
-    endpoint, its `run` finds the sample in `chat.session`.
-
-    Raises:
-        PluginError: it cannot be found, imported or built.
-    """
+    """The episode that the run file names. PluginError: it cannot be found, imported or built."""
     episode = config.episode
     paths = look_in(config.plugin_paths)
     if episode.run is not None:
@@ -95,10 +82,9 @@ def _tool(use: str, episode: EpisodeConfig, paths: list[Path]) -> Callable[..., 
     settings = build_plugin(SandboxSettings, f"tool {use}", episode.run_python)
     assert isinstance(settings, SandboxSettings)
     if settings.longest >= episode.tool_deadline:
-        raise PluginError(
-            f"tool {use}: a program may take {settings.longest:g} s, and a call {episode.tool_deadline:g} s",
-            f"raise episode.tool_deadline, or lower `seconds` or `wall` in episode.{use}",
-        )
+        what = f"tool {use}: a program may take {settings.longest:g} s, and a call {episode.tool_deadline:g} s"
+        hint = f"raise episode.tool_deadline, or lower `seconds` or `wall` in episode.{use}"
+        raise PluginError(what, hint)
     return python_tool(settings)
 
 
@@ -141,12 +127,8 @@ class EpisodeSampler(Sampler):
         *,
         blocked: Tell | None = None,
     ) -> None:
-        self._config = config
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._episode = episode
-        self._what = type(episode).__name__
-        self._name = name
+        self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
+        self._episode, self._what = episode, type(episode).__name__
         self._deterministic = config.episode.deterministic or episode.deterministic
         self._renderer: ChatRenderer | None = None
         self._places = asyncio.Semaphore(config.episode.concurrent or 1 << 20)
@@ -176,9 +158,7 @@ class EpisodeSampler(Sampler):
         return self
 
     @override
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._watching.close()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
@@ -288,5 +268,34 @@ class EpisodeSampler(Sampler):
 
 
 def _score_of(value: Any) -> Score | None:
-    """The score that the user's code returned. TypeError, ValueError: it is none."""
     return value if value is None or isinstance(value, Score) else Score(value)
+
+
+class ToolFigures:
+    """Which tools and agents of a worker's episodes fail, in words for `streamrl status`."""
+
+    def __init__(self) -> None:
+        self.agents_failed = 0
+        self._failed: dict[str, deque[bool]] = {}
+
+    def add(self, sample: Sample) -> None:
+        for use in (use for turn in sample.turns for use in turn.tools if use.outcome not in {"unknown", "malformed"}):
+            self._note(f"tool {use.name}", use.outcome != "ok")
+
+    def ended(self, stop: StopReason | None) -> None:
+        self.agents_failed += stop == "agent_failed"
+        self._note(_AGENT, stop == "agent_failed")
+
+    def trouble(self) -> str:
+        """Name what fails in half of its newest calls, and code that was given up and goes on; empty: none."""
+        hanging = left_behind.lasting(_LASTING_SECONDS)
+        found = [f"{what} goes on after its cancellation, {calls}x" for what, calls in sorted(hanging.items())]
+        for name, calls in sorted(self._failed.items()):
+            if len(calls) >= _LEAST and 2 * sum(calls) >= len(calls):
+                so = f"{sum(calls)} of the last {len(calls)}"
+                found.append(f"{name} failed in {so} episodes" if name == _AGENT else f"{name}: {so} calls failed")
+        return "; ".join(found)
+
+    def _note(self, name: str, failed: bool) -> None:
+        if name in self._failed or len(self._failed) < _MOST_TOOLS:
+            self._failed.setdefault(name, deque(maxlen=_NEWEST)).append(failed)

@@ -17,12 +17,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from streamrl import wire
 from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.base import SERVER_KINDS
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
 from streamrl.errors import DataError, DeadlyRequest, unwrapped
-from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver, Part
+from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver
 from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
@@ -31,24 +32,10 @@ from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
-from streamrl.wire import (
-    MAX_TURNS,
-    PROMPT,
-    SCHEMA,
-    Float32Array,
-    Int32Array,
-    Sample,
-    SampleScore,
-    StopReason,
-    ToolUse,
-    pack_float32,
-    pack_int32,
-)
+from streamrl.wire import PROMPT, Float32Array, Int32Array, Sample, SampleScore, StopReason, ToolUse
 
-_REFUSED_SECONDS: Final = 0.1
-"""How long each call waits after one that found the episode ended, or its conversation too long."""
-_CLOSE_SECONDS: Final = 1.0
-"""How long the end of an episode waits for what was cancelled."""
+_REFUSED_SECONDS: Final = 0.1  # each call waits so long after one that found the end, or a conversation too long
+_CLOSE_SECONDS: Final = 1.0  # how long the end of an episode waits for what was cancelled
 
 
 class ContextOverflow(EpisodeOver):
@@ -62,20 +49,10 @@ class ContextOverflow(EpisodeOver):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
-    """One reply of the policy, with its tokens.
+    """One reply of the policy, with its sampled `tokens`, the end of turn included; `number` is that of its turn.
 
-    Attributes:
-        reply: what was said.
-        number: of its turn in the sample.
-        finish: `stop` or `length`.
-        prompt_tokens: tokens before it.
-        tokens: sampled ids, the end of turn included.
-        logprobs: of `tokens`.
-        cut: the limit that cut it off when `finish` is `length`: `max_tokens`, `max_sampled_tokens` or
-            `context_overflow`.
-        text: all of it, its thinking and calls of tools as they were written; without special tokens.
-        stopped: the text that ended it, which is not in `reply`; empty: none.
-        pieces: `tokens` as text, if somebody asked for it.
+    `cut` is the limit that cut it off. `text` is all of it, its thinking and calls of tools as they were written,
+    without special tokens. `stopped` ended it and is not in `reply`. `pieces` are its tokens as text, if asked for.
     """
 
     reply: Reply
@@ -92,20 +69,17 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A turn that is being sampled, with as many tokens as it may get."""
-
     place: NextTurn
     longest: int
     limit: StopReason
 
 
 class EpisodeSession:
-    """One sample being made. All methods belong to one event loop; several turns may be sampled at the same time.
+    """One sample being made; several turns may be sampled at the same time.
 
     `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
-    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `generating` counts the
-    turns that are being sampled. `posted` is the score that an agent sent for the episode. `overflowed`: the newest
-    conversation was too long. `dropped` and `auxiliary` count the sampled turns that `drop` took out.
+    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `posted` is the score
+    that an agent sent for the episode. `overflowed`: the newest conversation was too long.
     """
 
     def __init__(
@@ -118,11 +92,8 @@ class EpisodeSession:
         *,
         deterministic: bool = False,
     ) -> None:
-        self._config = config
-        self._engine = engine
-        self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._order = order
+        self._config, self._engine, self._order = config, engine, order
+        self._renderer, self._tokenizer = renderer, tokenizer
         self._longest_reply = config.drawing(evaluation=order.prompt.evaluation).max_new_tokens
         self._history = History(renderer, order.prompt.token_ids)
         self._numbers = count()
@@ -135,7 +106,8 @@ class EpisodeSession:
         self._version = 0
         most = config.episode.max_turns
         self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
-        self.clock = EpisodeClock(config.episode)
+        self.clock = EpisodeClock(config.episode, self.end)
+        self.part = self.clock.part
         self.stop: StopReason | None = None
         self.fault: BaseException | None = None
         self.posted: float | None = None
@@ -148,17 +120,14 @@ class EpisodeSession:
 
     @property
     def forks(self) -> int:
-        """Branches that were begun besides the first."""
         return self._history.forks
 
     @property
     def turns_left(self) -> int:
-        """Turns that may be begun."""
         return self._config.episode.max_turns - self._turns
 
     @property
     def replied(self) -> bool:
-        """Whether the record has a sampled turn."""
         return any(turn.sampled for turn in self._history.turns)
 
     async def sampled(
@@ -170,22 +139,19 @@ class EpisodeSession:
         most_calls: int | None = None,
         **options: Any,
     ) -> SampledTurn:
-        """Sample the message that follows `messages`, and record it.
-
-        Cancelling records nothing of this turn.
+        """Sample the message that follows the conversation, and record it. Cancelling records nothing of this turn.
 
         Args:
             messages: the whole conversation.
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
-            options: what this reply has instead of what the run says, of `refused`.
+            options: what this reply has instead of what the run says, none that is `refused`.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
             EpisodeOver: a limit of the episode is reached, or it has ended.
-            DataError: the messages cannot be rendered, or `options` has one that `refused` names.
-            Unreachable: the engine died.
+            DataError: the messages cannot be rendered, or an option is refused.
         """
         option, why = self.refused(options)
         if option:
@@ -215,16 +181,9 @@ class EpisodeSession:
         number = self._history.record(place, completion, reply, uses=uses, away=away, stopped=stopped)
         turn = self._history.turns[number]
         turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
+        cut = flight.limit if completion.finish == "length" else None
         return SampledTurn(
-            reply,
-            number,
-            completion.finish,
-            len(place.ids),
-            completion.tokens,
-            completion.logprobs,
-            flight.limit if completion.finish == "length" else None,
-            text,
-            stopped,
+            reply, number, completion.finish, len(place.ids), completion.tokens, completion.logprobs, cut, text, stopped
         )
 
     def _ended(self, reply: Reply, tokens: list[int], ends: StopTexts) -> tuple[Reply, str, str]:
@@ -237,9 +196,9 @@ class EpisodeSession:
         return replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning), text, stopped
 
     def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
-        """The option of a reply (`stop`, `json_schema`, `temperature`, ... of `Request`) that it cannot have, and why.
+        """The option of a reply that it cannot have, and why; empty: it can have all.
 
-        Empty: it can have all. The log-probabilities of what is trained must be those that it was sampled with.
+        The log-probabilities of what is trained must be those that it was sampled with.
         """
         kind = self._config.engine.kind
         if "json_schema" in options and kind not in SERVER_KINDS:
@@ -252,7 +211,6 @@ class EpisodeSession:
         return self._config.untold(draw)
 
     def pieces(self, turn: SampledTurn) -> list[str]:
-        """The tokens of a reply as text, each by itself."""
         return [self._all_text([token]) for token in turn.tokens.tolist()]
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
@@ -265,7 +223,6 @@ class EpisodeSession:
         rewarded.reward = (rewarded.reward or 0.0) + finite(value, "the reward of a turn")
 
     async def answers(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[Message]:
-        """Run the calls of a reply at the same time, or take their results from the journal; note how they went."""
         async with self._owned(), self._faults():
             if self.journal.restores:
                 results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
@@ -285,21 +242,8 @@ class EpisodeSession:
         return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
-        """Note how the call of a tool went, before the message that answers it is in `sampled`.
-
-        A tool message whose call was not noted counts as `ok`, without seconds.
-        """
+        """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
         self._noted[call_id] = use
-
-    @asynccontextmanager
-    async def part(self, name: Part) -> AsyncIterator[None]:
-        """Cancel the block when its time is over: EpisodeOver then. Only `scoring` has the time that is kept for it."""
-        try:
-            async with self.clock.part(name):
-                yield
-        except EpisodeOver as over:
-            self.end(over.stop)
-            raise
 
     def check_calls(self) -> None:
         """EpisodeOver: `episode.max_tool_calls` or `max_parse_errors` is reached."""
@@ -311,18 +255,15 @@ class EpisodeSession:
             self._over("max_tool_calls", f"it called tools {self._calls} times (episode.max_tool_calls {most})")
 
     def check_overflow(self) -> None:
-        """End the episode if its newest conversation was too long: nothing went on after it."""
-        if self.overflowed:
+        if self.overflowed:  # nothing went on after it
             self.end("context_overflow")
 
     def drop(self, auxiliary: Collection[int], unheard: Collection[int]) -> None:
-        """After the last call: take out turns as `History.drop` does, and count them."""
         gone = self._history.drop({*auxiliary, *unheard})
         self.auxiliary = len(gone & set(auxiliary))
         self.dropped = len(gone) - self.auxiliary
 
     def end(self, stop: StopReason) -> None:
-        """End the episode; the first reason stays. A repeat does nothing, and so does a call after `close`."""
         if not self._closed:
             self.stop = self.stop or stop
 
@@ -335,35 +276,30 @@ class EpisodeSession:
             await asyncio.wait(list(self._working), timeout=_CLOSE_SECONDS)
 
     def sample(self, score: Score | None = None, engine: str = "") -> Sample:
-        """What was recorded. DataError if there is no sampled token.
-
-        One sampled turn on the prompt and nothing else is a sample without turns, as of a single answer.
-        """
+        """What was recorded; one turn on the prompt alone is a sample without turns. DataError: no sampled token."""
         turns = self._history.turns
-        replies = [turn for turn in turns if turn.sampled]
+        replies = [turn.completion for turn in turns if turn.completion is not None]
         if not replies:
-            raise DataError(
-                f"the episode of line {self._order.prompt.line} of the data set ended without a single sampled token"
-                f": {self.clock.late or self.stop or 'it has no reply that is kept'}"
-            )
+            why = self.clock.late or self.stop or "it has no reply that is kept"
+            line = self._order.prompt.line
+            raise DataError(f"the episode of line {line} of the data set ended without a single sampled token: {why}")
         runs: list[tuple[int, int]] = []
         begin = 0
-        for turn in replies:
-            runs = join_runs(runs, begin, turn.runs)
-            begin += len(turn.ids)
+        for reply in replies:
+            runs = join_runs(runs, begin, reply.runs)
+            begin += len(reply.tokens)
         stop = self.stop or "completed"
         plain = len(turns) == 1 and turns[0].parent == PROMPT and turns[0].reward is None
         plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
-        last = replies[-1]
         return Sample(
-            v=1 if plain else SCHEMA,
-            tokens=pack_int32(np.concatenate([turn.ids for turn in replies])),
-            logprobs=pack_float32(np.concatenate([turn.logprobs for turn in replies])),
+            v=1 if plain else wire.SCHEMA,
+            tokens=wire.pack_int32(np.concatenate([reply.tokens for reply in replies])),
+            logprobs=wire.pack_float32(np.concatenate([reply.logprobs for reply in replies])),
             runs=runs,
-            finish=last.finish or "stop",
-            text=last.text,
+            finish=replies[-1].finish,
+            text=[turn.text for turn in turns if turn.sampled][-1],
             engine=engine,
-            seconds=sum(turn.model_seconds for turn in replies),
+            seconds=sum(reply.seconds for reply in replies),
             greedy=self._order.greedy,
             turns=[] if plain else self._history.wire(),
             stop=None if plain else stop,
@@ -379,29 +315,23 @@ class EpisodeSession:
     async def _take_off(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> _Flight:
-        """Begin a turn: check the limits, and reserve as many tokens as it may get.
-
-        It waits while turns that are being sampled have reserved what this one may need: they seldom use all of it.
-        """
         most = self._config.episode.max_sampled_tokens
         while True:
             place = self._history.place(messages, tools)
-            longest, limit = self._longest(place, max_tokens)
+            flight = _Flight(place, *self._longest(place, max_tokens))
             self._check_limits(place)
-            reserved = sum(flight.longest for flight in self._flights)
-            if most is None or not reserved or longest <= most - self._tokens - reserved:
+            reserved = sum(other.longest for other in self._flights)
+            if most is None or not reserved or flight.longest <= most - self._tokens - reserved:
                 break
             self._landed.clear()
-            async with self.part("model"):
+            async with self.part("model"):  # others have reserved what this one may need, and seldom use all of it
                 await self._landed.wait()
             self._check_open()
-        flight = _Flight(place, longest, limit)
         self._flights.add(flight)
         self._turns += 1
         return flight
 
     def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
-        """How many tokens the reply may have, and the limit that says so."""
         longest, most = self._longest_reply, self._config.episode.max_sampled_tokens
         context = self._config.model.context
         room = context - len(place.ids)
@@ -426,7 +356,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def _owned(self) -> AsyncIterator[None]:
-        """Let `close` cancel this block, which runs in a task of the user's code. EpisodeOver: it is closed."""
+        """Let `close` cancel this block, which runs in a task of the user's code."""
         if self._closed:
             raise EpisodeOver(self.stop or "completed")
         task, left = asyncio.current_task(), asyncio.get_running_loop().create_future()
@@ -439,7 +369,7 @@ class EpisodeSession:
             left.set_result(None)
 
     def _check_limits(self, place: NextTurn) -> None:
-        episode, room = self._config.episode, MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
+        episode, room = self._config.episode, wire.MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
         if self._turns >= episode.max_turns or room < 2:
             self._over("max_turns", f"it has {self._turns} turns (episode.max_turns {episode.max_turns})")
         forks = self._history.forks_with([place, *(flight.place for flight in self._flights)])
@@ -472,10 +402,7 @@ class EpisodeSession:
 
     @asynccontextmanager
     async def _faults(self, *, schema: bool = False) -> AsyncIterator[None]:
-        """Keep errors of the engine and the ledger, whatever the user's code makes of them.
-
-        An engine that refuses a call with a `schema`, which may not compile there, is no fault: the next one may do.
-        """
+        """Keep errors of the engine and the ledger; one that refuses a `schema`, which may not compile, is no fault."""
         try:
             yield
         except EpisodeOver:
@@ -500,7 +427,6 @@ class EpisodeSession:
             affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
         )
-        stops = self._renderer.stops
         self.generating += 1
         try:
             async with self.part("model"):
@@ -509,15 +435,11 @@ class EpisodeSession:
             self.generating -= 1
         if completion.finish == "abort":
             raise RuntimeError("the engine aborted the request")
-        return _up_to_stop(completion, stops)
+        return _up_to_stop(completion, self._renderer.stops)
 
     def _uses(self, place: NextTurn) -> list[ToolUse]:
-        """The tools that the new messages of a place answer."""
-        names = {
-            call.get("id"): (call.get("function") or {}).get("name")
-            for message in place.messages
-            for call in message.get("tool_calls") or ()
-        }
+        calls = [call for message in place.messages for call in message.get("tool_calls") or ()]
+        names = {call.get("id"): (call.get("function") or {}).get("name") for call in calls}
         uses = []
         for message in place.new:
             if message.get("role") == "tool":
@@ -527,7 +449,6 @@ class EpisodeSession:
         return uses
 
     def _away(self, place: NextTurn, now: float) -> float:
-        """Seconds since the reply that a place continues."""
         before = self._history.turns[place.parent] if place.parent >= 0 else None
         return now - before.ended_at if before is not None and before.sampled else 0.0
 
@@ -542,6 +463,4 @@ async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[To
 def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:
     """A turn ends with the first token that ends one, also where the engine knows fewer of them."""
     at = next((at for at, token in enumerate(completion.tokens.tolist()) if token in stops), None)
-    if at is None:
-        return completion
-    return replace(first_tokens(completion, at + 1), finish="stop")
+    return completion if at is None else replace(first_tokens(completion, at + 1), finish="stop")

@@ -7,6 +7,7 @@ longer text begins with the shorter one, which is checked each time.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -23,10 +24,9 @@ from streamrl.producers.tokenizer import Tokenizer
 
 _ArgumentForm: TypeAlias = Literal["object", "words", "text", "content"]
 _SENTINEL: Final = "Zebras cross here."
+# The next turn of a chat begins with its text, and a group asks for the same: texts are kept, 50 MB of them at most.
 _TEXTS: Final = 1024
-"""How many texts and ids are kept: the next turn of a chat begins with its text, and a group asks for the same."""
-_LONGEST_TEXT: Final = 8192
-"""Bytes, or characters, from which on a text is not kept: all that are kept take about 50 MB at most."""
+_LONGEST_TEXT: Final = 8192  # bytes, or characters
 
 
 class TemplateRenderer(ChatRenderer):
@@ -89,16 +89,11 @@ class TemplateRenderer(ChatRenderer):
     def _text(
         self, messages: Messages, tools: Tools = None, *, opened: bool = False, form: _ArgumentForm | None = None
     ) -> str:
-        form = form or self._form
-        if self._dated:  # what is kept would say yesterday's date after midnight
-            return self._write(messages, tools, opened, form)
-        try:
-            key = orjson.dumps((messages, tools, opened, form))
-        except orjson.JSONEncodeError:  # a number of more than 64 bits
-            key = b""
-        if key and len(key) <= _LONGEST_TEXT:
-            return self._kept_text(key)
-        return self._write(messages, tools, opened, form)
+        form, key = form or self._form, b""
+        if not self._dated:  # what is kept would say yesterday's date after midnight
+            with suppress(orjson.JSONEncodeError):  # a number of more than 64 bits
+                key = orjson.dumps((messages, tools, opened, form))
+        return self._kept_text(key) if 0 < len(key) <= _LONGEST_TEXT else self._write(messages, tools, opened, form)
 
     def _write(self, messages: Messages, tools: Tools, opened: bool, form: _ArgumentForm) -> str:
         shaped = [self._shape(message, form) for message in self._control.spell_out(messages)]
@@ -122,10 +117,8 @@ class TemplateRenderer(ChatRenderer):
         return message
 
     def _find_form(self) -> _ArgumentForm:
-        """How this template has to get arguments so that it writes them as JSON: `false`, and never `False`.
-
-        Some write each value as Python does, some take text only, some know no calls: these get them as content.
-        """
+        """How this template gets arguments so that it writes `false`, not `False`; `content`: it knows no calls."""
+        form: _ArgumentForm
         for form in get_args(_ArgumentForm):
             try:
                 text = self._text(probe.MESSAGES[:2], probe.TOOLS, form=form)
@@ -133,20 +126,15 @@ class TemplateRenderer(ChatRenderer):
                 continue
             call = text.rpartition("look_up")[2]
             if "false" in call and "False" not in call and '\\"' not in call:
-                found: _ArgumentForm = form
-                return found
+                return form
         return "content"
 
     def _find_stops(self) -> dict[str, int]:
-        """Ids and texts of what ends a turn: the end of the sequence, and what the template writes after a turn."""
         backend = self._tokenizer.backend
         stops = {} if backend.eos_token_id is None else {str(backend.eos_token): int(backend.eos_token_id)}
         endings = [self._close]
-        try:
-            called = self._text(probe.MESSAGES[:2], probe.TOOLS)
-            endings.append(called.rpartition("false")[2])
-        except DataError:
-            pass  # a template that refuses calls of tools
+        with suppress(DataError):  # a template that refuses calls of tools
+            endings.append(self._text(probe.MESSAGES[:2], probe.TOOLS).rpartition("false")[2])
         for ending in endings:
             special = [text for text in self._control.ids if text in ending]
             if special:
@@ -155,7 +143,6 @@ class TemplateRenderer(ChatRenderer):
         return stops
 
     def _closing(self, held: str, begin: int) -> str | None:
-        """What the template wrote from the end of the last turn on; None when that cannot be found."""
         at = max((held.rfind(text, begin) for text in self._stops), default=-1)
         if at >= 0:
             return held[at:]
@@ -179,9 +166,6 @@ def _arguments(arguments: dict[str, Any], form: _ArgumentForm) -> Any:
     if form == "text":
         return probe.json_text(arguments)
     if form == "words":
-        plain = {True: "true", False: "false", None: "null"}
-        return {
-            key: plain[value] if value is None or value is True or value is False else value
-            for key, value in arguments.items()
-        }
+        plain = (bool, type(None))
+        return {key: probe.json_text(value) if isinstance(value, plain) else value for key, value in arguments.items()}
     return arguments

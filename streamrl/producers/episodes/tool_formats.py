@@ -100,21 +100,18 @@ FORMATS: Final[dict[str, ToolFormat]] = {
 
 
 def format_of(name: str, template: str) -> ToolFormat:
-    """Return the format of that name; `auto` looks at the chat template and takes `hermes` when it says nothing."""
+    """The format of that name; `auto` looks at the chat template and takes `hermes` when it says nothing."""
     if name == "auto":
-        if "<function=" in template:
-            name = "qwen_xml"
-        elif "<tool_call>" not in template and (_PYTHON_TAG in template or '"parameters": dictionary' in template):
-            name = "llama_json"
-        else:
-            name = "hermes"
+        llama = _PYTHON_TAG in template or '"parameters": dictionary' in template
+        name = "llama_json" if llama and "<tool_call>" not in template else "hermes"
+        name = "qwen_xml" if "<function=" in template else name
     if name not in FORMATS:
         raise ConfigError(f"there is no tool format {name!r}", f"take auto, {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def name_calls(written: Sequence[WrittenCall], ids: Sequence[int], prompt: Sequence[int]) -> tuple[ToolCall, ...]:
-    """Give each call an id, the same one each time that the same turn is read."""
+    """Each call has the same id each time that the same turn is read."""
     turn = hashlib.blake2b(f"{list(prompt)}{list(ids)}".encode(), digest_size=8).hexdigest()
     return tuple(
         ToolCall(
@@ -137,11 +134,10 @@ def _blocks(text: str, read: Callable[[str], tuple[str, dict[str, Any] | None]])
 
 
 def _named(call: dict[str, Any] | None, keys: tuple[str, ...]) -> tuple[str, dict[str, Any] | None]:
-    """Name and arguments of a call that is an object; some models write the arguments as JSON in a string."""
     if call is None or not isinstance(call.get("name"), str):
         return "", None
     arguments: Any = next((call[key] for key in keys if key in call), {})
-    if isinstance(arguments, str):
+    if isinstance(arguments, str):  # some models write them as JSON in a string
         arguments = json_object(arguments)
     return call["name"], arguments if isinstance(arguments, dict) else None
 

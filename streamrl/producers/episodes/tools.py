@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
-import difflib
 import inspect
 import logging
 import re
@@ -23,6 +22,7 @@ import msgspec
 import orjson
 
 from streamrl.errors import PluginError
+from streamrl.plugin_import import closest
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.rendering import Message, ToolCall, ToolSchema
 from streamrl.wire import Outcome, ToolUse, utf8
@@ -33,8 +33,7 @@ _SECTION: Final = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|
 _ARGUMENT: Final = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _T = TypeVar("_T")
 _OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_GRACE: Final = 1.0
-"""Seconds that a tool has to end after its cancellation."""
+_GRACE: Final = 1.0  # seconds that a tool has to end after its cancellation
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ class Tool:
 
 
 def _fields(function: Callable[..., Any], tool: str, described: dict[str, str]) -> list[Any]:
-    """The parameters as fields of a struct: name, type with description, default."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
@@ -139,8 +137,6 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The message that answers a call, and how the call went."""
-
     message: Message
     use: ToolUse
 
@@ -170,34 +166,28 @@ class Toolbox:
 
     def keeps_state(self, name: str) -> bool:
         """Whether a tool must see each call even if its answer is known: all but plain functions may keep a state."""
-        if name not in self._tools:
-            return False
-        tool = self._tools[name]
-        if tool.keeps_state is not None:
-            return tool.keeps_state
-        function = tool.function
-        return not inspect.isfunction(function) or bool(function.__closure__)
+        tool = self._tools.get(name)
+        if tool is None or tool.keeps_state is not None:
+            return tool is not None and bool(tool.keeps_state)
+        return not inspect.isfunction(tool.function) or bool(tool.function.__closure__)
 
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
         """Run one call within `deadline` seconds after it gets a slot, with an answer of at most `longest` characters.
 
-        Never fails: what goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
+        What goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
         """
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
+        begun = time.monotonic()
         outcome, text = await self._outcome(call, deadline)
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": cut(utf8(text), longest)}
-        return ToolResult(
-            message, ToolUse(name=call.name[:256], outcome=outcome, seconds=round(loop.time() - begun, 4))
-        )
+        seconds = round(time.monotonic() - begun, 4)
+        return ToolResult(message, ToolUse(name=call.name[:256], outcome=outcome, seconds=seconds))
 
     async def _outcome(self, call: ToolCall, deadline: float) -> tuple[Outcome, str]:
         if call.status == "malformed":
             return "malformed", "error: the call could not be read: write one JSON object with `name` and `arguments`"
         tool = self._tools.get(call.name)
         if tool is None:
-            close = difflib.get_close_matches(call.name, self._tools, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._tools) or 'none'}"
+            hint = closest(call.name, self._tools) or f"there are: {', '.join(self._tools) or 'none'}"
             return "unknown", f"error: there is no tool {call.name!r}; {hint}"
         try:
             arguments = _checked(tool, call.arguments)
@@ -210,12 +200,10 @@ class Toolbox:
             return "ok", as_text(value)
         except EpisodeOver:
             raise
-        except TimeoutError as error:
-            if limit.expired():
+        except Exception as error:  # noqa: BLE001 (the model is told)
+            if isinstance(error, TimeoutError) and limit.expired():
                 logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
                 return "timeout", f"error: no answer within {deadline:g} s"
-            return "error", _told(tool, error)
-        except Exception as error:  # noqa: BLE001 (the model is told)
             return "error", _told(tool, error)
 
 
@@ -230,7 +218,6 @@ def _told(tool: Tool, error: Exception) -> str:
 
 
 def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as the types of the signature; ValidationError if they do not fit."""
     if tool.arguments is None:
         return arguments
     checked = msgspec.convert(arguments, tool.arguments)
@@ -264,7 +251,6 @@ class LeftBehind:
             work.exception()  # nobody asks for it
 
     def lasting(self, seconds: float) -> Counter[str]:
-        """How many go on for longer than `seconds`, by what they are."""
         before = time.monotonic() - seconds
         return Counter(what for what, since in self._going_on.values() if since <= before)
 
@@ -274,7 +260,6 @@ left_behind: Final = LeftBehind()
 
 
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> Any:
-    """Call code of a user by name of its arguments: an async function in this task, another in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(**arguments)
     value = await in_thread(lambda: function(**arguments), what)
@@ -282,20 +267,16 @@ async def call_function(function: Callable[..., Any], arguments: dict[str, Any],
 
 
 async def in_task(code: Coroutine[Any, Any, _T], what: str, grace: float) -> _T:
-    """Await code of a user in a task of its own. If the caller is cancelled, it has `grace` seconds to end.
-
-    RuntimeError: it raised what ends a task or a process (CancelledError, SystemExit).
-    """
+    """Await code of a user in a task of its own. If the caller is cancelled, it has `grace` seconds to end."""
     return await result_of(asyncio.create_task(_contained(code), name=what), what, grace)
 
 
 async def _contained(code: Coroutine[Any, Any, _T]) -> _T:
-    """A task hands KeyboardInterrupt and SystemExit to the event loop, which ends then."""
     try:
         return await code
     except (Exception, asyncio.CancelledError):
         raise
-    except BaseException as error:
+    except BaseException as error:  # the event loop would end
         raise _as_error(error) from error
 
 
@@ -317,19 +298,15 @@ async def result_of(work: asyncio.Future[_T], what: str, grace: float = 0.0) -> 
 
 
 async def in_thread(work: Callable[[], Any], what: str) -> Any:
-    """Run code of a user in a thread, which is left behind if the caller is cancelled.
-
-    A pool would be full after some calls that never return, and the process could not end.
-    """
+    """Run code of a user in a thread of its own: a pool would be full after some calls that never return."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    threading.Thread(
-        target=contextvars.copy_context().run, args=(run_for, future, work), name="tool", daemon=True
-    ).start()
+    target = contextvars.copy_context().run
+    threading.Thread(target=target, args=(run_for, future, work), name="tool", daemon=True).start()
     return await result_of(future, what)
 
 
 def run_for(future: asyncio.Future[_T], work: Callable[[], _T]) -> None:
-    """Run `work` in this thread for a future of an event loop in another: what it returns, or its error."""
+    """Run `work` in this thread for a future of an event loop in another."""
     loop = future.get_loop()
 
     def give(put: Callable[[Any], None], outcome: Any) -> None:
@@ -355,10 +332,8 @@ def _as_error(raised: BaseException) -> Exception:
 
 def as_text(value: Any) -> str:
     """What a tool returned, for the model. TypeError: it is nothing that can be written (bytes, an image)."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return value or ""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError(f"the tool returned {len(value)} bytes where text is expected")
     try:

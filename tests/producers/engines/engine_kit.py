@@ -116,7 +116,7 @@ class Gate:
         self._permits = threading.Semaphore(0)
         self._released = 0
         self.entered = 0
-        self._hook = engine._model.register_forward_pre_hook(self._wait)
+        self._hook = engine._decoder._batch.model.register_forward_pre_hook(self._wait)
 
     def _wait(self, *_args: Any) -> None:
         self.entered += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.producers.engine_check import check_engine
-from streamrl.producers.engines import control
-from streamrl.producers.engines.slots import SlotBatch, SlotDecoder
+from streamrl.producers.engines import weights
+from streamrl.producers.engines.slots import SlotBatch
 
 
 async def check(folder: Path) -> list[str]:
@@ -20,14 +20,14 @@ async def test_an_engine_that_works(tmp_path):
 
 
 async def test_one_that_drops_new_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "copy_weights", lambda _: None)
+    monkeypatch.setattr(weights, "copy_weights", lambda _: None)
     found = await check(tmp_path)
     assert len(found) == 4
     assert found[-1].startswith("failed their log-probabilities: log-probabilities are off by")
 
 
 async def test_one_that_names_another_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(SlotDecoder, "swapped", lambda *_: None)
+    monkeypatch.setattr(SlotBatch, "swapped", lambda *_: None)
     found = await check(tmp_path)
     assert found[-1] == "failed their log-probabilities: the versions of the tokens are [(0, 0)] instead of [(0, 1)]"
 

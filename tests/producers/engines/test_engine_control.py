@@ -11,8 +11,8 @@ import torch
 from engine_kit import LONG, gated, hanging, held, named, plain, prompt, random_model, request, until, versions
 
 from streamrl.errors import Unreachable, WeightsError
-from streamrl.producers.engines.control import check_weights
 from streamrl.producers.engines.hf import HfEngine
+from streamrl.producers.engines.weights import check_weights
 
 # --- cancel, sleep ---
 
@@ -153,7 +153,7 @@ async def test_names_and_shapes_are_compared_once_for_each_structure(start, monk
         compared.append(len(tensors))
         check_weights(model, tensors)
 
-    monkeypatch.setattr("streamrl.producers.engines.control.check_weights", counting)
+    monkeypatch.setattr("streamrl.producers.engines.weights.check_weights", counting)
     engine = await start()
     for number in (1, 2, 3):
         await engine.apply(held((1, number), named(random_model("qwen2", number))))
@@ -178,9 +178,9 @@ async def test_the_death_of_the_decode_loop_surfaces(start, cause):
         raise RuntimeError("the forward pass broke")
 
     if cause == "forward raises":
-        engine._model.register_forward_pre_hook(fail)
+        engine._decoder._batch.model.register_forward_pre_hook(fail)
     else:
-        engine._model.get_input_embeddings().weight.fill_(float("nan"))
+        engine._decoder._batch.model.get_input_embeddings().weight.fill_(float("nan"))
     tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 50))) for k in range(5)]
     async with asyncio.timeout(20):
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -233,7 +233,7 @@ async def test_nothing_works_before_start(model_dir):
 
 async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
     engine = await start(deadline=0.1)
-    with hanging(engine._model) as hang:
+    with hanging(engine._decoder._batch.model) as hang:
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         await until(hang.entered.is_set)
         with pytest.raises(Unreachable, match=r"within 0\.1 s|longer than 0\.1 s"):
@@ -244,7 +244,7 @@ async def test_a_step_that_hangs_is_reported_within_the_deadline(start):
 
 async def test_a_decode_loop_that_hangs_is_dead_although_nobody_controls_it(start):
     engine = await start(deadline=0.2)
-    with hanging(engine._model):
+    with hanging(engine._decoder._batch.model):
         tasks = [asyncio.create_task(engine.generate(request(str(k), prompt(3), 5))) for k in range(3)]
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, Unreachable)
@@ -257,7 +257,7 @@ async def test_half_of_the_longest_hold_is_too_long_for_a_step(start):
     """Whoever gives up after `lease.max_hold` learns that the engine is to blame, not the prompt."""
     engine = await start(max_hold=0.4)
     engine._watcher.cancel()  # `health` notices by itself as well
-    with hanging(engine._model):
+    with hanging(engine._decoder._batch.model):
         task = asyncio.create_task(engine.generate(request("a", prompt(3), 5)))
         with pytest.raises(Unreachable, match=r"within 0\.2 s"):
             async with asyncio.timeout(20):
@@ -281,7 +281,7 @@ async def test_a_sleep_of_any_length_is_no_hang(start):
 async def test_an_update_that_hangs_is_the_end_of_the_engine_although_its_caller_left(start, monkeypatch):
     engine = await start(deadline=0.2)
     free = threading.Event()
-    monkeypatch.setattr("streamrl.producers.engines.control.check_weights", lambda *_: free.wait(60))
+    monkeypatch.setattr("streamrl.producers.engines.weights.check_weights", lambda *_: free.wait(60))
     task = asyncio.create_task(engine.apply(held((1, 1), {})))
     await asyncio.sleep(0)
     task.cancel()
@@ -304,7 +304,7 @@ async def test_a_control_that_fails_after_its_caller_has_left_is_logged(start, m
         free.wait(60)
         raise WeightsError("it does not fit")
 
-    monkeypatch.setattr("streamrl.producers.engines.control.check_weights", refuse)
+    monkeypatch.setattr("streamrl.producers.engines.weights.check_weights", refuse)
     task = asyncio.create_task(engine.apply(held((1, 1), {})))
     await asyncio.sleep(0)
     task.cancel()

@@ -15,9 +15,9 @@ from streamrl import wire
 from streamrl.engine import Completion
 from streamrl.errors import WeightsError
 from streamrl.producers.engines import slots
-from streamrl.producers.engines.control import copy_weights
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.engines.slots import Job, SlotBatch, SlotCache, round_up
+from streamrl.producers.engines.weights import copy_weights
 
 
 def batch_of(model, count=5, context=200, stop=frozenset({EOS})):

@@ -54,7 +54,8 @@ class Served:
         order = replace(order, prompt=msgspec.structs.replace(order.prompt, evaluation=evaluation))
         self.engine = engine or Gated(tokenizer, texts)
         self.session = EpisodeSession(config, self.engine, renderer_of(tokenizer), tokenizer, order)
-        self.door = AgentDoor(self.session, config.episode.agent.max_calls, config.model.context)
+        agent = config.episode.agent
+        self.door = AgentDoor(self.session, agent.max_calls, config.model.context, agent.ignore)
 
     @contextlib.asynccontextmanager
     async def open(self):

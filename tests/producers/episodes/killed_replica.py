@@ -12,7 +12,7 @@ from pathlib import Path
 from streamrl.producers.engines import hf
 from streamrl.producers.episodes.episode import Episode
 from streamrl.producers.episodes.tools import Tool
-from streamrl.producers.replica import run_rollout
+from streamrl.producers.worker import run_rollout
 from streamrl.score import Score
 
 TURNS = 6

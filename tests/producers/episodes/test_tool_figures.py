@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from streamrl.producers.episodes import tool_figures
-from streamrl.producers.episodes.tool_figures import ToolFigures
+from streamrl.producers.episodes import sampler
+from streamrl.producers.episodes.sampler import ToolFigures
 from streamrl.producers.episodes.tools import LeftBehind
 from streamrl.wire import SCHEMA, Outcome, Sample, ToolUse, Turn, pack_float32, pack_int32
 
@@ -15,7 +15,7 @@ from streamrl.wire import SCHEMA, Outcome, Sample, ToolUse, Turn, pack_float32, 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> LeftBehind:
     """What the process of these tests has left behind."""
-    monkeypatch.setattr(tool_figures, "left_behind", left := LeftBehind())
+    monkeypatch.setattr(sampler, "left_behind", left := LeftBehind())
     return left
 
 
@@ -66,7 +66,7 @@ async def test_code_that_goes_on_after_it_was_given_up_is_named(
     for work, what in zip(works, ("tool search", "tool search", "Shop.reset"), strict=True):
         left.add(work, what)
     assert told() == "", "it may end soon"
-    monkeypatch.setattr(tool_figures, "_LASTING_SECONDS", 0)
+    monkeypatch.setattr(sampler, "_LASTING_SECONDS", 0)
     assert told() == "Shop.reset goes on after its cancellation, 1x; tool search goes on after its cancellation, 2x"
 
 

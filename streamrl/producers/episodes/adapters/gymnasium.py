@@ -12,13 +12,7 @@ from typing_extensions import override
 
 from streamrl.errors import ConfigError, need_packages
 from streamrl.plugin_import import one_of
-from streamrl.producers.episodes.adapters.stepped import (
-    Blocking,
-    EnvironmentStep,
-    SteppedEpisode,
-    StepRewards,
-    seed_of,
-)
+from streamrl.producers.episodes.adapters.stepped import Blocking, EnvironmentStep, SteppedEpisode, StepRewards, seed_of
 from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.tools import as_text
 from streamrl.wire import StopReason

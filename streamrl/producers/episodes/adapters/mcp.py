@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     import httpx2
     from mcp import Client
 
-_START_SECONDS: Final = 30.0
-"""From the start of a server to the list of its tools."""
-_CLOSE_SECONDS: Final = 5.0
-"""For the answer of a server at `url` to the end of a session."""
+_START_SECONDS: Final = 30.0  # from the start of a server to the list of its tools
+_CLOSE_SECONDS: Final = 5.0  # for the answer of a server at `url` to the end of a session
 
 
 class MCPEpisode(Episode):

@@ -29,11 +29,9 @@ from streamrl.producers.episodes.episode import Task
 from streamrl.producers.episodes.tools import as_text
 
 _CONNECT_SECONDS: Final = 10.0
-PATIENCE: Final = 5.0
-"""Seconds without a server that takes one more session, after which a prompt is handed back."""
+PATIENCE: Final = 5.0  # without a server that takes one more session, before a prompt is handed back
 _PAUSE: Final = 0.5
 _Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-"""Sends a request by its kind and data; returns the data of the answer."""
 _HINT: Final = "start the environment's server, and name it in `url`"
 
 
@@ -67,10 +65,8 @@ class OpenEnvEpisode(SteppedEpisode):
         rewards: StepRewards = "turns",
     ) -> None:
         super().__init__(rewards, pattern, invalid_reward)
-        self._url = url.rstrip("/")
-        self._field = field
-        self._fields = dict(fields or {})
-        self._observation = observation
+        self._url, self._observation = url.rstrip("/"), observation
+        self._field, self._fields = field, dict(fields or {})
         self._token_file = None if token_file is None else Path(token_file)
         self._headers: Mapping[str, str] = {}
 

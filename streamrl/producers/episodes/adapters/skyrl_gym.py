@@ -55,9 +55,8 @@ class SkyRLGymEpisode(SteppedEpisode):
 
         if self._id is not None and self._id not in skyrl_gym.registry:
             known = ", ".join(sorted(skyrl_gym.registry))
-            raise ConfigError(
-                f"skyrl_gym has no environment {self._id}; there are: {known}", "name its module in `modules`"
-            )
+            what = f"skyrl_gym has no environment {self._id}; there are: {known}"
+            raise ConfigError(what, "name its module in `modules`")
 
     @override
     def play(self, task: Task, max_turns: int) -> Blocking:

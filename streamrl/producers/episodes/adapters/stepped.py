@@ -79,11 +79,10 @@ class SteppedEpisode(Episode):
         """Make an environment, step it with each text that is sent, and close it, whatever happens.
 
         The first answer is the conversation before the first reply; a text is appended to what the user says last. A
-        generator that is not async runs in a thread of its own: what an environment binds to its thread works.
+        generator that is not async runs in a thread of its own, which an environment may bind things to.
         """
 
     def found(self, reply: str) -> str | None:
-        """The action in a reply; None: the pattern is not in it."""
         found = [match[1] for match in self._pattern.finditer(reply) if match[1] is not None]
         return found[-1].strip() if found else None
 
@@ -133,14 +132,10 @@ class SteppedEpisode(Episode):
 
 
 class _InThread:
-    """Sends to a generator in a thread of its own, which a step that never returns leaves behind.
-
-    Steps never overlap, also when the episode is cancelled while one runs.
-    """
+    """Sends to a generator in a thread of its own: steps never overlap, and one that never returns is left behind."""
 
     def __init__(self, name: str, playing: Blocking) -> None:
-        self._name = name
-        self._playing = playing
+        self._name, self._playing = name, playing
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=contextvars.copy_context().run, args=(self._serve,), name=name, daemon=True).start()
 
@@ -148,7 +143,6 @@ class _InThread:
         return await self._run(partial(self._playing.send, action))
 
     async def aclose(self) -> None:
-        """Close it after the step that is running."""
         try:
             await self._run(self._playing.close)
         finally:

@@ -27,16 +27,13 @@ from streamrl.wire import StopReason
 if TYPE_CHECKING:
     import verifiers.v1 as vf
 
-_HOST: Final = "127.0.0.1"
-"""Calls come from this process, wherever the harness runs: verifiers passes them on."""
+_HOST: Final = "127.0.0.1"  # calls come from this process, wherever the harness runs: verifiers passes them on
 _MAX_CALLS: Final = 32
-_CONTEXT: Final = 1 << 18
-"""Tokens of the longest conversation; the body of a call is bounded by the server."""
+_CONTEXT: Final = 1 << 18  # tokens of the longest conversation; the body of a call is bounded by the server
+# Options that a harness sends of itself, and that are the run's to say.
 _IGNORED: Final = ("strict", "seed", "frequency_penalty", "presence_penalty", *CALL_DRAWS)
-"""Options that a harness sends of itself, and that are the run's to say."""
-_LOCAL: Final = {"type": "subprocess"}
+# Limits of verifiers that have a name here; its other stops complete an episode.
 _STOPS: Final[dict[str, StopReason]] = {"max_turns": "max_turns", "agent_timeout": "rollout_timeout"}
-"""Limits of verifiers that have a name here; its other stops complete an episode."""
 
 
 class VerifiersEpisode(Episode):
@@ -53,16 +50,12 @@ class VerifiersEpisode(Episode):
     """
 
     def __init__(
-        self,
-        taskset: str,
-        *,
-        config: Mapping[str, Any] | None = None,
-        agent: Mapping[str, Any] | None = None,
+        self, taskset: str, *, config: Mapping[str, Any] | None = None, agent: Mapping[str, Any] | None = None
     ) -> None:
         need_packages("VerifiersEpisode", "verifiers", extra="verifiers")
         self._id = taskset
         self._config = dict(config or {})
-        self._agent = {"runtime": _LOCAL, **(agent or {})}
+        self._agent = {"runtime": {"type": "subprocess"}, **(agent or {})}
         self._resources = contextlib.AsyncExitStack()
 
     @override
@@ -81,8 +74,8 @@ class VerifiersEpisode(Episode):
         import verifiers.v1 as vf
         from verifiers.v1.configs.env import default_agent_harness
 
-        config = {**self._config, "id": self._id}
-        self._taskset: Any = vf.load_taskset(vf.taskset_config_type(self._id).model_validate(config))
+        config = vf.taskset_config_type(self._id).model_validate({**self._config, "id": self._id})
+        self._taskset: Any = vf.load_taskset(config)
         seat = vf.AgentConfig.model_validate(self._agent)
         harness = seat.harness or default_agent_harness(self._id)
         vf.load_harness(harness)

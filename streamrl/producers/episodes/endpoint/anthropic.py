@@ -9,34 +9,14 @@ import msgspec
 import orjson
 from typing_extensions import override
 
-from streamrl.producers.episodes.endpoint.calls import (
-    HARMLESS,
-    MODEL,
-    OVERFLOW,
-    AgentApi,
-    AgentCall,
-    CallBody,
-    CallRefused,
-    Content,
-    Function,
-    Options,
-    Tokens,
-    assistant,
-    event,
-    most_calls,
-    read_call,
-    refuse,
-    refuse_choice,
-    said,
-    schemas,
-    stop_texts,
-)
+from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
-_OPTIONS: Final[Options] = {
-    **HARMLESS,
+_RAW: Final = "malformed_arguments"
+_OPTIONS: Final[shared.Options] = {
+    **shared.HARMLESS,
     "cache_control": None,
     "mcp_servers": ([],),
     "thinking": ({"type": "disabled"},),
@@ -45,50 +25,47 @@ _OPTIONS: Final[Options] = {
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant"]
-    content: Content
+    content: shared.Content
 
 
-class _Tool(Function):
+class _Tool(shared.Function):
     parameters: dict[str, Any] | None = msgspec.field(default=None, name="input_schema")
 
 
-class _Body(CallBody):
+class _Body(shared.CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    model: str = MODEL
-    system: Content = None
+    system: shared.Content = None
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
-    max_tokens: Tokens | None = None
-    stream: bool = False
+    max_tokens: shared.Tokens | None = None
     stop_sequences: list[str] | None = None
 
 
-class AnthropicMessages(AgentApi):
-    ping: ClassVar[bytes] = event({"type": "ping"}, "ping")
+class AnthropicMessages(shared.AgentApi):
+    ping: ClassVar[bytes] = shared.event({"type": "ping"}, "ping")
 
     @override
-    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
-        asked = read_call(body, _Body, _OPTIONS, ignored)
-        refuse("prefill", asked.messages[-1].role == "assistant", ignored)
+    def read(self, body: bytes, ignored: Collection[str]) -> shared.AgentCall:
+        asked = shared.read_call(body, _Body, _OPTIONS, ignored)
+        shared.refuse("prefill", asked.messages[-1].role == "assistant", ignored)
         messages: list[Message] = [{"role": "system", "content": text_of(asked.system)}] if asked.system else []
         for message in asked.messages:
             messages += _spoken(message.content) if message.role == "assistant" else _answers(message.content)
         choice = asked.tool_choice or {}
-        refuse_choice(choice.get("type"), ignored)
-        return AgentCall(
+        return shared.AgentCall(
             messages,
-            schemas(asked.tools, ignored, "custom"),
+            shared.schemas(asked.tools, ignored, "custom"),
             asked.model,
             asked.max_tokens,
-            most_calls(choice.get("type"), not choice.get("disable_parallel_tool_use")),
-            asked.stream,
-            options=asked.options(ignored, stop=stop_texts("stop_sequences", asked.stop_sequences, ignored)),
+            shared.most_calls(choice.get("type"), ignored, not choice.get("disable_parallel_tool_use")),
+            bool(asked.stream),
+            options=asked.options(ignored, stop=shared.stop_texts("stop_sequences", asked.stop_sequences, ignored)),
         )
 
     @override
-    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+    def answer(self, call: shared.AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
         (turn,) = turns
-        text, reasoning, calls = said(turn)
+        text, reasoning, calls = shared.said(turn)
         content: list[dict[str, Any]] = []
         if reasoning:
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
@@ -111,25 +88,25 @@ class AnthropicMessages(AgentApi):
         }
 
     @override
-    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+    def events(self, call: shared.AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
         begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
         told: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(answer["content"]):
             told += _block_events(index, block)
         ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
         told += [{"type": "message_delta", "delta": ended, "usage": answer["usage"]}, {"type": "message_stop"}]
-        return (event(data, data["type"]) for data in told)
+        return (shared.event(data, data["type"]) for data in told)
 
     @override
-    def error(self, refused: CallRefused) -> dict[str, Any]:
+    def error(self, refused: shared.CallRefused) -> dict[str, Any]:
         kind = {401: "authentication_error", 413: "request_too_large"}.get(refused.status)
         kind = kind or ("api_error" if refused.status >= 500 else "invalid_request_error")
         # Agents that compact look for these words.
-        message = f"prompt is too long: {refused.message}" if refused.code == OVERFLOW else refused.message
+        message = f"prompt is too long: {refused.message}" if refused.code == shared.OVERFLOW else refused.message
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _spoken(content: Content) -> list[Message]:
+def _spoken(content: shared.Content) -> list[Message]:
     if not isinstance(content, list):
         return [assistant(content or "", [])]
     calls = [
@@ -142,7 +119,7 @@ def _spoken(content: Content) -> list[Message]:
     return [assistant(text_of(others), calls, reasoning)]
 
 
-def _answers(content: Content) -> list[Message]:
+def _answers(content: shared.Content) -> list[Message]:
     """A message of the user: the results of tools in it come first, each as a message of its own."""
     if not isinstance(content, list):
         return [{"role": "user", "content": content or ""}]
@@ -167,21 +144,17 @@ def _object(arguments: str) -> dict[str, Any]:
     try:
         read = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return {_RAW: arguments}
+        read = None
     return read if isinstance(read, dict) else {_RAW: arguments}
 
 
-_RAW = "malformed_arguments"
-
-
 def _block_events(index: int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    kinds = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
     if block["type"] == "tool_use":
         begun: dict[str, Any] = {**block, "input": {}}
         delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
     else:
-        name, kind = kinds[block["type"]]
-        begun, delta = {**block, name: ""}, {"type": kind, name: block[name]}
+        name = block["type"]  # text or thinking
+        begun, delta = {**block, name: ""}, {"type": f"{name}_delta", name: block[name]}
     yield {"type": "content_block_start", "index": index, "content_block": begun}
     yield {"type": "content_block_delta", "index": index, "delta": delta}
     yield {"type": "content_block_stop", "index": index}

@@ -16,20 +16,16 @@ from streamrl.producers.episodes.rendering import Message, ToolSchema
 from streamrl.producers.episodes.session import SampledTurn
 from streamrl.wire import utf8
 
-MODEL: Final = "policy"
-"""The name of the model in `/v1/models`; calls may use any name."""
+MODEL: Final = "policy"  # in `/v1/models`; calls may use any name
 Content: TypeAlias = str | list[dict[str, Any]] | None
 Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Options: TypeAlias = Mapping[str, Collection[Any] | None]
-"""What a body may have besides the fields that are obeyed: values that ask for nothing, None: whatever it is. Any other
-option is refused by its name."""
+Options: TypeAlias = dict[str, Collection[Any] | None]
+"""What a body may have besides fields that are obeyed: values that ask for nothing, None: any. Others are refused."""
 _PENALTIES: Final = {"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,)}
 _ACCOUNTS: Final = ("metadata", "safety_identifier", "service_tier", "store", "user")
 _CACHES: Final = ("prompt_cache_key", "prompt_cache_retention")
 HARMLESS: Final[Options] = {**_PENALTIES, **dict.fromkeys((*_ACCOUNTS, *_CACHES))}
-"""Penalties that punish nothing, and what does not change an answer."""
-OVERFLOW: Final = "context_length_exceeded"
-"""Code of a call whose conversation is too long: the agent may go on with a shorter one."""
+OVERFLOW: Final = "context_length_exceeded"  # the agent may go on with a shorter conversation
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 
@@ -39,17 +35,14 @@ class CallRefused(StreamrlError):
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """What an agent asks for: the next message of a conversation.
+    """What an agent asks for: the next message of a conversation. `most_calls` and `options` as in `sampled`.
 
-    `model` is the name that it used. `most_calls` are calls of tools that it may get, None: any number. `usage` asks
-    for a last event with the counts of tokens. `options` are those of `EpisodeSession.sampled`. `answers` is how many
-    answers it gets, with `logprobs` those of all sampled tokens.
+    `usage` asks for a last event with the counts of tokens.
     """
 
     messages: list[Message]
@@ -65,15 +58,14 @@ class AgentCall:
 
 
 class CallBody(msgspec.Struct, kw_only=True):
-    """What bodies of all APIs have: how the reply is drawn."""
-
+    model: str = MODEL
+    stream: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
     def options(self, ignored: Collection[str], **more: Any) -> dict[str, Any]:
-        """Those of the session, without the ones that the run ignores or the agent leaves to it."""
         drawn = {name: getattr(self, name) for name in CALL_DRAWS if name not in ignored}
         if drawn.get("top_k") == -1:  # as servers spell it: all tokens
             drawn["top_k"] = 0
@@ -81,8 +73,6 @@ class CallBody(msgspec.Struct, kw_only=True):
 
 
 class Function(msgspec.Struct):
-    """A function that an agent offers to the model."""
-
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -104,9 +94,7 @@ class AgentApi(Protocol):
         """The answer to a call; `name` is unique among the answers of a sample. Only `n` of chat asks for several."""
         ...
 
-    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
-        """The same answer as the server-sent events that a streaming client reads."""
-        ...
+    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]: ...
 
     def error(self, refused: CallRefused) -> dict[str, Any]:
         """Here as both APIs of OpenAI say it."""
@@ -116,7 +104,6 @@ class AgentApi(Protocol):
 
 
 def decoded(body: bytes | msgspec.Raw, kind: type[_Value]) -> _Value:
-    """The body of a request or a part of it, without fields that `kind` does not have. CallRefused: it is not one."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -143,12 +130,6 @@ def refuse(name: str, asked: bool, ignored: Collection[str], why: str = "") -> N
         raise CallRefused(400, said, "unsupported_parameter")
 
 
-def refuse_choice(choice: object, ignored: Collection[str]) -> None:
-    """CallRefused for a `tool_choice` that wants a call."""
-    why = "nothing forces the model to call a tool"
-    refuse("tool_choice", choice not in (None, "auto", "none"), ignored, why)
-
-
 def stop_texts(name: str, asked: str | Sequence[str] | None, ignored: Collection[str]) -> list[str] | None:
     """Texts that end the reply; None: those of the run. Empty ones end nothing."""
     texts = [text for text in ([asked] if isinstance(asked, str) else asked or ()) if text]
@@ -171,7 +152,6 @@ def json_schema(form: Mapping[str, Any] | None, ignored: Collection[str]) -> str
 
 
 def schemas(tools: Sequence[Function] | None, ignored: Collection[str], kind: str = "function") -> list[ToolSchema]:
-    """CallRefused: one of the tools is none of this kind, has no name, or wants its arguments kept to the schema."""
     found: list[ToolSchema] = []
     for tool in tools or ():
         if tool.type not in (None, kind):
@@ -186,26 +166,13 @@ def schemas(tools: Sequence[Function] | None, ignored: Collection[str], kind: st
     return found
 
 
-def most_calls(choice: object, parallel: bool | None) -> int | None:
-    """How many calls of tools a reply may have: with the choice `none` they stay text. None: any number."""
+def most_calls(choice: object, ignored: Collection[str], parallel: bool | None) -> int | None:
+    """How many calls a reply may have, None: any number. With the choice `none` they stay text; others are refused."""
+    refuse("tool_choice", choice not in (None, "auto", "none"), ignored, "nothing forces the model to call a tool")
     return 0 if choice == "none" else 1 if parallel is False else None
 
 
-def assistant(text: str, calls: Sequence[tuple[str, str, str]], reasoning: str = "") -> Message:
-    """An assistant message; `calls` are id, name and JSON arguments."""
-    message: Message = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for call_id, name, arguments in calls
-        ]
-    return message
-
-
 def said(turn: SampledTurn) -> tuple[str, str, list[tuple[str, str, str]]]:
-    """Text, reasoning and calls (id, name, JSON arguments) of a turn, all of which UTF-8 can encode."""
     reply = turn.reply
     calls = [(call.id, utf8(call.name), utf8(call.arguments_text)) for call in reply.calls]
     return utf8(reply.content), utf8(reply.reasoning), calls

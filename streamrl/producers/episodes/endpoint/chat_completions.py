@@ -12,37 +12,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from typing_extensions import override
 
-from streamrl.producers.episodes.endpoint.calls import (
-    HARMLESS,
-    MODEL,
-    AgentApi,
-    AgentCall,
-    CallBody,
-    Content,
-    Function,
-    Options,
-    Tokens,
-    assistant,
-    event,
-    json_schema,
-    most_calls,
-    read_call,
-    refuse,
-    refuse_choice,
-    said,
-    schemas,
-    stop_texts,
-)
+from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
-_OPTIONS: Final[Options] = {
-    **HARMLESS,
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-}
+_OPTIONS: Final[shared.Options] = shared.HARMLESS | {"functions": ([],), "logit_bias": ({},), "modalities": (["text"],)}
 
 
 class _Function(msgspec.Struct):
@@ -57,7 +32,7 @@ class _Call(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: shared.Content = None
     reasoning_content: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -65,19 +40,17 @@ class _Message(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    function: Function
+    function: shared.Function
     type: Literal["function"] = "function"
 
 
-class _Body(CallBody):
+class _Body(shared.CallBody):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    model: str = MODEL
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    stream: bool | None = None
+    max_tokens: shared.Tokens | None = None
+    max_completion_tokens: shared.Tokens | None = None
     stream_options: dict[str, Any] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
@@ -86,19 +59,19 @@ class _Body(CallBody):
     response_format: dict[str, Any] | None = None
 
 
-class ChatCompletions(AgentApi):
+class ChatCompletions(shared.AgentApi):
     @override
-    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
-        asked = read_call(body, _Body, _OPTIONS, ignored)
-        refuse_choice(asked.tool_choice, ignored)
-        refuse("top_logprobs", bool(asked.top_logprobs), ignored, "only those of the sampled tokens are known")
-        stop, schema = stop_texts("stop", asked.stop, ignored), json_schema(asked.response_format, ignored)
-        return AgentCall(
+    def read(self, body: bytes, ignored: Collection[str]) -> shared.AgentCall:
+        asked = shared.read_call(body, _Body, _OPTIONS, ignored)
+        shared.refuse("top_logprobs", bool(asked.top_logprobs), ignored, "only those of the sampled tokens are known")
+        stop = shared.stop_texts("stop", asked.stop, ignored)
+        schema = shared.json_schema(asked.response_format, ignored)
+        return shared.AgentCall(
             [_message(message) for message in asked.messages],
-            schemas([tool.function for tool in asked.tools or ()], ignored),
+            shared.schemas([tool.function for tool in asked.tools or ()], ignored),
             asked.model,
             asked.max_completion_tokens or asked.max_tokens,
-            most_calls(asked.tool_choice, asked.parallel_tool_calls),
+            shared.most_calls(asked.tool_choice, ignored, asked.parallel_tool_calls),
             bool(asked.stream),
             bool((asked.stream_options or {}).get("include_usage")),
             asked.options(ignored, stop=stop, json_schema=schema),
@@ -107,7 +80,7 @@ class ChatCompletions(AgentApi):
         )
 
     @override
-    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+    def answer(self, call: shared.AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
         prompt, sampled = turns[0].prompt_tokens, sum(len(turn.tokens) for turn in turns)
         return {
             "id": f"chatcmpl-{name}",
@@ -120,7 +93,7 @@ class ChatCompletions(AgentApi):
         }
 
     @override
-    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+    def events(self, call: shared.AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
         base = {key: answer[key] for key in ("id", "created", "model", "streamrl")}
         base["object"] = "chat.completion.chunk"
         for choice in answer["choices"]:
@@ -130,16 +103,16 @@ class ChatCompletions(AgentApi):
             deltas = [{"role": message.pop("role")}, *({key: value} for key, value in message.items() if value)]
             deltas += [{"tool_calls": [tool_call]} for tool_call in calls]
             for delta in deltas:
-                yield event({**base, "choices": [{**about, "delta": delta}]})
+                yield shared.event({**base, "choices": [{**about, "delta": delta}]})
             ended = {key: value for key, value in choice.items() if key != "message"}
-            yield event({**base, "choices": [{**ended, "delta": {}}]})
+            yield shared.event({**base, "choices": [{**ended, "delta": {}}]})
         if call.usage:
-            yield event({**base, "choices": [], "usage": answer["usage"]})
+            yield shared.event({**base, "choices": [], "usage": answer["usage"]})
         yield b"data: [DONE]\n\n"
 
 
 def _choice(index: int, turn: SampledTurn) -> dict[str, Any]:
-    text, reasoning, calls = said(turn)
+    text, reasoning, calls = shared.said(turn)
     choice: dict[str, Any] = {"index": index, "message": assistant(text, calls, reasoning)}
     choice["finish_reason"] = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
     choice["streamrl"] = {"turn": turn.number}

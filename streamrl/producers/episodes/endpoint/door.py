@@ -29,9 +29,7 @@ from streamrl.wire import Outcome, ToolUse
 Gone: TypeAlias = Callable[[], bool]
 """Whether the client that asked has closed its connection."""
 _NO_TRIES: Final = frozenset({"", "0"})
-_TOKEN_BYTES: Final = 64
-"""No conversation has so many bytes of JSON a token. Spaces, escapes, and thinking that a template leaves out are
-long, but not that long."""
+_TOKEN_BYTES: Final = 64  # of JSON a token: escapes, and thinking that a template leaves out, are long, but not so long
 _ALWAYS_BYTES: Final = 1 << 16
 
 
@@ -39,8 +37,7 @@ _ALWAYS_BYTES: Final = 1 << 16
 class PendingCall:
     """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it.
 
-    `turns` are the numbers of its answers, also of those that are lost because another one failed. Those to an
-    `auxiliary` call are no part of the record.
+    `turns` are the numbers of its answers, also of those that are lost because another one failed.
     """
 
     auxiliary: bool
@@ -59,12 +56,11 @@ class PendingCall:
 
 
 class AgentDoor:
-    """Answers the calls of one sample's agent, at most `most` at the same time. For one event loop.
+    """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed.
 
-    `context` is that of the model: a call far above it is not tokenized, which would hold the event loop. `called` is
-    set by the first call, `busy` while calls are read and answered, `idle` while none is. `over` is set when the
-    session refused a call for good: a limit was reached, or its engine failed. `name` tells the ids of its answers from
-    those of other samples. `ignored` are options of calls that the run ignores.
+    A call far above the `context` of the model is not tokenized, which would hold the event loop. `called` is set by
+    the first call, `busy` while calls are read and answered, `idle` while none is; `over` when the session refused a
+    call for good: a limit was reached, or its engine failed.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int, ignored: Collection[str] = ()) -> None:
@@ -77,16 +73,12 @@ class AgentDoor:
         self._closed = False
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
         self.idle.set()
-        agent = session.limits.agent
-        self.ignored = agent.ignore if agent is not None else ignored
-        self.name = token_hex(4)
+        self.ignored = ignored
+        self.name = token_hex(4)  # tells the ids of its answers from those of other samples
 
     @contextlib.asynccontextmanager
     async def place(self, gone: Gone) -> AsyncIterator[None]:
-        """Hold the place of one call during the block, in which its body is read too.
-
-        It waits until a place is free. CallRefused: meanwhile the episode has ended, or the client has left.
-        """
+        """Hold the place of one call during the block, in which its body is read too."""
         self.check_open()
         self._count(1)
         try:
@@ -99,11 +91,6 @@ class AgentDoor:
             self._count(-1)
 
     def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
-        """Begin to answer a call, which has a place until its `task` is done.
-
-        Raises:
-            CallRefused: the episode has ended, the call is far too long, or has an option that it cannot have.
-        """
         self._check_length(body)
         option, why = self._session.refused(call.options)
         refuse(option, bool(option), (), why)
@@ -118,12 +105,10 @@ class AgentDoor:
         return asked
 
     def count(self, call: AgentCall, body: bytes) -> int:
-        """Tokens before the reply to a call, which is not recorded. CallRefused: the end, or a call far too long."""
         self._check_length(body)
         return self._session.prompt_tokens(call.messages, call.tools)
 
     def check_open(self) -> None:
-        """CallRefused: the episode has ended."""
         if self._closed or self._session.stop is not None:
             why = self._session.stop or "completed"
             raise CallRefused(410, f"the episode has ended ({why}): this key takes no more calls", "episode_over")
@@ -134,7 +119,6 @@ class AgentDoor:
             raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
-        """Reward a sampled turn, or with None the episode. CallRefused: it has ended; there is no such turn."""
         if self._closed:
             self.check_open()
         try:
@@ -168,7 +152,6 @@ class AgentDoor:
         return asked
 
     async def _sampled(self, call: AgentCall, asked: PendingCall) -> list[SampledTurn]:
-        """All answers to a call; those that are there when another one fails are lost."""
         with unwrapped():
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample(call, asked)) for _ in range(call.answers)]

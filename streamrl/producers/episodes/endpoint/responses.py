@@ -7,39 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import msgspec
 from typing_extensions import override
 
-from streamrl.producers.episodes.endpoint.calls import (
-    HARMLESS,
-    MODEL,
-    AgentApi,
-    AgentCall,
-    CallBody,
-    CallRefused,
-    Content,
-    Function,
-    Options,
-    Tokens,
-    assistant,
-    event,
-    json_schema,
-    most_calls,
-    read_call,
-    refuse,
-    refuse_choice,
-    said,
-    schemas,
-)
+from streamrl.producers.episodes.endpoint import calls as shared
 from streamrl.producers.episodes.messages import text_of
-from streamrl.producers.episodes.rendering import Message
+from streamrl.producers.episodes.rendering import Message, assistant
 from streamrl.producers.episodes.session import SampledTurn
 
 _SPOKEN: Final = ("message", "function_call", "reasoning")
-_OPTIONS: Final[Options] = {
-    **HARMLESS,
+_OPTIONS: Final[shared.Options] = {
+    **shared.HARMLESS,
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": None,
@@ -51,15 +32,14 @@ _OPTIONS: Final[Options] = {
 class _Item(msgspec.Struct):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: Content = None
+    content: shared.Content = None
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: Content = None
+    output: shared.Content = None
 
     @property
     def spoken(self) -> bool:
-        """Whether the model said it: all such items in a row were one reply."""
         return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
 
 
@@ -68,44 +48,41 @@ class _Text(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class _Body(CallBody):
+class _Body(shared.CallBody):
     input: str | list[_Item]
-    model: str = MODEL
     instructions: str | None = None
-    tools: list[Function] | None = None
+    tools: list[shared.Function] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Tokens | None = None
-    stream: bool | None = None
+    max_output_tokens: shared.Tokens | None = None
     text: _Text | None = None
 
 
-class Responses(AgentApi):
+class Responses(shared.AgentApi):
     @override
-    def read(self, body: bytes, ignored: Collection[str]) -> AgentCall:
-        asked = read_call(body, _Body, _OPTIONS, ignored)
+    def read(self, body: bytes, ignored: Collection[str]) -> shared.AgentCall:
+        asked = shared.read_call(body, _Body, _OPTIONS, ignored)
         items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
         opening: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         messages = opening + _messages(items)
         if not messages:
-            raise CallRefused(400, "`input` is empty")
-        refuse_choice(asked.tool_choice, ignored)
+            raise shared.CallRefused(400, "`input` is empty")
         text = asked.text or _Text()
-        refuse("text.verbosity", text.verbosity not in (None, "medium"), ignored)
-        return AgentCall(
+        shared.refuse("text.verbosity", text.verbosity not in (None, "medium"), ignored)
+        return shared.AgentCall(
             messages,
-            schemas(asked.tools, ignored),
+            shared.schemas(asked.tools, ignored),
             asked.model,
             asked.max_output_tokens,
-            most_calls(asked.tool_choice, asked.parallel_tool_calls),
+            shared.most_calls(asked.tool_choice, ignored, asked.parallel_tool_calls),
             bool(asked.stream),
-            options=asked.options(ignored, json_schema=json_schema(text.format, ignored)),
+            options=asked.options(ignored, json_schema=shared.json_schema(text.format, ignored)),
         )
 
     @override
-    def answer(self, call: AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
+    def answer(self, call: shared.AgentCall, turns: Sequence[SampledTurn], name: str) -> dict[str, Any]:
         (turn,) = turns
-        text, reasoning, calls = said(turn)
+        text, reasoning, calls = shared.said(turn)
         cut = turn.finish == "length"
         status = "incomplete" if cut else "completed"
         output: list[dict[str, Any]] = []
@@ -144,7 +121,7 @@ class Responses(AgentApi):
         }
 
     @override
-    def events(self, call: AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
+    def events(self, call: shared.AgentCall, answer: dict[str, Any]) -> Iterable[bytes]:
         begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         told: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
         for index, item in enumerate(answer["output"]):
@@ -152,25 +129,22 @@ class Responses(AgentApi):
         told.append((answer["status"], {"response": answer}))
         for number, (name, data) in enumerate(told):
             kind = f"response.{name}"
-            yield event({"type": kind, "sequence_number": number, **data}, kind)
+            yield shared.event({"type": kind, "sequence_number": number, **data}, kind)
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
     messages: list[Message] = []
-    reply: list[_Item] = []
-    for item in items:
-        if item.spoken:
-            reply.append(item)
+    for spoken, group in groupby(items, lambda item: item.spoken):
+        if spoken:  # all that the model said in a row was one reply
+            messages.append(_reply(list(group)))
             continue
-        if reply:
-            messages.append(_reply(reply))
-            reply = []
-        if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-        else:
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": text_of(item.content)})
-    return [*messages, _reply(reply)] if reply else messages
+        for item in group:
+            if item.type == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+            else:
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": text_of(item.content)})
+    return messages
 
 
 def _reply(items: Sequence[_Item]) -> Message:

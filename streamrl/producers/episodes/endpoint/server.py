@@ -20,9 +20,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import OrderedDict
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -45,8 +44,7 @@ MAX_REWARD_BYTES: Final = 1 << 12
 _READ_SECONDS: Final = 30.0
 _PING_SECONDS: Final = 5.0
 _STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
-_REMEMBERED: Final = 4096
-"""Keys of ended samples that are told apart from wrong ones."""
+_REMEMBERED: Final = 4096  # keys of ended samples that are told apart from wrong ones
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -60,8 +58,8 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self.url = ""
-        self._doors: dict[bytes, AgentDoor] = {}
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._doors: dict[str, AgentDoor] = {}
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -75,17 +73,13 @@ class AgentEndpoint:
 
     @contextlib.contextmanager
     def serving(self, door: AgentDoor) -> Iterator[str]:
-        """Serve the calls of one sample during the block; yields its key."""
         key = f"sk-streamrl-{secrets.token_urlsafe(24)}"
-        known = _known(key)
-        self._doors[known] = door
+        self._doors[key] = door
         try:
             yield key
         finally:
-            del self._doors[known]
-            self._ended[known] = None
-            while len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            del self._doors[key]
+            self._ended.append(key)
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[_explain])
@@ -98,11 +92,12 @@ class AgentEndpoint:
 
     def _door(self, request: web.Request) -> AgentDoor:
         """The sample of a request, which is found before its body is read. Either header may hold its key."""
-        known = [_known(key) for key in (_bearer(request), request.headers.get("x-api-key", ""))]
-        for each in known:
-            if each in self._doors:
-                return self._doors[each]
-        if any(each in self._ended for each in known):
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        keys = (token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+        for key in keys:
+            if key in self._doors:
+                return self._doors[key]
+        if any(key in self._ended for key in keys):
             raise CallRefused(410, "the episode of this key has ended", "episode_over")
         logger.warning("agent endpoint asked with a wrong key", extra={"peer": request.remote})
         raise CallRefused(401, "the API key is missing or wrong: use OPENAI_API_KEY", "invalid_api_key")
@@ -166,7 +161,6 @@ _APIS: Final[dict[str, AgentApi]] = {
 
 
 def _turns(asked: PendingCall) -> list[SampledTurn]:
-    """The turns of a call that was answered. CallRefused: why it was not."""
     if asked.task.cancelled():
         raise CallRefused(410, "the episode of this key has ended", "episode_over")
     try:
@@ -179,11 +173,6 @@ def _turns(asked: PendingCall) -> list[SampledTurn]:
         raise CallRefused(400, error.message) from error
     except Exception as error:
         raise CallRefused(503, f"the policy cannot answer: {type(error).__name__}", "engine_failed") from error
-
-
-def _bearer(request: web.Request) -> str:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _gone(request: web.Request) -> Gone:
@@ -199,11 +188,6 @@ async def _body(request: web.Request, most: int = MAX_CALL_BYTES) -> bytes:
         raise CallRefused(413, f"the body may have at most {most} bytes", "too_large") from error
     except TimeoutError as error:
         raise CallRefused(408, f"the body did not come within {_READ_SECONDS:g} s", "slow") from error
-
-
-def _known(key: str) -> bytes:
-    """What is kept of a key: looking it up tells nothing about the key by its time."""
-    return sha256(key.encode(errors="replace")).digest()
 
 
 @web.middleware
