@@ -51,15 +51,9 @@ class ServerControl:
     """Controls of one server; each call to it ends within `seconds`.
 
     `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` resumes a server that runs
-    already when this process dies; None for a server that dies with it. `folder` is this object's own, where the server
-    reads versions that are an adapter.
-
-    Attributes:
-        pair: version that is in force, (0, 0) before the first one.
-        step: optimizer step of that version.
-        adapter: name to sample with when that version is an adapter; empty otherwise.
-        blocked: it is paused for long, or has left its devices; requests wait.
-        pause_seconds: how long decoding stood still for the last version.
+    already when this process dies; None for a server that dies with it. `folder` is for versions that are an adapter.
+    `pair`, `step` and `adapter` (its name there; empty: none) are of the version in force, (0, 0) before the first.
+    `blocked`: it has left its devices, and requests wait.
     """
 
     def __init__(
@@ -113,7 +107,7 @@ class ServerControl:
         try:
             if self.held and not self._inconsistent:
                 await self._send(self._dialect.wake(("weights", "kv_cache")) if self.blocked else (), _LAST_SECONDS)
-                await self._send(self._dialect.resume(), _LAST_SECONDS)
+                await self._send(self._dialect.resume, _LAST_SECONDS)
             for name in self._adapters:
                 await self._send([self._dialect.unload_adapter(name)], _LAST_SECONDS)
         except StreamrlError as error:
@@ -122,7 +116,7 @@ class ServerControl:
         await self._watchdog.close(farewell=resumed)
 
     async def apply(self, version: Version, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Put a version in force; off the devices it waits until the weights are back, and it may be given up before.
+        """Put a version in force; off the devices it waits until the weights are back.
 
         `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """
@@ -185,7 +179,7 @@ class ServerControl:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
         if self._watchdog is None or not self._label:
             return
-        found = (await self._client.call(self._dialect.label(), self._seconds)).get("weight_version")
+        found = (await self._client.call(self._dialect.label, self._seconds)).get("weight_version")
         if found != self._label:
             raise ConfigError(
                 f"somebody else changes the weights of the server at {self._client.url}: it has {found!r} instead of"
@@ -203,22 +197,19 @@ class ServerControl:
             self._watchdog.arm()
         begun = asyncio.get_running_loop().time()
         self._stands_still = True
-        await self._must(self._dialect.pause(), self._seconds)
+        await self._must(self._dialect.pause, self._seconds)
         try:
             yield
         finally:
             if not self._inconsistent:
-                await self._must(self._dialect.resume(), self._seconds)
+                await self._must(self._dialect.resume, self._seconds)
                 self._stands_still = False
                 self.pause_seconds = asyncio.get_running_loop().time() - begun
                 if self._watchdog is not None:
                     self._watchdog.disarm()
 
     async def _load_adapter(self, version: Version) -> str:
-        """Load a version that is an adapter: new requests sample with it, those in flight with the one they have.
-
-        Returns its name at the server.
-        """
+        """Load a version that is an adapter and return its name; requests in flight keep the one they have."""
         assert version.adapter is not None
         if self.pair[1] and not self.adapter:
             raise WeightsError(
@@ -267,7 +258,7 @@ class ServerControl:
             await self._applied.wait()
         async with self._lock:
             await self._must(self._dialect.wake(tags), self._seconds)
-            await self._must(self._dialect.resume(), self._seconds)
+            await self._must(self._dialect.resume, self._seconds)
             self.blocked = False
         self._weights_awake.set()
         await self._announce()

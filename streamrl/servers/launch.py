@@ -21,14 +21,15 @@ PLUGIN: Final = Path(__file__).parent / "plugin"
 SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
 """What SGLang needs besides on a CPU."""
 LOOPBACK: Final = "127.0.0.1"
+_READABLE: Final = "a command line can be read by everybody on the machine; the servers ask for the token of the run"
 _NOT_GIVEN: Final = {
     "host": "streamrl says where its servers listen (engine.host)",
     "port": "streamrl finds a free port for each server",
-    "api-key": "a command line can be read by everybody on the machine; the servers ask for the token of the run",
+    "api-key": _READABLE,
+    "admin-api-key": _READABLE,
 }
 _MOST_ADAPTERS: Final = 8
 """Servers keep room for each of them from their start on; requests with more wait for others to end."""
-_NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +45,23 @@ class Launch:
 class Startable(ABC):
     """A server that can be started."""
 
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """Its name in `streamrl engines install`."""
+    kind: str  # its name in `streamrl engines install`
+    ready: Call  # answers 200 when the server can take requests; cheap, and no disturbance of a pause
 
     @abstractmethod
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         """Return how a server is started with all that streamrl needs of it; with a `key` it asks for that.
 
-        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. The caller
-        adds devices, the log and the variables of the configuration. `ConfigError`: the environment is missing, or
-        streamrl starts no servers of this kind.
+        `seed` (0 to 2**31 - 1) is that of its sampling. `ConfigError`: the environment is missing.
         """
-
-    @abstractmethod
-    def ready(self) -> Call:
-        """A cheap call that answers 200 when the server can take requests; it must not disturb a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchProfile:
     """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
 
-    `model` and `seed` are the names of flags. `cpu_...` is for a server on a CPU. `sleep_...` is for one on devices
-    that frees its memory after the calls `sleep`, until the calls `wake`. `scoring` is for one that returns no text.
+    `model`, `seed` and `overrides` are names of flags. `cpu_...` is for a server on a CPU, `sleep_...` for one on
+    devices that frees its memory after the calls `sleep`, until the calls `wake`.
     """
 
     kind: ServerKind
@@ -78,8 +71,8 @@ class LaunchProfile:
     flags: Mapping[str, Any]
     cpu_flags: Mapping[str, Any]
     sleep_flags: Mapping[str, Any]
-    scoring: Mapping[str, Any]
-    overrides: str  # the flag with what replaces entries of config.json
+    scoring: Mapping[str, Any]  # flags of one that returns no text
+    overrides: str  # of entries of config.json
     environ: Mapping[str, str]
     cpu_environ: Mapping[str, str]
     sleep_environ: Mapping[str, str]

@@ -14,10 +14,9 @@ import contextlib
 import logging
 import math
 import socket
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -76,15 +75,9 @@ class Candidate:
 def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together: int, before: int | None = None) -> int:
     """Return the index of the engine for a request: the least busy one, those with a full cache last.
 
-    A request whose prefix is at `before` stays there while that costs less than what it waits for: that engine may be
-    busier than the least busy one by as much as a whole group.
-
-    Args:
-        candidates: at least one.
-        cost: tokens of the request, prompt and longest response.
-        shared: tokens that it has in common with the requests that went to `before`.
-        together: requests that usually share a prefix.
-        before: where requests with the same prefix went; None: nowhere.
+    `cost` are the tokens of the request, prompt and longest response, and `shared` those that it has in common with
+    requests that went to `before`, an index or None. There it stays while that costs less than what it waits for: that
+    engine may be busier than the least busy one by `together` requests, a whole group.
     """
     best = min(range(len(candidates)), key=lambda at: (candidates[at].cache_use >= FULL, candidates[at].burden))
     if before is None or shared < _BLOCK:
@@ -96,10 +89,7 @@ def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together:
 
 
 class Affinities:
-    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten.
-
-    `GROUP/SAMPLE` is the affinity of a sample with several turns. It begins where its group is, and stays there.
-    """
+    """Where requests went last, by affinity; a sample with turns (`GROUP/SAMPLE`) begins where its group is."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -165,17 +155,10 @@ class AnnouncedEngine:
         if not self._responses or sampled != self._sampled or not self.usable:
             self._sampled, self.heard_at = sampled, now
 
-    async def ask_for_life(self) -> None:
-        """Find out whether an engine that sends nothing answers here: it may have a long prompt to read."""
-        with contextlib.suppress(Lost):
-            with contextlib.suppress(BadAnswer):
-                await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
-            self.heard_at = asyncio.get_running_loop().time()
-
     async def knock(self) -> None:
-        """Find out whether it takes requests."""
+        """Find out whether it takes requests. Any answer is a sign of life: it may have a long prompt to read."""
         try:
-            await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
+            await self._client.call(self._dialect.ready, _CONNECT_SECONDS, retry=False)
         except BadAnswer as error:
             self.answers = error.status == 503  # while its weights change
         except StreamrlError as error:
@@ -183,26 +166,19 @@ class AnnouncedEngine:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
                 logger.warning("an engine does not answer", extra=extra)
             self._told = True
+            return
         else:
             self.answers, self._told = True, False
+        self.heard_at = asyncio.get_running_loop().time()
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
-        vocabulary = int(self.fields["vocabulary"]) or None
-        limit = RequestLimits(int(self.fields["context"]), vocabulary or 1 << 31).check(request)
-        wire_id = uuid.uuid4().hex  # never used twice, and of one length because SGLang aborts by prefix
-        call = self._dialect.generation(
-            replace(request, id=wire_id, max_new_tokens=limit),
-            version=self.version,
-            salt=self.life,
-            adapter=self.fields["adapter"] or None,
-        )
-        response = self._responses[wire_id] = Response(request, self.version, self.fields["adapter"])
-        cost = len(request.tokens) + limit
+        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]))
+        response = Response(request, limits, self.version, self.life, self.fields["adapter"])
+        self._responses[response.wire_id] = response
+        cost = len(request.tokens) + response.longest
         self.tokens += cost
-        reading = asyncio.create_task(
-            read_response(self._client, self._dialect, call, response, seconds=_REFUSED_SECONDS, vocabulary=vocabulary)
-        )
+        reading = asyncio.create_task(read_response(self._client, self._dialect, response, seconds=_REFUSED_SECONDS))
         try:
             await first_of(asyncio.wait([reading]), self._gone.wait())
             if not reading.done():
@@ -216,12 +192,12 @@ class AnnouncedEngine:
             raise LostResponse(error.message, begun=False) from error
         finally:
             self.tokens -= cost
-            del self._responses[wire_id]
+            del self._responses[response.wire_id]
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
                 if not self._gone.is_set():
-                    abort = asyncio.create_task(self._abort(wire_id))  # nobody waits for it
+                    abort = asyncio.create_task(self._abort(response.wire_id))  # nobody waits for it
                     self._aborts.add(abort)
                     abort.add_done_callback(self._aborts.discard)
 
@@ -434,19 +410,16 @@ class ServerPool(Generator):
             engine.missing_since = engine.missing_since or now
             if engine.missing_since + _GONE_SECONDS <= now:
                 await self._part_with(engine)
-        await asyncio.gather(*(engine.knock() for engine in self._known.values() if not engine.answers))
         await self._part_with_cut_off()
 
     async def _part_with_cut_off(self) -> None:
-        """Leave engines that say they are ready, and of which nothing comes here: the path is cut, or they stand still.
-
-        What is announced of one makes it known anew, and it gets requests when it answers.
-        """
+        """Leave engines that say they are ready, and of which nothing comes here: cut off, or standing still."""
         now = asyncio.get_running_loop().time()
         for engine in self._known.values():
             engine.listen(now)
         silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
-        await asyncio.gather(*(engine.ask_for_life() for engine in silent))
+        mute = [engine for engine in self._known.values() if not engine.answers]
+        await asyncio.gather(*(engine.knock() for engine in (*mute, *silent)))
         others = any(engine.usable and now - engine.heard_at <= _SILENT_SECONDS for engine in self._known.values())
         for engine in silent:
             if not others:  # which may be as cut off

@@ -54,9 +54,8 @@ _PATIENCE = 20.0  # seconds of silence after which a connection counts as broken
 _ATTEMPTS = 5  # connections in a row that bring nothing
 _DEADLINE = 600.0  # seconds for one version
 NOT_FETCHED = "not fetched: "
-"""With this begins the message of a `BadVersion` of which nothing is known but that its files did not come."""
-Everyone = Callable[[Any], "list[Any]"]
-"""Returns what each rank gives, in the order of the ranks; all must call it."""
+"""Begins the message of a `BadVersion` of which nothing is known but that its files did not come."""
+Everyone = Callable[[Any], "list[Any]"]  # returns what each rank gives, in the order of the ranks; all must call it
 
 
 class BadVersion(Exception):
@@ -133,8 +132,7 @@ def torch_dtype(name: str) -> torch.dtype:
 class Landing:
     """Brings the files of versions to this host: uses a visible folder as it is, otherwise fetches into one of its own.
 
-    The first rank of each host fetches, in a thread, by the lane or over HTTP, while the engine generates. Fetched
-    files go to `$STREAMRL_LANDING`, or shared memory, or the temporary folder.
+    The first rank of each host fetches, in a thread, by the lane or over HTTP, while the engine generates.
     """
 
     def __init__(self) -> None:
@@ -147,15 +145,12 @@ class Landing:
         self._first = -1  # rank that fetches for this host
 
     def begin(self, source: Source, everyone: Everyone, deadline: float = _DEADLINE) -> bool:
-        """Begin to bring a version here, once; whether that has ended on all ranks, well or not. All ranks must call.
-
-        What was begun before is given up.
-        """
+        """Begin to bring a version here, once; whether that has ended on all ranks, which must all call."""
         if source != self._wanted:
             me = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text(), os.getpid()]
             ranks = everyone(me)
             self._first = next(rank for rank, other in enumerate(ranks) if other[:2] == me[:2])
-            if self._fetching is not None and not self._fetching.done():  # it may wait long for a host that is gone
+            if self._fetching is not None and not self._fetching.done():  # given up: its host may be gone
                 self._thread.shutdown(wait=False, cancel_futures=True)
                 self._member, self._thread = Member(), ThreadPoolExecutor(1, thread_name_prefix="landing")
             self._wanted, self._fetching = source, None
@@ -251,9 +246,8 @@ class Landing:
 
     def _made(self) -> Path:
         if self._root is None or not self._root.is_dir():
-            place = os.environ.get("STREAMRL_LANDING") or (
-                _SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir()
-            )
+            shared = _SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir()
+            place = os.environ.get("STREAMRL_LANDING") or shared
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._root = Path(tempfile.mkdtemp(prefix="streamrl-landing-", dir=place))
         return self._root
