@@ -25,7 +25,7 @@ MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 
 
 async def life_seed(role: Role) -> int:
-    """A sampling seed below 2**63 for this life of a role: the one of the run file for the first, so that a run repeats.
+    """A sampling seed below 2**63 for this life of a role: for the first that of the run file, so that a run repeats.
 
     No two lives draw the same numbers: a group whose samples come from both must not hold one response twice. The
     metrics of the role tell of earlier lives too, in case Redis forgot them.

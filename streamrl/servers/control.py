@@ -78,8 +78,8 @@ class ServerControl:
         self._lock = asyncio.Lock()
         self._weights_awake = asyncio.Event()
         self._weights_awake.set()
-        self._applying = 0
         self._applied = asyncio.Event()
+        self._applied.set()
         self._stands_still = self._inconsistent = False
         self._label = ""
         self.pair: Pair = (0, 0)
@@ -120,7 +120,6 @@ class ServerControl:
 
         `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """
-        self._applying += 1
         self._applied.clear()
         try:
             await self._weights_awake.wait()
@@ -131,9 +130,7 @@ class ServerControl:
                 # together: a heartbeat between them would name another version than the one that samples
                 self.pair, self.step, self.adapter = version.pair, version.step, name
         finally:
-            self._applying -= 1
-            if not self._applying:
-                self._applied.set()
+            self._applied.set()
         await self._announce()
         await self._forget_adapters()
 
@@ -155,7 +152,7 @@ class ServerControl:
             except DataError as error:  # nothing was changed
                 self._inconsistent = False
                 raise refusal(version, error.message) from error
-            await self._must(rest, self._seconds)
+            await self._must(rest)
             self._inconsistent = False
             self._label = label
 
@@ -197,12 +194,12 @@ class ServerControl:
             self._watchdog.arm()
         begun = asyncio.get_running_loop().time()
         self._stands_still = True
-        await self._must(self._dialect.pause, self._seconds)
+        await self._must(self._dialect.pause)
         try:
             yield
         finally:
             if not self._inconsistent:
-                await self._must(self._dialect.resume, self._seconds)
+                await self._must(self._dialect.resume)
                 self._stands_still = False
                 self.pause_seconds = asyncio.get_running_loop().time() - begun
                 if self._watchdog is not None:
@@ -245,30 +242,30 @@ class ServerControl:
         async with self._lock:
             self.blocked = True
             await self._announce()
-            await self._must(self._dialect.sleep(self._sleep_level), self._seconds)
+            await self._must(self._dialect.sleep(self._sleep_level))
 
     async def wake(self) -> None:
         """Come back to the devices, with the newest version that waits to be applied."""
         tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-        if self._applying:
+        if not self._applied.is_set():
             if self._sleep_level:  # at 0 the weights are there, and vLLM would decode while they are replaced
-                await self._must(self._dialect.wake(("weights",)), self._seconds)
+                await self._must(self._dialect.wake(("weights",)))
                 tags = ("kv_cache",)  # SGLang dies of waking the same twice
             self._weights_awake.set()
             await self._applied.wait()
         async with self._lock:
-            await self._must(self._dialect.wake(tags), self._seconds)
-            await self._must(self._dialect.resume, self._seconds)
+            await self._must(self._dialect.wake(tags))
+            await self._must(self._dialect.resume)
             self.blocked = False
         self._weights_awake.set()
         await self._announce()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def _must(self, calls: Sequence[Call], seconds: float) -> None:
+    async def _must(self, calls: Sequence[Call]) -> None:
         """Send calls that the server may not refuse."""
         try:
-            await self._send(calls, seconds)
+            await self._send(calls, self._seconds)
         except Unreachable:
             raise
         except StreamrlError as error:

@@ -56,8 +56,12 @@ class EngineRole:
         self._figures = ServerMetrics()
         self._started = False
         lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
-        wake, sleep = (lambda: self._server.control.wake()), (lambda: self._server.control.sleep())
-        self._devices = EngineDevices(lock, role.name, wake=wake, sleep=sleep)
+        self._devices = EngineDevices(
+            lock,
+            role.name,
+            wake=lambda: self._server.control.wake(),  # noqa: PLW0108 (there is none before the start)
+            sleep=lambda: self._server.control.sleep(),  # noqa: PLW0108
+        )
 
     async def stopped_at_start(self) -> None:
         """Return at a stop while the server starts, which takes minutes; later `run` ends by itself."""

@@ -91,8 +91,9 @@ class LaunchProfile:
 
     def quantised(self, kind: Quantize | None) -> dict[str, Any]:
         """Flags for weights that come quantised; those of the model's files are not, so none are read."""
-        overrides = {"quantization_config": quantization_config(kind)} if kind else {}
-        return {"load-format": "dummy", self.overrides: overrides} if kind else {}
+        if kind is None:
+            return {}
+        return {"load-format": "dummy", self.overrides: {"quantization_config": quantization_config(kind)}}
 
     def environ_for(self, model: str, *, cpu: bool, sleeps: bool, plugin: bool = False) -> dict[str, str]:
         """The variables; with `plugin` also the path of what replaces weights."""

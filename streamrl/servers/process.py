@@ -190,7 +190,7 @@ class ManagedServer:
         return f"{process.end}; its log ends with:\n{tail}" if tail else f"{process.end}, and it has logged nothing"
 
 
-async def is_ready(client: HttpClient, server: Startable, seconds: float = ANSWER_SECONDS) -> bool:
+async def is_ready(client: HttpClient, server: Startable, seconds: float) -> bool:
     try:
         await client.call(server.ready, seconds, retry=False)
     except (Unreachable, DataError, WireError):

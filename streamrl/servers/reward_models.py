@@ -26,7 +26,7 @@ from streamrl.queues.role import Role
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.environments import computes_on_cpu, find_environment, installed
 from streamrl.servers.launch import LOOPBACK, PROFILES, Launch, Startable, merged
-from streamrl.servers.process import ManagedServer, ServerSettings, is_ready
+from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, is_ready
 from streamrl.servers.role import serving, watch
 from streamrl.waits import first_of
 
@@ -81,7 +81,7 @@ class RewardModelRole:
         await self._server.stop()
 
     async def _look(self) -> ServerMetrics | None:
-        return ServerMetrics() if await is_ready(self._client, self._kind) else None
+        return ServerMetrics() if await is_ready(self._client, self._kind, ANSWER_SECONDS) else None
 
     async def _sleep(self) -> None:
         """Free the memory; a repeat does nothing."""

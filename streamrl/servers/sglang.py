@@ -21,7 +21,7 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
-from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
+from streamrl.errors import ConfigError, Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     BUSY,

@@ -133,7 +133,7 @@ class Member:
         *,
         token: str,
     ) -> None:
-        """Receive new files of these sizes, once; any exception: they are not whole. `lane`: `LanePlace` of a manifest."""
+        """Receive new files of these sizes, once; any exception: they are not whole. `lane` is the manifest's."""
         host, port, stall = lane["host"], int(lane["port"]), float(lane["stall"])
         if self._joined == (host, port, version):
             raise RuntimeError("its broadcast is over")
