@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from streamrl.atomic import write_whole
 from streamrl.config.base import is_loopback
 from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
-MAX_MESSAGE: Final = 16 << 20
-"""Bytes of the longest event of a stream."""
+MAX_MESSAGE: Final = 16 << 20  # bytes of the longest event of a stream
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_ALIVE: Final = 2.0
 """Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
@@ -282,8 +282,7 @@ def own_key(name: str, given: Path | None, path: Path) -> str:
     if given is None and not path.exists():
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
         try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                file.write(f"{secrets.token_urlsafe(32)}\n")
+            write_whole(draft, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
             with contextlib.suppress(FileExistsError):  # another process of the run was first
                 path.hardlink_to(draft)
         except OSError as error:

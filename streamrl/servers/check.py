@@ -16,8 +16,7 @@ from streamrl.servers.dialect import PROBE, Dialect
 from streamrl.servers.request import Response, read_response
 
 logger = logging.getLogger(__name__)
-_PATIENCE: Final = 15.0
-"""In which a server that streamrl did not start has to answer."""
+_PATIENCE: Final = 15.0  # in which a server that streamrl did not start has to answer
 _KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
@@ -72,13 +71,12 @@ async def _reach(client: HttpClient, dialect: Dialect) -> None:
         except Lost:
             if loop.time() + _KNOCK_PAUSE > end:
                 raise
+            await asyncio.sleep(_KNOCK_PAUSE)
+            continue
         except BadAnswer as error:
             if error.status != 503:
                 raise
-            return
-        else:
-            return
-        await asyncio.sleep(_KNOCK_PAUSE)
+        return
 
 
 def _sizes(model: ModelConfig) -> tuple[int | None, int | None]:

@@ -39,10 +39,8 @@ from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
-_LAST_SECONDS: Final = 5.0
-"""For the resume of a server when its role ends."""
-_LOOK_SECONDS: Final = 0.05
-"""Between two looks at a server that fetches."""
+_LAST_SECONDS: Final = 5.0  # for the resume of a server when its role ends
+_LOOK_SECONDS: Final = 0.05  # between two looks at a server that fetches
 _KEPT: Final = 4
 """Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
 

@@ -30,10 +30,8 @@ TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
 """Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
-BUSY: Final = "busy"
-"""A server fetches the files of a version still."""
-NOT_FETCHED: Final = "not fetched: "
-"""What our plug-in says when the files of a version did not come."""
+BUSY: Final = "busy"  # a server fetches the files of a version still
+NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
 _SAMPLE: Final = re.compile(r"^([\w:]+)(?:\{.*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?!\S)", re.MULTILINE)
@@ -80,7 +78,7 @@ class Dialect(Startable):
     an answer raise `WireError` when it is not what the server should say. A `fixed` server is asked for no change.
     """
 
-    guarded: ClassVar[str]  # a path that answers 401 or 403 without the right key, and changes nothing
+    guarded: ClassVar[str] = "/v1/models"  # a path that answers 401 or 403 without the right key, and changes nothing
     spare: ClassVar[int] = 1  # places of its context that no prompt may take: the token it samples, what it keeps free
     adapters: ClassVar[str] = ""  # where the routes for adapters are
     fixed: ClassVar[bool] = False  # its weights cannot be replaced

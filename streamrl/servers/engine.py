@@ -28,8 +28,7 @@ from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.tensors import Version
 
 _LAST_SECONDS: Final = 10.0
-_DRAIN_SHARE: Final = 0.22
-"""Share of the run's drain time for the requests that it has; workers have the same."""
+_DRAIN_SHARE: Final = 0.22  # share of the run's drain time for the requests that it has; workers have the same
 
 
 async def run_engine(role: Role) -> None:

@@ -16,10 +16,8 @@ from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.weight_sync.quantize import quantization_config
 
-PLUGIN: Final = Path(__file__).parent / "plugin"
-"""For the PYTHONPATH of vLLM and SGLang servers."""
-SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
-"""What SGLang needs besides on a CPU."""
+PLUGIN: Final = Path(__file__).parent / "plugin"  # for the PYTHONPATH of vLLM and SGLang servers
+SGLANG_CPU: Final = PLUGIN / "sglang_cpu"  # what SGLang needs besides on a CPU
 LOOPBACK: Final = "127.0.0.1"
 _READABLE: Final = "a command line can be read by everybody on the machine; the servers ask for the token of the run"
 _NOT_GIVEN: Final = {

@@ -43,9 +43,6 @@ _FIGURES: Final[Mapping[str, str]] = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:generation_tokens_total": "tokens_sampled",
-    "tgi_batch_current_size": "running",
-    "tgi_queue_size": "waiting",
-    "tgi_request_generated_tokens_sum": "tokens_sampled",
 }
 
 
@@ -53,7 +50,6 @@ class OpenaiDialect(Dialect):
     """Speaks to a server with completions of OpenAI's form."""
 
     kind = "openai"
-    guarded: ClassVar[str] = "/v1/models"
     fixed: ClassVar[bool] = True
     ready = Call("GET", "/v1/models", repeatable=True)  # all such servers have this route, and it samples nothing
     metrics = Call("GET", "/metrics", repeatable=True, optional=True)
@@ -140,5 +136,5 @@ class OpenaiDialect(Dialect):
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
-        # The metrics of vLLM, SGLang and TGI are understood; other servers report none.
+        # The metrics of vLLM and SGLang are understood; other servers report none.
         return read_prometheus(answer, _FIGURES) if isinstance(answer, str) else ServerMetrics()

@@ -15,7 +15,7 @@ import logging
 import math
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -38,25 +38,19 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOOK_SECONDS: Final = 0.25
 _COUNT_SECONDS: Final = 5.0
-_GONE_SECONDS: Final = 2.0
-"""Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
+_GONE_SECONDS: Final = 2.0  # without a heartbeat on the board, which a Redis that starts anew has lost for a moment
 _CONNECT_SECONDS: Final = 1.0
 _SILENT_SECONDS: Final = 10.0
 """Without a token for any of its requests, after which an engine is asked for a sign of life."""
-_CUT_SECONDS: Final = 4.0
-"""Without that sign, while another engine works, after which its requests go there."""
-_REFUSED_SECONDS: Final = 10.0
-"""For which an engine may answer 503 to a request."""
+_CUT_SECONDS: Final = 4.0  # without that sign, while another engine works, after which its requests go there
+_REFUSED_SECONDS: Final = 10.0  # for which an engine may answer 503 to a request
 _DEADLY: Final = 3
 """Engines that may die under one request before it gave a token: after so many it is taken for the cause."""
 _PATIENCE: Final = 60.0
-_PATIENCE_SHARE: Final = 0.25
-"""Of `episode.deadline`, at most: an episode that is given back begins its time anew."""
+_PATIENCE_SHARE: Final = 0.25  # of `episode.deadline`, at most: an episode that is given back begins its time anew
 _AFFINITIES: Final = 10_000
-FULL: Final = 0.9
-"""Cache use from which an engine gets nothing while others have room."""
-_BLOCK: Final = 16
-"""Tokens of one block of a prefix cache; a shorter prefix is not kept by it."""
+FULL: Final = 0.9  # cache use from which an engine gets nothing while others have room
+_BLOCK: Final = 16  # tokens of one block of a prefix cache; a shorter prefix is not kept by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +232,7 @@ class ServerPool(Generator):
         self._step = 0
         self._workers = 1
         self._calls = self._tokens = self._lost = 0
-        self._busy = self._busy_since = 0.0
+        self._busy = self._counted_at = 0.0
         self._patience = min(_PATIENCE, _PATIENCE_SHARE * config.episode.deadline)
 
     @contextlib.asynccontextmanager
@@ -284,9 +278,9 @@ class ServerPool(Generator):
         while True:
             engine = await self._found(partial(self._choose, request), end)
             self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
+            self._count(1)
             try:
-                with self._busy_with_one():
-                    completion = await engine.generate(request)
+                completion = await engine.generate(request)
             except Unreachable as error:
                 engine.answers = False  # until it answers again
                 failed = isinstance(error, BadAnswer) and error.status == 500
@@ -304,16 +298,18 @@ class ServerPool(Generator):
             else:
                 self._tokens += len(completion.tokens)
                 return completion
+            finally:
+                self._count(-1)
 
     @override
     def load(self) -> EngineLoad:
         usable = self._fresh(self._usable())
-        since = asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0
+        self._count(0)
         return EngineLoad(
             running=self._calls,
             waiting=0,
             tokens_sampled=self._tokens,
-            busy_seconds=self._busy + since,
+            busy_seconds=self._busy,
             version=max((engine.version for engine in usable), default=0),
             capacity=math.ceil(sum(engine.slots for engine in usable) / self._workers),
             cache_use=max((engine.cache_use for engine in usable), default=0.0),
@@ -324,19 +320,11 @@ class ServerPool(Generator):
     async def health(self) -> None:
         await self._found(self._usable, asyncio.get_running_loop().time() + self._patience)
 
-    @contextlib.contextmanager
-    def _busy_with_one(self) -> Iterator[None]:
-        """Count a call that an engine has; busy is the time with any."""
-        loop = asyncio.get_running_loop()
-        if not self._calls:
-            self._busy_since = loop.time()
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._busy += loop.time() - self._busy_since
+    def _count(self, more: int) -> None:
+        """Count calls that engines have; busy is the time with any."""
+        now = asyncio.get_running_loop().time()
+        self._busy += now - self._counted_at if self._calls else 0.0
+        self._counted_at, self._calls = now, self._calls + more
 
     # --- the choice --------------------------------------------------------------------------------------------------
 

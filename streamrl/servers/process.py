@@ -24,14 +24,11 @@ from streamrl.servers.launch import LOOPBACK, Launch, Startable
 from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
-PORTS: Final = range(20_000, 32_000)
-"""Below those from which the kernel takes the local ends of connections."""
+PORTS: Final = range(20_000, 32_000)  # below those from which the kernel takes the local ends of connections
 _CANDIDATES: Final = 200
 _READY_PAUSE: Final = 0.2
-ANSWER_SECONDS: Final = 5.0
-"""For a question that a server answers at once whatever it does."""
-_SAY_SECONDS: Final = 10.0
-"""Between two lines that say how long a server starts already."""
+ANSWER_SECONDS: Final = 5.0  # for a question that a server answers at once whatever it does
+_SAY_SECONDS: Final = 10.0  # between two lines that say how long a server starts already
 _CAUSE_BYTES: Final = 1 << 20
 _USAGE: Final = 2  # the exit code of argparse for a bad command line
 _PREFIX: Final = re.compile(r"(?:\([^()]*pid=\d+[^()]*\) ?)?(?:ERROR [\d-]+ [\d:.]+ \[[^]]*\] ?)?")

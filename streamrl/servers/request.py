@@ -14,8 +14,7 @@ from streamrl.errors import StreamrlError, WireError
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.servers.dialect import Chunk, Dialect
 
-_TAIL_SECONDS = 0.5
-"""For what a server says after the last token; the response is whole without it."""
+_TAIL_SECONDS = 0.5  # for what a server says after the last token; the response is whole without it
 
 
 @dataclass(slots=True)

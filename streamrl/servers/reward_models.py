@@ -32,8 +32,7 @@ from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 _PATIENCE: Final = 60.0
-_MOVE_SECONDS: Final = 300.0
-"""Longest time to sleep or to wake: weights go between device and host."""
+_MOVE_SECONDS: Final = 300.0  # longest time to sleep or to wake: weights go between device and host
 
 
 async def run_reward_model(role: Role) -> None:

@@ -277,12 +277,13 @@ def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -
 
 
 def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
-    total = int(meta["completion_tokens"])
-    finish = _finish(meta.get("finish_reason"))
+    total, finish = int(meta["completion_tokens"]), _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
-    logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
-    if cut := meta.get("output_token_sampling_logprobs"):
-        logprobs = read_logprobs(_fresh(cut, total, received))
+    entries = _fresh(meta.get("output_token_logprobs") or [], total, received)
+    if (named := [entry[1] for entry in entries]) != fresh:
+        raise WireError(f"SGLang's log-probabilities of tokens {named} came with tokens {fresh}")
+    cut = meta.get("output_token_sampling_logprobs")
+    logprobs = read_logprobs(_fresh(cut, total, received) if cut else [entry[0] for entry in entries])
     runs = read_spans(meta.get("weight_versions"), total, finish)
     return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
 
@@ -302,13 +303,6 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
     if new < 0 or len(items) < new:
         raise WireError(f"SGLang counts {total} tokens, {received} came before, and sent {len(items)}")
     return list(items[received:total]) if len(items) >= total else list(items[len(items) - new :])
-
-
-def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
-    for (_, named, *_), token in zip(entries, tokens, strict=True):
-        if named != token:
-            raise WireError(f"SGLang's log-probability of token {named} came with token {token}")
-    return read_logprobs([entry[0] for entry in entries])
 
 
 def _frame(manifest: bytes) -> str:

@@ -54,7 +54,6 @@ class VllmDialect(Dialect):
     """Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
 
     kind = "vllm"
-    guarded: ClassVar[str] = "/v1/models"
     adapters: ClassVar[str] = "/v1"
     profile: ClassVar[LaunchProfile] = VLLM
     ready = VLLM.ready

@@ -38,8 +38,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from .files import BadVersion, Head, Landing, Opened, Source, gathered, torch_dtype
 
 logger = logging.getLogger(__name__)
-BUSY = "busy"
-"""The files are on their way: the client asks again."""
+BUSY = "busy"  # the files are on their way: the client asks again
 Table = Mapping[str, Head]
 _SMALL = {torch.int8, torch.float8_e4m3fn}
 
