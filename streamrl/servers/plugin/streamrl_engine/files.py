@@ -216,33 +216,22 @@ class Landing:
             return time.monotonic() > end or source is not self._wanted
 
         if source.lane is not None and not all(path.exists() for path, *_ in files):
+            drafts = [(path.with_name(f".{path.name}.lane"), size) for path, size, _ in files]
+            version = source.url.rpartition("/")[2]
             try:
-                self._receive(source, files, device, given_up, member)
+                member.receive(source.lane, version, drafts, device, given_up, token=_token())
+                for (draft, _), (path, _, checksum) in zip(drafts, files, strict=True):
+                    if _checksum(draft) != checksum:
+                        raise BadVersion(f"{path.name} came with other bytes than announced")
+                    draft.replace(path)
             except (BadVersion, RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
                 logger.warning("lane missed, the files are fetched: %s", error)
+            finally:
+                for draft, _ in drafts:
+                    draft.unlink(missing_ok=True)
         for path, size, checksum in files:
             _download(f"{source.url}/{path.name}", path, size, checksum, given_up)
         return str(folder)
-
-    def _receive(
-        self,
-        source: Source,
-        files: Sequence[tuple[Path, int, str]],
-        device: tuple[int, str],
-        given_up: Callable[[], bool],
-        member: Member,
-    ) -> None:
-        drafts = [(path.with_name(f".{path.name}.lane"), size) for path, size, _ in files]
-        assert source.lane is not None
-        try:
-            member.receive(source.lane, source.url.rpartition("/")[2], drafts, device, given_up, token=_token())
-            for (draft, _), (path, _, checksum) in zip(drafts, files, strict=True):
-                if _checksum(draft) != checksum:
-                    raise BadVersion(f"{path.name} came with other bytes than announced")
-                draft.replace(path)
-        finally:
-            for draft, _ in drafts:
-                draft.unlink(missing_ok=True)
 
     def _made(self) -> Path:
         if self._root is None or not self._root.is_dir():
@@ -265,7 +254,11 @@ def _download(url: str, target: Path, size: int, checksum: str, given_up: Callab
         if idle >= _ATTEMPTS or given_up():
             raise TimeoutError(f"{url} stopped at byte {have} of {size}: {cause or 'it was given up'}")
         try:
-            _append(url, partial, have, given_up)
+            with _open(url, have) as answer, partial.open("ab") as file:
+                if have and answer.status != 206:
+                    file.truncate(0)
+                while not given_up() and (block := answer.read(_BLOCK)):
+                    file.write(block)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
                 kind = FileNotFoundError if error.code == 404 else BadVersion
@@ -280,16 +273,6 @@ def _download(url: str, target: Path, size: int, checksum: str, given_up: Callab
         partial.unlink()
         raise BadVersion(f"{url} is not the file that was announced ({size} bytes, xxh3 {checksum})")
     partial.replace(target)
-
-
-def _append(url: str, partial: Path, have: int, given_up: Callable[[], bool]) -> None:
-    with _open(url, have) as answer, partial.open("ab") as file:
-        if have and answer.status != 206:
-            file.truncate(0)
-        while block := answer.read(_BLOCK):
-            file.write(block)
-            if given_up():
-                return
 
 
 def _open(url: str, start: int = 0) -> Any:
