@@ -29,7 +29,6 @@ PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
-"""Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
 BUSY: Final = "busy"  # a server fetches the files of a version still
 NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)

@@ -17,7 +17,6 @@ from streamrl.http import Call
 from streamrl.weight_sync.quantize import quantization_config
 
 PLUGIN: Final = Path(__file__).parent / "plugin"  # for the PYTHONPATH of vLLM and SGLang servers
-SGLANG_CPU: Final = PLUGIN / "sglang_cpu"  # what SGLang needs besides on a CPU
 LOOPBACK: Final = "127.0.0.1"
 _READABLE: Final = "a command line can be read by everybody on the machine; the servers ask for the token of the run"
 _NOT_GIVEN: Final = {
@@ -97,8 +96,10 @@ class LaunchProfile:
         """The variables; with `plugin` also the path of what replaces weights."""
         environ = {**self.environ, **(self.folder_environ if Path(model).is_dir() else {})}
         environ |= self.cpu_environ if cpu else self.sleep_environ if sleeps else {}
-        paths = dict.fromkeys([*([PLUGIN] if plugin else []), *([self.cpu_path] if cpu else [])])
-        return environ | ({"PYTHONPATH": python_path(*paths)} if paths else {})
+        paths = dict.fromkeys([*([str(PLUGIN)] if plugin else []), *([str(self.cpu_path)] if cpu else [])])
+        if paths:
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
+        return environ
 
     def launch(
         self, environment: Path, flags: Mapping[str, Any], environ: Mapping[str, str], key: str | None = None
@@ -161,7 +162,7 @@ SGLANG: Final = LaunchProfile(
     cpu_environ={"SGLANG_USE_CPU_ENGINE": "1"},
     sleep_environ={},
     folder_environ={"HF_HUB_OFFLINE": "1"},
-    cpu_path=SGLANG_CPU,
+    cpu_path=PLUGIN / "sglang_cpu",
     key_variable="",
     key_flags={},
     # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
@@ -203,10 +204,6 @@ def words(flags: Mapping[str, Any]) -> Iterator[str]:
             yield json.dumps(value)
         elif value is not True:
             yield str(value)
-
-
-def python_path(*first: Path) -> str:
-    return os.pathsep.join(path for path in (*map(str, first), os.environ.get("PYTHONPATH", "")) if path)
 
 
 def adapters_in_flight(max_staleness: int) -> int:

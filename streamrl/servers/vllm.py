@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
-MODEL: Final = "policy"
 OLDEST: Final = (0, 32)
 
 _PREFIX: Final = "generate-tokens-"
@@ -67,7 +66,7 @@ class VllmDialect(Dialect):
     def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         engine = self._config.engine
         flags: dict[str, Any] = {
-            "served-model-name": MODEL,
+            "served-model-name": "policy",
             "enable-scale-out": True,
             "worker-extension-cls": EXTENSION,
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
@@ -251,10 +250,8 @@ def _missing(routes: Any, settings: Any) -> str:
         return "the routes for new weights: start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
     if settings is None:
         return ""
-    transfer = settings.get("weight_transfer_config") or {}
-    if transfer.get("backend") != BACKEND or (settings.get("parallel_config") or {}).get("worker_extension_cls") != (
-        EXTENSION
-    ):
+    transfer, parallel = settings.get("weight_transfer_config") or {}, settings.get("parallel_config") or {}
+    if transfer.get("backend") != BACKEND or parallel.get("worker_extension_cls") != EXTENSION:
         return (
             f"the plug-in of streamrl: start the server with PYTHONPATH={PLUGIN}, --worker-extension-cls {EXTENSION}"
             f' and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
