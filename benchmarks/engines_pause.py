@@ -86,10 +86,10 @@ def watched() -> Iterator[tuple[list[float], list[float], list[float]]]:
         took: list[float] = []
         with timing(took):
             await send(self, calls, seconds)
-        if list(calls) == list(self._dialect.pause()):
+        if list(calls) == list(self._dialect.pause):
             asked.append(took[0])
             updated.append(0.0)
-        elif list(calls) == list(self._dialect.resume()):
+        elif list(calls) == list(self._dialect.resume):
             resumed.append(took[0])
         elif self._stands_still:
             updated[-1] += took[0]

@@ -179,7 +179,7 @@ class Counter:
 
     async def figures(self) -> ServerMetrics:
         """Requests running and waiting, and tokens sampled since its start."""
-        return self._dialect.read_metrics(await self._client.call(self._dialect.metrics(), 10.0))
+        return self._dialect.read_metrics(await self._client.call(self._dialect.metrics, 10.0))
 
     async def rate(self, load: Load, driver: int, *others: int) -> Rate:
         """Count tokens from the moment on that all places are taken, and processor time.

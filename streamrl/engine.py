@@ -25,11 +25,10 @@ MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 
 
 async def life_seed(role: Role) -> int:
-    """A sampling seed below 2**63 for this life of a role.
+    """A sampling seed below 2**63 for this life of a role: for the first that of the run file, so that a run repeats.
 
-    The first life of a role has the seed that the run file gives, so that a run can be repeated. No two lives draw the
-    same numbers: a group whose samples come from both must not hold one response twice. The metrics of the role tell of
-    earlier lives too, in case Redis forgot them.
+    No two lives draw the same numbers: a group whose samples come from both must not hold one response twice. The
+    metrics of the role tell of earlier lives too, in case Redis forgot them.
     """
     nonce = uuid4().hex
     first = await role.ledgers.roles.first_life(role.name, nonce)
@@ -45,23 +44,21 @@ class Request:
     Attributes:
         id: its name in messages.
         tokens: prompt, shape (prompt tokens,), at least one.
-        max_new_tokens: longest response, end-of-sequence token included; the engine lowers it to what its context
-            leaves.
+        max_new_tokens: longest response, end of the sequence included; the engine lowers it to what its context leaves.
         temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
             token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
-        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
-            log-probabilities are those of what is left, where the engine gives them. Engines differ in how they
-            combine two of them.
-        stop: texts that end the response. Its tokens end with the one that completes such a text, as far as the
-            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
-        json_schema: the response is JSON that fits this schema, and its log-probabilities are those of the
-            distribution without the tokens that do not fit; only for engines in `streamrl.config.base.SERVER_KINDS`.
-        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
-        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
         affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
             better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
         cache_version: its keys and values may be those that weights of this version computed for an earlier request
             with the same one; None: only those of the weights in force.
+        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
+            log-probabilities are those of what is left, where the engine gives them.
+        stop: texts that end the response, whose tokens end with the one that completes such a text, as far as the
+            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
+        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
+        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
+        json_schema: the response is JSON that fits it, and its log-probabilities are those without the tokens that do
+            not fit; only for engines in `streamrl.config.base.SERVER_KINDS`.
     """
 
     id: str
@@ -86,22 +83,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can serve: other requests are refused before they reach a decode loop.
-
-    Attributes:
-        context: longest prompt plus response in tokens.
-        vocabulary: token ids lie below it.
-    """
+    """What an engine can serve: longest prompt plus response in tokens; token ids lie below `vocabulary`."""
 
     context: int
     vocabulary: int
 
     def check(self, request: Request) -> int:
-        """Return how many tokens the response may have.
-
-        Raises:
-            DataError: the request can never be served; the message names it.
-        """
+        """Return how many tokens the response may have. `DataError`: the request can never be served."""
         tokens = request.tokens
         name = f"request {request.id!r}"
         if tokens.ndim != 1 or not len(tokens):
@@ -163,12 +151,12 @@ class EngineLoad:
     Attributes:
         running: requests that are being decoded.
         waiting: requests accepted and not yet begun.
-        tokens_sampled: tokens sampled since the start; only grows.
-        busy_seconds: seconds spent decoding since the start; only grows.
-        version: version of the weights in force, 0 until the first `apply`.
+        tokens_sampled: since the start.
+        busy_seconds: spent decoding since the start.
+        version: of the weights in force, 0 until the first `apply`.
         capacity: requests that the engine can make use of at the same time; grows and shrinks.
         cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
-        servers: servers that can serve now; 1 for an engine in this process.
+        servers: that can serve now; 1 for an engine in this process.
     """
 
     running: int
@@ -187,13 +175,9 @@ class Generator(Protocol):
     async def generate(self, request: Request) -> Completion:
         """Sample one response.
 
-        Waits for as long as it takes, also while the engine is asleep: the caller sets the deadline.
-        Cancelling frees the request's place and memory at the next decode step; its tokens are lost. The engine's
-        death fails every call that is waiting.
-
-        Raises:
-            DataError: the prompt is empty, has a token outside the vocabulary or leaves no room in the context, or the
-                limits make no sense. The engine goes on.
+        Waits for as long as it takes, also while the engine is asleep: the caller sets the deadline. Cancelling frees
+        its place and memory at the next decode step. The engine's death fails every call that is waiting.
+        `DataError`: the request can never be served; the engine goes on.
         """
         ...
 

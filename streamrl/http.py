@@ -1,8 +1,7 @@
 """HTTP to engine servers: pooled connections, deadlines, and no request sent twice by accident.
 
-The failures: `Lost` (no answer; did it arrive?), `BadAnswer` (an error of the server), `BadRequest` (the
-request itself is refused), `WireError` (an answer that cannot be read). The first two are `Unreachable`, the third is a
-`DataError`.
+The failures: `Lost` (no answer; did it arrive?) and `BadAnswer` (an error of the server), both `Unreachable`,
+`BadRequest` (the request itself is refused), a `DataError`, and `WireError` (an answer that cannot be read).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from streamrl.atomic import write_whole
 from streamrl.config.base import is_loopback
 from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, Unreachable, WireError
 
 MAX_BODY: Final = 64 << 20
-MAX_MESSAGE: Final = 16 << 20
-"""Bytes of the longest event of a stream."""
+MAX_MESSAGE: Final = 16 << 20  # bytes of the longest event of a stream
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_ALIVE: Final = 2.0
 """Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
@@ -41,24 +40,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request to a server.
-
-    Attributes:
-        path: below the server's URL, with its leading slash.
-        body: sent as JSON; None: no body.
-        repeatable: may be sent again if the server may have got it. Other calls are sent again only after an answer
-            that says it was not carried out (503).
-        optional: every error answer but 401 counts as an empty one.
-        pooled: may use an old connection, which the server may be about to close.
-    """
+    """One HTTP request to a server; without `repeatable` it is sent again only after an answer that it was not done."""
 
     method: Literal["GET", "POST"]
-    path: str
-    body: Mapping[str, Any] | None = None
+    path: str  # below the server's URL, with its leading slash
+    body: Mapping[str, Any] | None = None  # sent as JSON
     query: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = False
-    optional: bool = False
-    pooled: bool = False
+    repeatable: bool = False  # may be sent again if the server may have got it
+    optional: bool = False  # every error answer but 401 counts as an empty one
+    pooled: bool = False  # may use an old connection, which the server may be about to close
 
 
 class Lost(Unreachable):
@@ -90,9 +80,8 @@ class BadRequest(DataError):
 class HttpClient:
     """A session with one server; made and used in one event loop.
 
-    `api_key` is sent as a bearer token and appears in no message and no log, even if the server repeats it;
-    `key_option` is the configuration key that names its file. `hint` says how to fix a server that does not answer.
-    Proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) hold for other hosts.
+    `api_key` is sent as a bearer token and appears in no message and no log; `key_option` is the configuration key that
+    names its file. `hint` says how to fix a server that does not answer. Proxies of the environment hold.
     """
 
     def __init__(
@@ -105,15 +94,12 @@ class HttpClient:
         max_body: int = MAX_BODY,
     ) -> None:
         self.url = url.rstrip("/")
-        self._max_body = max_body
-        self._key = api_key
+        self._max_body, self._key, self._hint, self._key_option = max_body, api_key, hint, key_option
         self.headers: dict[str, str] = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._hint, self._key_option = hint, key_option
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self.headers,
-            auto_decompress=True,
             trust_env=behind_proxy(url),
         )
 
@@ -127,12 +113,6 @@ class HttpClient:
         Sent again, after a pause with full jitter, if it certainly was not carried out (connection refused, 503, 429),
         or if that is unknown and the call is repeatable. An error 500 is an answer and ends it. `seconds` include
         repeats and pauses; `retry=False` means one attempt.
-
-        Raises:
-            Lost: no answer in time.
-            BadAnswer: an error answer.
-            BadRequest: the server refuses the request (4xx).
-            WireError: invalid JSON, or an answer that is too long.
         """
 
         async def attempt() -> Any:
@@ -143,7 +123,7 @@ class HttpClient:
             except (aiohttp.ClientError, OSError) as error:
                 response.close()
                 raise self._lost(call, error) from error
-            await self._check(call, response, body)
+            self._check(call, response, body)
             return self._parsed(response, body) if response.status < 300 else None
 
         return await self._within(call, seconds, self._repeated(call, seconds, attempt) if retry else attempt())
@@ -151,15 +131,14 @@ class HttpClient:
     async def stream(self, call: Call, seconds: float) -> AsyncGenerator[Any, None]:
         """Send a call and yield the events of its answer, parsed; a plain JSON answer is one event.
 
-        The stream has no deadline, for bytes or for silence; its reader sets one. `seconds` limit how long the server
-        may answer 503 or refuse connections. It is not sent again once the server may have it. Closing the generator
-        closes the connection, which aborts at the server. Errors as `call`; `Lost` also if the connection breaks.
+        Its reader sets a deadline; `seconds` limit how long the server may answer 503 or refuse connections. It is not
+        sent again once the server may have it. Closing the generator closes the connection, which aborts at the server.
         """
 
         async def attempt() -> aiohttp.ClientResponse:
             response = await self._open(call)
             if response.status != 200:
-                await self._check(call, response, await self._within(call, _CONNECT_SECONDS, self._read(response)))
+                self._check(call, response, await self._within(call, _CONNECT_SECONDS, self._read(response)))
             return response
 
         response = await self._repeated(call, seconds, attempt)
@@ -187,7 +166,7 @@ class HttpClient:
             except Unreachable as error:
                 tries += 1
                 pause = random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries))  # noqa: S311
-                if not may_repeat(call, error, tries) or loop.time() + pause >= end:
+                if not _may_repeat(call, error, tries) or loop.time() + pause >= end:
                     raise
             await asyncio.sleep(pause)
 
@@ -205,13 +184,9 @@ class HttpClient:
         if fresh:
             headers["Connection"] = "close"
         try:
+            url, query = self.url + call.path, dict(call.query)
             return await self._session.request(
-                call.method,
-                self.url + call.path,
-                params=dict(call.query),
-                data=body,
-                headers=headers,
-                allow_redirects=False,
+                call.method, url, params=query, data=body, headers=headers, allow_redirects=False
             )
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(call, error) from error
@@ -225,7 +200,7 @@ class HttpClient:
                 raise WireError(f"{response.url.origin()}: an answer of more than {self._max_body} bytes")
         return bytes(body)
 
-    async def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
+    def _check(self, call: Call, response: aiohttp.ClientResponse, body: bytes) -> None:
         status = response.status
         if 200 <= status < 300 or (call.optional and status != 401):
             return
@@ -279,23 +254,18 @@ class Events:
             elif not text and self._data:
                 message, self._data, self._size = b"\n".join(self._data), [], 0
                 yield message
-            if self._size > MAX_MESSAGE:
-                break
         if self._size + len(self._rest) > MAX_MESSAGE:
             raise WireError(f"an event of more than {MAX_MESSAGE} bytes")
 
 
-def may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
+def _may_repeat(call: Call, error: Unreachable, tries: int) -> bool:
     if isinstance(error, BadAnswer):
         return error.status in _NOT_CARRIED_OUT
     return isinstance(error, Lost) and tries < _ATTEMPTS and (call.repeatable or not error.sent)
 
 
 def read_key(name: str, path: Path | None) -> str | None:
-    """The stripped key in the file that configuration key `name` names; None without a file.
-
-    `ConfigError`: the file cannot be read, or holds anything but one ASCII word.
-    """
+    """The key in the file that configuration key `name` names; `ConfigError`: it is not one ASCII word."""
     if path is None:
         return None
     try:
@@ -308,15 +278,11 @@ def read_key(name: str, path: Path | None) -> str | None:
 
 
 def own_key(name: str, given: Path | None, path: Path) -> str:
-    """The key of a server of ours: in the file that `name` names, else in `path`, for its owner alone; made if missing.
-
-    Errors as of `read_key`; `CannotCreate`: the file cannot be made.
-    """
+    """The key of a server of ours: the file that `name` names, else `path`, which is made for its owner alone."""
     if given is None and not path.exists():
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
         try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                file.write(f"{secrets.token_urlsafe(32)}\n")
+            write_whole(draft, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
             with contextlib.suppress(FileExistsError):  # another process of the run was first
                 path.hardlink_to(draft)
         except OSError as error:

@@ -18,18 +18,8 @@ _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104  (compared, not bound)
 
 @contextlib.asynccontextmanager
 async def listen(app: web.Application, host: str, port: int, *, what: str, hint: str) -> AsyncIterator[str]:
-    """Serve an application for this block; yields its URL. Requests in flight end with the block.
-
-    Port 0 is any free one; for a wildcard host the URL names this host. `what` is served and `hint` is the remedy in
-    the message of CannotCreate.
-    """
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handle_signals=False,
-        shutdown_timeout=1.0,
-        keepalive_timeout=30,
-    )
+    """Serve an application for this block; yields its URL. `what` and `hint` are for the message of `CannotCreate`."""
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=30)
     await runner.setup()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
@@ -77,8 +67,5 @@ def _outgoing() -> str | None:
 
 def url_of(host: str, port: int) -> str:
     """Where others reach what listens on `host`; for a wildcard it names this host."""
-    return f"http://{_literal(reachable(host))}:{port}"
-
-
-def _literal(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    name = reachable(host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from streamrl.config import ModelConfig, RunConfig
-from streamrl.engine import Request
+from streamrl.engine import Request, RequestLimits
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.servers.dialect import PROBE, Dialect
 from streamrl.servers.request import Response, read_response
 
 logger = logging.getLogger(__name__)
-_PATIENCE: Final = 15.0
-"""In which a server that streamrl did not start has to answer."""
+_PATIENCE: Final = 15.0  # in which a server that streamrl did not start has to answer
 _KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    context: int  # longest prompt plus response in tokens
-    vocabulary: int | None
-
-
-async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> Facts:
-    """Check that the server fits the run; `ConfigError` says what to change, `Unreachable`: no answer.
-
-    An `external` server may have been left paused or asleep by a process that died; it is resumed.
-    """
+async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> RequestLimits:
+    """Check that the server fits the run; `ConfigError` says what to change. An `external` one is waited for."""
     try:
         return await _connect(client, dialect, config, external=external)
     except (BadAnswer, DataError, WireError) as error:
@@ -47,7 +35,7 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
         ) from error
 
 
-async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> Facts:
+async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> RequestLimits:
     if external:
         await _reach(client, dialect)
     about = dialect.read_about([await client.call(call, _ABOUT_SECONDS) for call in dialect.about()])
@@ -68,8 +56,9 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
         )
     if external and not dialect.fixed:
         await _let_go(client, dialect)
-    await _try_out(client, dialect, config, (probe or (1,))[:4])
-    return Facts(context, vocabulary)
+    limits = RequestLimits(context, vocabulary or 1 << 31)
+    await _try_out(client, dialect, config, (probe or (1,))[:4], limits)
+    return limits
 
 
 async def _reach(client: HttpClient, dialect: Dialect) -> None:
@@ -78,21 +67,20 @@ async def _reach(client: HttpClient, dialect: Dialect) -> None:
     end = loop.time() + _PATIENCE
     while True:
         try:
-            await client.call(dialect.ready(), _PATIENCE, retry=False)
+            await client.call(dialect.ready, _PATIENCE, retry=False)
         except Lost:
             if loop.time() + _KNOCK_PAUSE > end:
                 raise
+            await asyncio.sleep(_KNOCK_PAUSE)
+            continue
         except BadAnswer as error:
             if error.status != 503:
                 raise
-            return
-        else:
-            return
-        await asyncio.sleep(_KNOCK_PAUSE)
+        return
 
 
 def _sizes(model: ModelConfig) -> tuple[int | None, int | None]:
-    """Vocabulary and positions of the run's model. A missing one is only logged: it is reported where it is loaded."""
+    """Vocabulary and positions of the run's model. A missing one is reported where it is loaded."""
     from transformers import AutoConfig
 
     try:
@@ -116,21 +104,22 @@ def _probe(model: ModelConfig) -> tuple[int, ...] | None:
 
 async def _let_go(client: HttpClient, dialect: Dialect) -> None:
     """Wake and resume a server: the process that put it to sleep or paused it may have died."""
-    for call in (*dialect.wake(("weights", "kv_cache")), *dialect.resume()):
+    for call in (*dialect.wake(("weights", "kv_cache")), *dialect.resume):
         try:
             await client.call(call, _ABOUT_SECONDS)
         except (BadAnswer, DataError) as error:
             logger.warning("a server that may be paused does not resume", extra={"why": error.message})
 
 
-async def _try_out(client: HttpClient, dialect: Dialect, config: RunConfig, prompt: tuple[int, ...]) -> None:
+async def _try_out(
+    client: HttpClient, dialect: Dialect, config: RunConfig, prompt: tuple[int, ...], limits: RequestLimits
+) -> None:
     """Sample one token, to check that the route is open and returns token ids and log-probabilities."""
-    temperature, seconds = config.sampling.temperature, config.weights.deadline
-    request = Request(uuid.uuid4().hex, np.asarray(prompt, dtype=np.int32), 1, temperature)
-    call = dialect.generation(request, version=0)
+    seconds = config.weights.deadline
+    request = Request("check", np.asarray(prompt, dtype=np.int32), 1, config.sampling.temperature)
     try:
         async with asyncio.timeout(seconds):
-            done = await read_response(client, dialect, call, Response(request, 0), seconds=seconds, vocabulary=None)
+            done = await read_response(client, dialect, Response(request, limits, 0), seconds=seconds)
     except TimeoutError as error:
         said = f"the server at {client.url} sampled no token within {seconds:g} s"
         raise Unreachable(said, "see the server's log") from error

@@ -39,10 +39,8 @@ from streamrl.weight_sync.manifest import Pair
 from streamrl.weight_sync.tensors import Version
 
 logger = logging.getLogger(__name__)
-_LAST_SECONDS: Final = 5.0
-"""For the resume of a server when its role ends."""
-_LOOK_SECONDS: Final = 0.05
-"""Between two looks at a server that fetches."""
+_LAST_SECONDS: Final = 5.0  # for the resume of a server when its role ends
+_LOOK_SECONDS: Final = 0.05  # between two looks at a server that fetches
 _KEPT: Final = 4
 """Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
 
@@ -51,15 +49,9 @@ class ServerControl:
     """Controls of one server; each call to it ends within `seconds`.
 
     `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` resumes a server that runs
-    already when this process dies; None for a server that dies with it. `folder` is this object's own, where the server
-    reads versions that are an adapter.
-
-    Attributes:
-        pair: version that is in force, (0, 0) before the first one.
-        step: optimizer step of that version.
-        adapter: name to sample with when that version is an adapter; empty otherwise.
-        blocked: it is paused for long, or has left its devices; requests wait.
-        pause_seconds: how long decoding stood still for the last version.
+    already when this process dies; None for a server that dies with it. `folder` is for versions that are an adapter.
+    `pair`, `step` and `adapter` (its name there; empty: none) are of the version in force, (0, 0) before the first.
+    `blocked`: it has left its devices, and requests wait.
     """
 
     def __init__(
@@ -84,8 +76,8 @@ class ServerControl:
         self._lock = asyncio.Lock()
         self._weights_awake = asyncio.Event()
         self._weights_awake.set()
-        self._applying = 0
         self._applied = asyncio.Event()
+        self._applied.set()
         self._stands_still = self._inconsistent = False
         self._label = ""
         self.pair: Pair = (0, 0)
@@ -113,7 +105,7 @@ class ServerControl:
         try:
             if self.held and not self._inconsistent:
                 await self._send(self._dialect.wake(("weights", "kv_cache")) if self.blocked else (), _LAST_SECONDS)
-                await self._send(self._dialect.resume(), _LAST_SECONDS)
+                await self._send(self._dialect.resume, _LAST_SECONDS)
             for name in self._adapters:
                 await self._send([self._dialect.unload_adapter(name)], _LAST_SECONDS)
         except StreamrlError as error:
@@ -122,11 +114,10 @@ class ServerControl:
         await self._watchdog.close(farewell=resumed)
 
     async def apply(self, version: Version, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Put a version in force; off the devices it waits until the weights are back, and it may be given up before.
+        """Put a version in force; off the devices it waits until the weights are back.
 
         `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """
-        self._applying += 1
         self._applied.clear()
         try:
             await self._weights_awake.wait()
@@ -137,9 +128,7 @@ class ServerControl:
                 # together: a heartbeat between them would name another version than the one that samples
                 self.pair, self.step, self.adapter = version.pair, version.step, name
         finally:
-            self._applying -= 1
-            if not self._applying:
-                self._applied.set()
+            self._applied.set()
         await self._announce()
         await self._forget_adapters()
 
@@ -161,7 +150,7 @@ class ServerControl:
             except DataError as error:  # nothing was changed
                 self._inconsistent = False
                 raise refusal(version, error.message) from error
-            await self._must(rest, self._seconds)
+            await self._must(rest)
             self._inconsistent = False
             self._label = label
 
@@ -185,7 +174,7 @@ class ServerControl:
         """`ConfigError`: the weights are not those that were given last. Nobody else knows a server that we started."""
         if self._watchdog is None or not self._label:
             return
-        found = (await self._client.call(self._dialect.label(), self._seconds)).get("weight_version")
+        found = (await self._client.call(self._dialect.label, self._seconds)).get("weight_version")
         if found != self._label:
             raise ConfigError(
                 f"somebody else changes the weights of the server at {self._client.url}: it has {found!r} instead of"
@@ -203,22 +192,19 @@ class ServerControl:
             self._watchdog.arm()
         begun = asyncio.get_running_loop().time()
         self._stands_still = True
-        await self._must(self._dialect.pause(), self._seconds)
+        await self._must(self._dialect.pause)
         try:
             yield
         finally:
             if not self._inconsistent:
-                await self._must(self._dialect.resume(), self._seconds)
+                await self._must(self._dialect.resume)
                 self._stands_still = False
                 self.pause_seconds = asyncio.get_running_loop().time() - begun
                 if self._watchdog is not None:
                     self._watchdog.disarm()
 
     async def _load_adapter(self, version: Version) -> str:
-        """Load a version that is an adapter: new requests sample with it, those in flight with the one they have.
-
-        Returns its name at the server.
-        """
+        """Load a version that is an adapter and return its name; requests in flight keep the one they have."""
         assert version.adapter is not None
         if self.pair[1] and not self.adapter:
             raise WeightsError(
@@ -254,30 +240,30 @@ class ServerControl:
         async with self._lock:
             self.blocked = True
             await self._announce()
-            await self._must(self._dialect.sleep(self._sleep_level), self._seconds)
+            await self._must(self._dialect.sleep(self._sleep_level))
 
     async def wake(self) -> None:
         """Come back to the devices, with the newest version that waits to be applied."""
         tags: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-        if self._applying:
+        if not self._applied.is_set():
             if self._sleep_level:  # at 0 the weights are there, and vLLM would decode while they are replaced
-                await self._must(self._dialect.wake(("weights",)), self._seconds)
+                await self._must(self._dialect.wake(("weights",)))
                 tags = ("kv_cache",)  # SGLang dies of waking the same twice
             self._weights_awake.set()
             await self._applied.wait()
         async with self._lock:
-            await self._must(self._dialect.wake(tags), self._seconds)
-            await self._must(self._dialect.resume(), self._seconds)
+            await self._must(self._dialect.wake(tags))
+            await self._must(self._dialect.resume)
             self.blocked = False
         self._weights_awake.set()
         await self._announce()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def _must(self, calls: Sequence[Call], seconds: float) -> None:
+    async def _must(self, calls: Sequence[Call]) -> None:
         """Send calls that the server may not refuse."""
         try:
-            await self._send(calls, seconds)
+            await self._send(calls, self._seconds)
         except Unreachable:
             raise
         except StreamrlError as error:

@@ -1,13 +1,12 @@
-"""What a server engine is asked and what it answers, as values: each dialect translates, and none of them does I/O.
-
-Their caller sends the calls and hands the answers back to the dialect that built them.
-"""
+"""What a server engine is asked and what it answers, as values: each dialect translates, and none of them does I/O."""
 
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
@@ -19,7 +18,8 @@ from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
 from streamrl.errors import DataError, NotFetched, StreamrlError, WeightsError, WireError
 from streamrl.http import BadAnswer, Call
-from streamrl.servers.launch import LOOPBACK, Launch, Startable
+from streamrl.servers.environments import find_environment, on_cpu
+from streamrl.servers.launch import LOOPBACK, Launch, LaunchProfile, Startable, merged
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -29,13 +29,12 @@ PROBE: Final = "Two plus 34 is thirty-six; naïve?"
 TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
-"""Asks vLLM, and servers that speak its dialect, for the token ids of `PROBE`."""
-BUSY: Final = "busy"
-"""A server fetches the files of a version still."""
-NOT_FETCHED: Final = "not fetched: "
-"""What our plug-in says when the files of a version did not come."""
+BUSY: Final = "busy"  # a server fetches the files of a version still
+NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
+_SAMPLE: Final = re.compile(r"^([\w:]+)(?:\{.*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?!\S)", re.MULTILINE)
+"""A sample of Prometheus, whose labels may hold any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +71,61 @@ class ServerInfo:
 
 
 class Dialect(Startable):
-    """Pure translation between `Engine` and one kind of server. No method waits, sends or keeps state.
+    """Pure translation to and from one kind of server. No method waits, sends or keeps state.
 
     Calls are sent in the order in which they are returned, each after the success of the one before. Methods that read
-    an answer raise `WireError` when it is not what the server should say. The defaults are those of a `fixed` server,
-    which is asked for no change.
+    an answer raise `WireError` when it is not what the server should say. A `fixed` server is asked for no change.
     """
 
-    kind: ClassVar[str]
-    guarded: ClassVar[str]
-    """A path that answers 401 or 403 without the right key, and changes nothing."""
-    spare: ClassVar[int] = 1
-    """Places of its context that no prompt may take: the token that it samples, and what it keeps free."""
-    fixed: ClassVar[bool] = False
-    """Its weights cannot be replaced."""
+    guarded: ClassVar[str] = "/v1/models"  # a path that answers 401 or 403 without the right key, and changes nothing
+    spare: ClassVar[int] = 1  # places of its context that no prompt may take: the token it samples, what it keeps free
+    adapters: ClassVar[str] = ""  # where the routes for adapters are
+    fixed: ClassVar[bool] = False  # its weights cannot be replaced
+    profile: ClassVar[LaunchProfile]  # of a kind that streamrl starts
+    pause: Sequence[Call] = ()  # stops decoding, and keeps the requests
+    resume: Sequence[Call] = ()
+    label: Call  # asks for the name of the weights in force, which `update` gave: `weight_version` of the answer
+    metrics: Call
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
-        raise NotImplementedError  # the configuration wants engine.url
+        engine, cpu = self._config.engine, on_cpu(self._config.engine)
+        environment = find_environment(engine.environment, self.profile.kind)
+        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
+        return self.profile.launch(environment, flags, self.environ(model, cpu=cpu), key)
+
+    def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
+        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+        # The seed is not one of each request: sampled again it would repeat, and vLLM samples such requests one by one.
+        engine = self._config.engine
+        flags: dict[str, Any] = {
+            **self.profile.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=self._sleeps),
+            **self.profile.quantised(self._config.weights.quantize),
+            "dtype": engine.dtype,
+            "stream-interval": engine.stream_interval,
+            **self.needed_flags(model, cpu=cpu),
+        }
+        return merged(flags, engine.flags)
+
+    def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
+        """What its kind needs besides its profile."""
+        raise NotImplementedError
+
+    def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
+        return self.profile.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._config.rollout.placement == "colocated"
 
     @staticmethod
     def salt(request: Request, version: int, life: str) -> str:
-        """The salt under which the keys and values of a request are found, in one life of its server.
-
-        The salt is never newer than the weights. A server may be behind the version that its pool named to the sample,
-        and samples that begin with that version must not find what the older weights computed.
-        """
+        """The salt under which the keys and values of a request are found, in one life of its server."""
+        # Never newer than the weights: a server may be behind the version that its sample begins with, and other
+        # samples of that version must not find what the older weights computed.
         oldest = version if request.cache_version is None else min(version, request.cache_version)
         return f"{life}-w{oldest}"
 
@@ -119,31 +144,23 @@ class Dialect(Startable):
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         """Ask for one response, which fits the context, as server-sent events.
 
-        `version` keeps prefix caches of different weights apart, `salt` those of different lives of the server.
-        `adapter` is the name of a loaded adapter that is the version in force.
+        `version` keeps prefix caches of different weights apart, `salt` those of lives of the server; `adapter` is the
+        name of a loaded one.
         """
 
     @abstractmethod
     def chunk(self, message: Any, *, received: int) -> Chunk:
         """Understand one event of the stream, parsed from JSON; `received` tokens came before it.
 
-        Raises:
-            WireError: missing or non-finite log-probabilities, counts that do not fit, or no such message.
-            DataError: the server refuses the request itself.
+        `WireError`: also non-finite log-probabilities and counts that do not fit. `DataError`: it refuses the request.
         """
 
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
-        """Ask for the log-probabilities of `tokens` from `start` on, which is at least 1; `model` by its served name.
-
-        They go in as a prompt, to whose log-probabilities no kind of server applies a temperature.
-        """
+        """Ask for the log-probabilities, at temperature 1, of `tokens` from `start` (1 or more) on."""
         raise NotImplementedError
 
     def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
-        """Understand the answer to `score`; `tokens` are those from `start` on. An impossible one may have any value.
-
-        `WireError`: it has no log-probabilities, or those of other tokens.
-        """
+        """Understand the answer to `score`; `tokens` are those from `start` on. Impossible ones may have any value."""
         raise NotImplementedError
 
     def abort(self, request_id: str) -> Sequence[Call]:
@@ -151,59 +168,50 @@ class Dialect(Startable):
         del request_id
         return ()
 
-    def pause(self) -> Sequence[Call]:
-        """Stop decoding and keep the requests."""
-        return ()
-
-    def resume(self) -> Sequence[Call]:
-        return ()
-
     def prefetch(self, version: Version) -> Sequence[Call]:
-        """Fetch the files and check names and shapes while the server generates; a failure changes nothing.
-
-        To be asked again for as long as the answer is `BUSY`.
-        """
-        del version
-        return ()
+        """Fetch the files and check names and shapes while the server generates; asked again while it is `BUSY`."""
+        raise NotImplementedError
 
     def read_prefetch(self, answer: Any) -> str:
         """Understand the answer to a call of `prefetch`: empty, `BUSY`, or why the version is refused."""
-        del answer
-        return ""
-
-    def label(self) -> Call:
-        """Ask for the name of the weights in force, which `update` gave: `weight_version` of the answer."""
         raise NotImplementedError
 
     def update(self, version: Version, label: str) -> Sequence[Call]:
         """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
 
-        A refusal (4xx) of the first call means that nothing was changed. After any other failure the state is unknown,
-        and the server counts as dead.
-
-        `WeightsError`: the version cannot reach such a server.
+        A refusal (4xx) of the first call means that nothing was changed; after any other failure the server counts as
+        dead. `WeightsError`: the version cannot reach such a server.
         """
         raise NotImplementedError
 
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
-        """Stop decoding, and at level 1 free memory; `Refused` when the server cannot."""
+        """Stop decoding, and at level 1 free memory."""
         raise NotImplementedError
 
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
-        del tags
-        return ()
+        raise NotImplementedError
 
     def load_adapter(self, name: str, folder: Path) -> Call:
         """Load a version that is an adapter beside the weights."""
-        raise NotImplementedError
+        return Call("POST", f"{self.adapters}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> Call:
-        raise NotImplementedError
+        body = {"lora_name": name}
+        return Call("POST", f"{self.adapters}/unload_lora_adapter", body, repeatable=True, optional=True)
 
     @abstractmethod
-    def metrics(self) -> Call: ...
-    @abstractmethod
     def read_metrics(self, answer: Any) -> ServerMetrics: ...
+
+
+@contextmanager
+def reading(problem: str) -> Iterator[None]:
+    """A `WireError` that begins with `problem` for an answer whose form is not the one that is read in this block."""
+    try:
+        yield
+    except StreamrlError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, StopIteration) as error:
+        raise WireError(f"{problem}: {error!r}") from error
 
 
 def read_finish(reason: Any) -> Finish | None:
@@ -216,9 +224,9 @@ def read_finish(reason: Any) -> Finish | None:
     raise WireError(f"a response ended for an unknown reason: {reason!r}")
 
 
-def read_cached(usage: Mapping[str, Any]) -> int | None:
+def read_cached(message: Mapping[str, Any]) -> int | None:
     """Return how many tokens of the prompt were cached, from a usage of OpenAI's form; None when it does not say."""
-    details = usage.get("prompt_tokens_details")
+    details = (message.get("usage") or {}).get("prompt_tokens_details")
     return read_count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
 
 
@@ -226,27 +234,36 @@ def read_count(value: Any) -> int | None:
     return max(0, value) if isinstance(value, int) else None
 
 
-def read_spans(spans: Any, total: int) -> Runs:
+def read_probe(answer: Any) -> tuple[int, ...] | None:
+    """Return the ids of `PROBE` from the answer of `/tokenize`."""
+    tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+    return tuple(tokens) if isinstance(tokens, list) else None
+
+
+def read_release(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version, if it has any."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def read_spans(spans: Any, total: int, finish: Finish | None) -> Runs | None:
     """Turn spans `{version, start, end}` into runs; they have to cover all tokens without a gap, and versions grow.
 
     A label that begins with no decimal number stands for the model that the server started with.
     """
+    if finish is None or (spans is None and finish == "abort"):
+        return None
     runs: Runs = []
     end = 0
-    try:
-        for span in spans:
+    with reading("no version spans"):
+        for span in spans or ():
             label, start, stop = str(span["version"]), int(span["start"]), int(span["end"])
-            if start != end or stop < start:
-                raise WireError(f"the version spans {spans} leave gaps")
             digits = label.partition(".")[0]
             number = int(digits) if digits.isascii() and digits.isdecimal() else 0
-            if runs and number < runs[-1][1]:
-                raise WireError(f"the version spans {spans} go back")
+            if start != end or stop < start or (runs and number < runs[-1][1]):
+                raise WireError(f"the version spans {spans} leave gaps or go back")
             if stop > start and (not runs or runs[-1][1] != number):
                 runs.append((start, number))
             end = stop
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"no version spans: {error!r}") from error
     if end != total:
         raise WireError(f"the version spans cover {end} tokens of {total}")
     return runs
@@ -260,29 +277,24 @@ def read_logprobs(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values]
 
 
-def stream_error(error: Any) -> BadAnswer | DataError:
-    """Classify an error within a stream: with a code from 400 to 499 the request is at fault."""
+def raise_error(message: Any) -> None:
+    """Raise the error that a message of a stream is: `DataError` with a code from 400 to 499, else `BadAnswer`."""
+    error = message.get("error") if isinstance(message, Mapping) else None
+    if not error:
+        return
     code = error.get("code") if isinstance(error, Mapping) else None
     said = str(error.get("message", error) if isinstance(error, Mapping) else error)[:500]
     if isinstance(code, int) and 400 <= code < 500:
-        return DataError(f"the server refuses the request: {said}")
-    return BadAnswer(f"the server failed while it answered: {said}", status=code if isinstance(code, int) else 500)
+        raise DataError(f"the server refuses the request: {said}")
+    raise BadAnswer(f"the server failed while it answered: {said}", status=code if isinstance(code, int) else 500)
 
 
 def read_prometheus(text: str, fields: Mapping[str, str]) -> ServerMetrics:
     """Sum the finite samples over a server's engines; `cache_use` is their mean. `fields`: metric name to field."""
     found: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        name = line.split("{", 1)[0].split(" ", 1)[0]
-        if name not in fields:
-            continue
-        rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
-        try:
-            value = float(rest.split()[0])
-        except (ValueError, IndexError):
-            continue
-        if math.isfinite(value):
-            found.setdefault(fields[name], []).append(value)
+    for name, value in _SAMPLE.findall(text):
+        if name in fields and math.isfinite(number := float(value)):
+            found.setdefault(fields[name], []).append(number)
     use = found.pop("cache_use", [0.0])
     counts = {field: int(sum(values)) for field, values in found.items()}
     return ServerMetrics(cache_use=min(sum(use) / len(use), 1.0), **counts)

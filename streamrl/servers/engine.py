@@ -28,15 +28,13 @@ from streamrl.weight_sync.follower import Follower
 from streamrl.weight_sync.tensors import Version
 
 _LAST_SECONDS: Final = 10.0
-_DRAIN_SHARE: Final = 0.22
-"""Share of the run's drain time for the requests that it has; workers have the same."""
+_DRAIN_SHARE: Final = 0.22  # share of the run's drain time for the requests that it has; workers have the same
 
 
 async def run_engine(role: Role) -> None:
     """Run one engine until `role.stop` is set; then its requests are finished within a share of the drain time.
 
-    `ConfigError`: the environment is missing, or the server does not fit the run. `Unreachable`: the server ended,
-    hangs or is in an unknown state; the supervisor starts the role again.
+    `ConfigError`: no environment, or the server does not fit the run. `Unreachable`: it ended or hangs; start it again.
     """
     if role.config.engine.kind == "hf":
         raise ConfigError("engine.kind hf generates in the rollout workers", "set engine.kind to vllm or sglang")
@@ -57,7 +55,12 @@ class EngineRole:
         self._figures = ServerMetrics()
         self._started = False
         lock = role.ledgers.device_lock if role.config.rollout.placement == "colocated" else None
-        self._devices = EngineDevices(lock, role.name, wake=self._wake, sleep=self._sleep)
+        self._devices = EngineDevices(
+            lock,
+            role.name,
+            wake=lambda: self._server.control.wake(),  # noqa: PLW0108 (there is none before the start)
+            sleep=lambda: self._server.control.sleep(),  # noqa: PLW0108
+        )
 
     async def stopped_at_start(self) -> None:
         """Return at a stop while the server starts, which takes minutes; later `run` ends by itself."""
@@ -90,12 +93,6 @@ class EngineRole:
             for task in working:
                 task.cancel()
 
-    async def _wake(self) -> None:
-        await self._server.control.wake()
-
-    async def _sleep(self) -> None:
-        await self._server.control.sleep()
-
     def _follower(self, server: Server) -> Follower:
         role, control = self._role, server.control
 
@@ -127,8 +124,8 @@ class EngineRole:
             adapter=control.adapter,
             blocked=int(control.blocked),
             slots=self._config.engine.slots,
-            context=server.facts.context,
-            vocabulary=server.facts.vocabulary or 0,
+            context=server.limits.context,
+            vocabulary=server.limits.vocabulary,
             running=figures.running,
             waiting=figures.waiting,
             cache_use=round(figures.cache_use, 3),
@@ -154,9 +151,8 @@ class EngineRole:
             figures = ServerMetrics()  # it lives, and does not tell
         if figures != self._figures:
             self._figures = figures
-            self._role.record(
-                {"running": figures.running, "waiting": figures.waiting, "tokens": figures.tokens_sampled}
-            )
+            counts = {"running": figures.running, "waiting": figures.waiting, "tokens": figures.tokens_sampled}
+            self._role.record(counts)
             with suppress(StreamrlError):  # Redis may be away; the heartbeat decides about that
                 await self._announce()
         return figures

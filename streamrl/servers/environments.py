@@ -1,8 +1,7 @@
 """Where the virtual environments of engine servers are, and for which devices.
 
-An engine never shares the environment of the learner: vLLM and SGLang want other versions of torch and transformers
-than each other and than the learner. `installation` makes such an environment: a plain virtual environment with one
-file more, `MARKER`, that says what was installed.
+vLLM, SGLang and the learner want different versions of torch. `installation` makes such an environment, with one file
+more, `MARKER`, that says what was installed.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ def computes_on_cpu(device: str) -> bool:
 
 
 def on_cpu(engine: EngineConfig) -> bool:
-    """Whether the engine servers of a run compute on a CPU; every kind asks here.
-
-    `ConfigError`: `engine.device` is no device, or a GPU that this machine lacks. The devices of servers at
-    `engine.url` are not known here.
-    """
+    """Whether the engine servers of a run compute on a CPU; `ConfigError`: no device, or a GPU that is not here."""
     check_device("engine.device", engine.device, there=not engine.url)
     return computes_on_cpu(engine.device)
 
@@ -57,17 +52,11 @@ def check_device(key: str, device: str, *, there: bool = True) -> None:
 
 
 def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:
-    """Return the folder of the virtual environment that servers of `kind` run in.
-
-    Looks at `given` alone when the configuration gives one (as `key`); else at $STREAMRL_ENGINES/KIND, at
-    `.engines/KIND` in the working directory and upwards, and next to the project of an editable install. One made by
-    hand will do: only `bin/python` is required. `ConfigError`: none is there.
-    """
+    """The virtual environment of servers of `kind`, which may be made by hand: `given` by `key`, or found."""
     command = install_command(kind)
-    looked = [given.expanduser()] if given is not None else list(_places(kind))
-    for folder in looked:
-        if (folder / "bin" / "python").exists():
-            return folder.absolute()
+    looked = list(_places(kind)) if given is None else [given.expanduser()]
+    if found := next((folder for folder in looked if (folder / "bin" / "python").exists()), None):
+        return found.absolute()
     if given is not None:
         raise ConfigError(
             f"{key} {given} is no virtual environment: bin/python is missing",

@@ -52,18 +52,12 @@ print(json.dumps({"version": version("%s"), "cuda": torch.version.cuda}))
 def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
     """Make the environment of `kind` in `folder`; `say` gets one line per step.
 
-    It is made inside the folder, which may be a mount point, and moved to its place when it is whole. One of the same
-    recipe stays as it is. Two calls for one folder wait for each other. uv gets the settings of pip on this machine
-    (pip.conf, PIP_*), prints to stderr, and keeps what it has downloaded.
-
-    Raises:
-        ConfigError: uv is missing or failed.
-        CannotCreate: the folder holds something else, or cannot be written.
+    It is made inside the folder, which may be a mount point, and moved to its place when it is whole. Two calls for one
+    folder wait for each other. `ConfigError`: uv is missing or failed. `CannotCreate`: the folder holds something else.
     """
     if uv.find_uv() is None:
-        raise ConfigError(
-            "uv, which makes environments of engines, is not installed", "pip install 'streamrl[engines]'"
-        )
+        said = "uv, which makes environments of engines, is not installed"
+        raise ConfigError(said, "pip install 'streamrl[engines]'")
     folder = folder.resolve()
     with writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,19 +16,17 @@ from streamrl.errors import ConfigError
 from streamrl.http import Call
 from streamrl.weight_sync.quantize import quantization_config
 
-PLUGIN: Final = Path(__file__).parent / "plugin"
-"""For the PYTHONPATH of vLLM and SGLang servers."""
-SGLANG_CPU: Final = PLUGIN / "sglang_cpu"
-"""What SGLang needs besides on a CPU."""
+PLUGIN: Final = Path(__file__).parent / "plugin"  # for the PYTHONPATH of vLLM and SGLang servers
 LOOPBACK: Final = "127.0.0.1"
+_READABLE: Final = "a command line can be read by everybody on the machine; the servers ask for the token of the run"
 _NOT_GIVEN: Final = {
     "host": "streamrl says where its servers listen (engine.host)",
     "port": "streamrl finds a free port for each server",
-    "api-key": "a command line can be read by everybody on the machine; the servers ask for the token of the run",
+    "api-key": _READABLE,
+    "admin-api-key": _READABLE,
 }
 _MOST_ADAPTERS: Final = 8
 """Servers keep room for each of them from their start on; requests with more wait for others to end."""
-_NOT_GIVEN["admin-api-key"] = _NOT_GIVEN["api-key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +42,23 @@ class Launch:
 class Startable(ABC):
     """A server that can be started."""
 
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """Its name in `streamrl engines install`."""
+    kind: str  # its name in `streamrl engines install`
+    ready: Call  # answers 200 when the server can take requests; cheap, and no disturbance of a pause
 
     @abstractmethod
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
         """Return how a server is started with all that streamrl needs of it; with a `key` it asks for that.
 
-        `seed` (0 to 2**31 - 1) is that of its sampling: no two servers of a run may draw the same numbers. The caller
-        adds devices, the log and the variables of the configuration. `ConfigError`: the environment is missing, or
-        streamrl starts no servers of this kind.
+        `seed` (0 to 2**31 - 1) is that of its sampling. `ConfigError`: the environment is missing.
         """
-
-    @abstractmethod
-    def ready(self) -> Call:
-        """A cheap call that answers 200 when the server can take requests; it must not disturb a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchProfile:
     """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
 
-    `model` and `seed` are the names of flags. `cpu_...` is for a server on a CPU. `sleep_...` is for one on devices
-    that frees its memory after the calls `sleep`, until the calls `wake`. `scoring` is for one that returns no text.
+    `model`, `seed` and `overrides` are names of flags. `cpu_...` is for a server on a CPU, `sleep_...` for one on
+    devices that frees its memory after the calls `sleep`, until the calls `wake`.
     """
 
     kind: ServerKind
@@ -78,8 +68,8 @@ class LaunchProfile:
     flags: Mapping[str, Any]
     cpu_flags: Mapping[str, Any]
     sleep_flags: Mapping[str, Any]
-    scoring: Mapping[str, Any]
-    overrides: str  # the flag with what replaces entries of config.json
+    scoring: Mapping[str, Any]  # flags of one that returns no text
+    overrides: str  # of entries of config.json
     environ: Mapping[str, str]
     cpu_environ: Mapping[str, str]
     sleep_environ: Mapping[str, str]
@@ -98,15 +88,18 @@ class LaunchProfile:
 
     def quantised(self, kind: Quantize | None) -> dict[str, Any]:
         """Flags for weights that come quantised; those of the model's files are not, so none are read."""
-        overrides = {"quantization_config": quantization_config(kind)} if kind else {}
-        return {"load-format": "dummy", self.overrides: overrides} if kind else {}
+        if kind is None:
+            return {}
+        return {"load-format": "dummy", self.overrides: {"quantization_config": quantization_config(kind)}}
 
     def environ_for(self, model: str, *, cpu: bool, sleeps: bool, plugin: bool = False) -> dict[str, str]:
         """The variables; with `plugin` also the path of what replaces weights."""
         environ = {**self.environ, **(self.folder_environ if Path(model).is_dir() else {})}
         environ |= self.cpu_environ if cpu else self.sleep_environ if sleeps else {}
-        paths = dict.fromkeys([*([PLUGIN] if plugin else []), *([self.cpu_path] if cpu else [])])
-        return environ | ({"PYTHONPATH": python_path(*paths)} if paths else {})
+        paths = dict.fromkeys([*([str(PLUGIN)] if plugin else []), *([str(self.cpu_path)] if cpu else [])])
+        if paths:
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
+        return environ
 
     def launch(
         self, environment: Path, flags: Mapping[str, Any], environ: Mapping[str, str], key: str | None = None
@@ -169,7 +162,7 @@ SGLANG: Final = LaunchProfile(
     cpu_environ={"SGLANG_USE_CPU_ENGINE": "1"},
     sleep_environ={},
     folder_environ={"HF_HUB_OFFLINE": "1"},
-    cpu_path=SGLANG_CPU,
+    cpu_path=PLUGIN / "sglang_cpu",
     key_variable="",
     key_flags={},
     # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
@@ -211,10 +204,6 @@ def words(flags: Mapping[str, Any]) -> Iterator[str]:
             yield json.dumps(value)
         elif value is not True:
             yield str(value)
-
-
-def python_path(*first: Path) -> str:
-    return os.pathsep.join(path for path in (*map(str, first), os.environ.get("PYTHONPATH", "")) if path)
 
 
 def adapters_in_flight(max_staleness: int) -> int:

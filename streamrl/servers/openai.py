@@ -25,14 +25,16 @@ from streamrl.servers.dialect import (
     Dialect,
     ServerInfo,
     ServerMetrics,
+    raise_error,
     read_cached,
+    read_count,
     read_finish,
     read_logprobs,
+    read_probe,
     read_prometheus,
-    stream_error,
+    reading,
 )
 
-_COMPLETIONS: Final = "/v1/completions"
 _FLAGS: Final = frozenset({"model", "processed-logprobs"})
 _FIGURES: Final[Mapping[str, str]] = {
     "vllm:num_requests_running": "running",
@@ -41,21 +43,16 @@ _FIGURES: Final[Mapping[str, str]] = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:generation_tokens_total": "tokens_sampled",
-    "tgi_batch_current_size": "running",
-    "tgi_queue_size": "waiting",
-    "tgi_request_generated_tokens_sum": "tokens_sampled",
 }
 
 
 class OpenaiDialect(Dialect):
-    """Speaks to a server with completions of OpenAI's form.
+    """Speaks to a server with completions of OpenAI's form."""
 
-    `ConfigError`: an unknown flag.
-    """
-
-    kind: ClassVar[str] = "openai"
-    guarded: ClassVar[str] = "/v1/models"
+    kind = "openai"
     fixed: ClassVar[bool] = True
+    ready = Call("GET", "/v1/models", repeatable=True)  # all such servers have this route, and it samples nothing
+    metrics = Call("GET", "/metrics", repeatable=True, optional=True)
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -68,14 +65,9 @@ class OpenaiDialect(Dialect):
         self._model: str | None = flags.get("model")
 
     @override
-    def ready(self) -> Call:
-        # All such servers have this route, and it samples nothing.
-        return Call("GET", "/v1/models", repeatable=True)
-
-    @override
     def about(self) -> Sequence[Call]:
         return [
-            Call("GET", "/v1/models", repeatable=True),
+            self.ready,
             Call("GET", "/version", repeatable=True, optional=True),
             TOKENIZE_PROBE,
         ]
@@ -83,21 +75,16 @@ class OpenaiDialect(Dialect):
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         models, version, probe = answers
-        try:
-            entries = models["data"]
-            known = [str(entry["id"]) for entry in entries]
-            entry = next((entry for entry in entries if self._model in {None, entry["id"]}), None)
-        except (KeyError, TypeError) as error:
-            raise WireError(f"no list of models at /v1/models: {error!r}") from error
+        with reading("no list of models at /v1/models"):
+            known = [str(entry["id"]) for entry in models["data"]]
+            entry = next((entry for entry in models["data"] if self._model in {None, entry["id"]}), None)
         if entry is None:
             raise ConfigError(f"the server has no model {self._model!r}", f"engine.flags.model: {', '.join(known)}")
-        context = entry.get("max_model_len")
-        tokens = probe.get("tokens") if isinstance(probe, Mapping) else None
         return ServerInfo(
             version=str(version.get("version", "")) if isinstance(version, Mapping) else "",
             model=str(entry["id"]),
-            context=context if isinstance(context, int) else None,
-            probe=tuple(tokens) if isinstance(tokens, list) else None,
+            context=read_count(entry.get("max_model_len")),
+            probe=read_probe(probe),
         )
 
     @override
@@ -125,43 +112,29 @@ class OpenaiDialect(Dialect):
         body |= {name: value for name, value in asked.items() if value is not None}
         if self._model is not None:
             body["model"] = self._model
-        return Call("POST", _COMPLETIONS, body)
+        return Call("POST", "/v1/completions", body)
 
     @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
         del received
-        if isinstance(message, Mapping) and message.get("error"):
-            raise stream_error(message["error"])
-        try:
-            choices = message["choices"]
-            usage = message.get("usage") or {}
-            if not choices:
-                return Chunk(cached_tokens=read_cached(usage))
-            choice = choices[0]
+        raise_error(message)
+        with reading("no chunk of a completion with token ids and log-probabilities"):
+            cached = read_cached(message)
+            if not message["choices"]:
+                return Chunk(cached_tokens=cached)
+            choice = message["choices"][0]
             content = choice.get("logprobs") or {}
-            values = list(content.get("token_logprobs") or ())
-            tokens = _tokens(choice, content)
-            reason = choice.get("finish_reason")
-            cached = read_cached(usage)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise WireError(f"no chunk of a completion with token ids and log-probabilities: {error!r}") from error
-        if len(tokens) != len(values):
-            raise WireError(f"{len(tokens)} token ids came with {len(values)} log-probabilities")
-        return Chunk(tokens, read_logprobs(values), read_finish(reason), None, cached)
-
-    @override
-    def metrics(self) -> Call:
-        return Call("GET", "/metrics", repeatable=True, optional=True)
+            logprobs = read_logprobs(content.get("token_logprobs") or ())
+            ids = choice.get("token_ids")
+            if ids is None:  # then in the place of texts
+                ids = [str(text).removeprefix("token_id:") for text in content.get("tokens") or ()]
+            if len(ids) != len(logprobs):
+                raise WireError(f"{len(ids)} token ids came with {len(logprobs)} log-probabilities")
+            return Chunk(
+                [int(token) for token in ids], logprobs, read_finish(choice.get("finish_reason")), cached_tokens=cached
+            )
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
-        # The metrics of vLLM, SGLang and TGI are understood; other servers report none.
+        # The metrics of vLLM and SGLang are understood; other servers report none.
         return read_prometheus(answer, _FIGURES) if isinstance(answer, str) else ServerMetrics()
-
-
-def _tokens(choice: Mapping[str, Any], content: Mapping[str, Any]) -> list[int]:
-    """The sampled ids: a list of their own, or in the place of texts as `token_id:17`."""
-    ids = choice.get("token_ids")
-    if ids is None:
-        ids = [str(text).removeprefix("token_id:") for text in content.get("tokens") or ()]
-    return [int(token) for token in ids]

@@ -14,10 +14,9 @@ import contextlib
 import logging
 import math
 import socket
-import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -39,25 +38,19 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOOK_SECONDS: Final = 0.25
 _COUNT_SECONDS: Final = 5.0
-_GONE_SECONDS: Final = 2.0
-"""Without a heartbeat on the board, which a Redis that starts anew has lost for a moment."""
+_GONE_SECONDS: Final = 2.0  # without a heartbeat on the board, which a Redis that starts anew has lost for a moment
 _CONNECT_SECONDS: Final = 1.0
 _SILENT_SECONDS: Final = 10.0
 """Without a token for any of its requests, after which an engine is asked for a sign of life."""
-_CUT_SECONDS: Final = 4.0
-"""Without that sign, while another engine works, after which its requests go there."""
-_REFUSED_SECONDS: Final = 10.0
-"""For which an engine may answer 503 to a request."""
+_CUT_SECONDS: Final = 4.0  # without that sign, while another engine works, after which its requests go there
+_REFUSED_SECONDS: Final = 10.0  # for which an engine may answer 503 to a request
 _DEADLY: Final = 3
 """Engines that may die under one request before it gave a token: after so many it is taken for the cause."""
 _PATIENCE: Final = 60.0
-_PATIENCE_SHARE: Final = 0.25
-"""Of `episode.deadline`, at most: an episode that is given back begins its time anew."""
+_PATIENCE_SHARE: Final = 0.25  # of `episode.deadline`, at most: an episode that is given back begins its time anew
 _AFFINITIES: Final = 10_000
-FULL: Final = 0.9
-"""Cache use from which an engine gets nothing while others have room."""
-_BLOCK: Final = 16
-"""Tokens of one block of a prefix cache; a shorter prefix is not kept by it."""
+FULL: Final = 0.9  # cache use from which an engine gets nothing while others have room
+_BLOCK: Final = 16  # tokens of one block of a prefix cache; a shorter prefix is not kept by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +69,9 @@ class Candidate:
 def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together: int, before: int | None = None) -> int:
     """Return the index of the engine for a request: the least busy one, those with a full cache last.
 
-    A request whose prefix is at `before` stays there while that costs less than what it waits for: that engine may be
-    busier than the least busy one by as much as a whole group.
-
-    Args:
-        candidates: at least one.
-        cost: tokens of the request, prompt and longest response.
-        shared: tokens that it has in common with the requests that went to `before`.
-        together: requests that usually share a prefix.
-        before: where requests with the same prefix went; None: nowhere.
+    `cost` are the tokens of the request, prompt and longest response, and `shared` those that it has in common with
+    requests that went to `before`, an index or None. There it stays while that costs less than what it waits for: that
+    engine may be busier than the least busy one by `together` requests, a whole group.
     """
     best = min(range(len(candidates)), key=lambda at: (candidates[at].cache_use >= FULL, candidates[at].burden))
     if before is None or shared < _BLOCK:
@@ -96,10 +83,7 @@ def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together:
 
 
 class Affinities:
-    """Where requests went last, by affinity (empty: none); of very many, the oldest are forgotten.
-
-    `GROUP/SAMPLE` is the affinity of a sample with several turns. It begins where its group is, and stays there.
-    """
+    """Where requests went last, by affinity; a sample with turns (`GROUP/SAMPLE`) begins where its group is."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -165,17 +149,10 @@ class AnnouncedEngine:
         if not self._responses or sampled != self._sampled or not self.usable:
             self._sampled, self.heard_at = sampled, now
 
-    async def ask_for_life(self) -> None:
-        """Find out whether an engine that sends nothing answers here: it may have a long prompt to read."""
-        with contextlib.suppress(Lost):
-            with contextlib.suppress(BadAnswer):
-                await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
-            self.heard_at = asyncio.get_running_loop().time()
-
     async def knock(self) -> None:
-        """Find out whether it takes requests."""
+        """Find out whether it takes requests. Any answer is a sign of life: it may have a long prompt to read."""
         try:
-            await self._client.call(self._dialect.ready(), _CONNECT_SECONDS, retry=False)
+            await self._client.call(self._dialect.ready, _CONNECT_SECONDS, retry=False)
         except BadAnswer as error:
             self.answers = error.status == 503  # while its weights change
         except StreamrlError as error:
@@ -183,26 +160,19 @@ class AnnouncedEngine:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
                 logger.warning("an engine does not answer", extra=extra)
             self._told = True
+            return
         else:
             self.answers, self._told = True, False
+        self.heard_at = asyncio.get_running_loop().time()
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
-        vocabulary = int(self.fields["vocabulary"]) or None
-        limit = RequestLimits(int(self.fields["context"]), vocabulary or 1 << 31).check(request)
-        wire_id = uuid.uuid4().hex  # never used twice, and of one length because SGLang aborts by prefix
-        call = self._dialect.generation(
-            replace(request, id=wire_id, max_new_tokens=limit),
-            version=self.version,
-            salt=self.life,
-            adapter=self.fields["adapter"] or None,
-        )
-        response = self._responses[wire_id] = Response(request, self.version, self.fields["adapter"])
-        cost = len(request.tokens) + limit
+        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]))
+        response = Response(request, limits, self.version, self.life, self.fields["adapter"])
+        self._responses[response.wire_id] = response
+        cost = len(request.tokens) + response.longest
         self.tokens += cost
-        reading = asyncio.create_task(
-            read_response(self._client, self._dialect, call, response, seconds=_REFUSED_SECONDS, vocabulary=vocabulary)
-        )
+        reading = asyncio.create_task(read_response(self._client, self._dialect, response, seconds=_REFUSED_SECONDS))
         try:
             await first_of(asyncio.wait([reading]), self._gone.wait())
             if not reading.done():
@@ -216,12 +186,12 @@ class AnnouncedEngine:
             raise LostResponse(error.message, begun=False) from error
         finally:
             self.tokens -= cost
-            del self._responses[wire_id]
+            del self._responses[response.wire_id]
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
                 if not self._gone.is_set():
-                    abort = asyncio.create_task(self._abort(wire_id))  # nobody waits for it
+                    abort = asyncio.create_task(self._abort(response.wire_id))  # nobody waits for it
                     self._aborts.add(abort)
                     abort.add_done_callback(self._aborts.discard)
 
@@ -262,7 +232,7 @@ class ServerPool(Generator):
         self._step = 0
         self._workers = 1
         self._calls = self._tokens = self._lost = 0
-        self._busy = self._busy_since = 0.0
+        self._busy = self._counted_at = 0.0
         self._patience = min(_PATIENCE, _PATIENCE_SHARE * config.episode.deadline)
 
     @contextlib.asynccontextmanager
@@ -308,9 +278,9 @@ class ServerPool(Generator):
         while True:
             engine = await self._found(partial(self._choose, request), end)
             self._affinities.set(request.affinity, engine.name)  # the rest of its group comes at the same time
+            self._count(1)
             try:
-                with self._busy_with_one():
-                    completion = await engine.generate(request)
+                completion = await engine.generate(request)
             except Unreachable as error:
                 engine.answers = False  # until it answers again
                 failed = isinstance(error, BadAnswer) and error.status == 500
@@ -328,16 +298,18 @@ class ServerPool(Generator):
             else:
                 self._tokens += len(completion.tokens)
                 return completion
+            finally:
+                self._count(-1)
 
     @override
     def load(self) -> EngineLoad:
         usable = self._fresh(self._usable())
-        since = asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0
+        self._count(0)
         return EngineLoad(
             running=self._calls,
             waiting=0,
             tokens_sampled=self._tokens,
-            busy_seconds=self._busy + since,
+            busy_seconds=self._busy,
             version=max((engine.version for engine in usable), default=0),
             capacity=math.ceil(sum(engine.slots for engine in usable) / self._workers),
             cache_use=max((engine.cache_use for engine in usable), default=0.0),
@@ -348,19 +320,11 @@ class ServerPool(Generator):
     async def health(self) -> None:
         await self._found(self._usable, asyncio.get_running_loop().time() + self._patience)
 
-    @contextlib.contextmanager
-    def _busy_with_one(self) -> Iterator[None]:
-        """Count a call that an engine has; busy is the time with any."""
-        loop = asyncio.get_running_loop()
-        if not self._calls:
-            self._busy_since = loop.time()
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._busy += loop.time() - self._busy_since
+    def _count(self, more: int) -> None:
+        """Count calls that engines have; busy is the time with any."""
+        now = asyncio.get_running_loop().time()
+        self._busy += now - self._counted_at if self._calls else 0.0
+        self._counted_at, self._calls = now, self._calls + more
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
@@ -434,19 +398,16 @@ class ServerPool(Generator):
             engine.missing_since = engine.missing_since or now
             if engine.missing_since + _GONE_SECONDS <= now:
                 await self._part_with(engine)
-        await asyncio.gather(*(engine.knock() for engine in self._known.values() if not engine.answers))
         await self._part_with_cut_off()
 
     async def _part_with_cut_off(self) -> None:
-        """Leave engines that say they are ready, and of which nothing comes here: the path is cut, or they stand still.
-
-        What is announced of one makes it known anew, and it gets requests when it answers.
-        """
+        """Leave engines that say they are ready, and of which nothing comes here: cut off, or standing still."""
         now = asyncio.get_running_loop().time()
         for engine in self._known.values():
             engine.listen(now)
         silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
-        await asyncio.gather(*(engine.ask_for_life() for engine in silent))
+        mute = [engine for engine in self._known.values() if not engine.answers]
+        await asyncio.gather(*(engine.knock() for engine in (*mute, *silent)))
         others = any(engine.usable and now - engine.heard_at <= _SILENT_SECONDS for engine in self._known.values())
         for engine in silent:
             if not others:  # which may be as cut off

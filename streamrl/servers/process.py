@@ -24,14 +24,11 @@ from streamrl.servers.launch import LOOPBACK, Launch, Startable
 from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
-PORTS: Final = range(20_000, 32_000)
-"""Below those from which the kernel takes the local ends of connections."""
+PORTS: Final = range(20_000, 32_000)  # below those from which the kernel takes the local ends of connections
 _CANDIDATES: Final = 200
 _READY_PAUSE: Final = 0.2
-ANSWER_SECONDS: Final = 5.0
-"""For a question that a server answers at once whatever it does."""
-_SAY_SECONDS: Final = 10.0
-"""Between two lines that say how long a server starts already."""
+ANSWER_SECONDS: Final = 5.0  # for a question that a server answers at once whatever it does
+_SAY_SECONDS: Final = 10.0  # between two lines that say how long a server starts already
 _CAUSE_BYTES: Final = 1 << 20
 _USAGE: Final = 2  # the exit code of argparse for a bad command line
 _PREFIX: Final = re.compile(r"(?:\([^()]*pid=\d+[^()]*\) ?)?(?:ERROR [\d-]+ [\d:.]+ \[[^]]*\] ?)?")
@@ -46,13 +43,9 @@ _LONGEST: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server is started with, whatever its kind.
+    """What a server is started with, whatever its kind; it listens on `host`, and asks for the `key`."""
 
-    `section` of the configuration is for messages. It listens on `host`, and asks for the `key`, which must not get
-    into the log.
-    """
-
-    section: str
+    section: str  # of the configuration, for messages
     model: str
     start_deadline: float
     supervisor: SupervisorConfig
@@ -63,22 +56,12 @@ class ServerSettings:
     @classmethod
     def of_engine(cls, config: RunConfig, key: str | None = None) -> Self:
         engine = config.engine
-        return cls(
-            "engine",
-            config.model.path,
-            engine.start_deadline,
-            config.supervisor,
-            engine.variables,
-            own_address(engine.host),
-            key,
-        )
+        path, host = config.model.path, own_address(engine.host)
+        return cls("engine", path, engine.start_deadline, config.supervisor, engine.variables, host, key)
 
 
 class ManagedServer:
-    """One server process, with all it starts, that lives no longer than this process.
-
-    It sees the `devices` (CUDA_VISIBLE_DEVICES; empty: all).
-    """
+    """One server process, with all it starts, that lives no longer than this one; it sees `devices` (empty: all)."""
 
     def __init__(
         self, dialect: Startable, settings: ServerSettings, run_dir: Path, name: str, devices: str = "", *, seed: int
@@ -101,11 +84,7 @@ class ManagedServer:
         return self._process is not None and self._process.alive
 
     async def start(self) -> str:
-        """Start it and return its URL when it answers; works again after `stop` or its death.
-
-        Cancelling it kills what was started. `ConfigError`: the environment is missing, or the command cannot be
-        executed. `Unreachable`: it ended, or was not ready within its start deadline; the message quotes its log.
-        """
+        """Start it and return its URL when it answers; works again after `stop` or its death."""
         settings = self._settings
         with take_port(settings.host) as taken:
             port = taken.getsockname()[1]
@@ -177,15 +156,12 @@ class ManagedServer:
                     say_at += _SAY_SECONDS
                     why = f"{waited:.0f} s of at most {seconds:g} s"
                     logger.warning("server is starting", extra={"server": self.name, "why": why})
-                answers = True
-                try:
-                    await client.call(self._dialect.ready(), min(ANSWER_SECONDS, seconds - waited), retry=False)
-                except (Unreachable, DataError, WireError):
-                    answers = False
+                ready = await is_ready(client, self._dialect, min(ANSWER_SECONDS, seconds - waited))
+                if not ready:
                     await first_of(process.wait(), seconds=_READY_PAUSE)
                 if not process.alive:
                     raise self._refusal(process)
-                if answers:
+                if ready:
                     return
         finally:
             await client.close()
@@ -211,11 +187,19 @@ class ManagedServer:
         return f"{process.end}; its log ends with:\n{tail}" if tail else f"{process.end}, and it has logged nothing"
 
 
-def take_port(host: str = LOOPBACK) -> socket.socket:
-    """Bind a port of an address of this host that has no listener, for a server that is started while it is bound.
+async def is_ready(client: HttpClient, server: Startable, seconds: float) -> bool:
+    try:
+        await client.call(server.ready, seconds, retry=False)
+    except (Unreachable, DataError, WireError):
+        return False
+    return True
 
-    A server that sets SO_REUSEADDR, as they all do, can listen there nevertheless. Until it does, no other server of
-    streamrl on this host takes the port, so whoever answers there is this server. `Unreachable`: all are taken.
+
+def take_port(host: str = LOOPBACK) -> socket.socket:
+    """Bind a free port of an address of this host, for a server that is started while it is bound.
+
+    A server that sets SO_REUSEADDR, as they all do, can listen there nevertheless. No other server of streamrl on this
+    host takes the port meanwhile, so whoever answers there is this server. `Unreachable`: all are taken.
     """
     for port in random.sample(PORTS, _CANDIDATES):
         taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -238,8 +222,7 @@ def points_back(error: str) -> bool:
 def root_cause(log: str) -> str:
     """The newest exception in a log of vLLM or SGLang that does not point back to another; empty: there is none.
 
-    Their processes end one after the other, and each reports the end of the one before it: "see root cause above". Of a
-    chain of exceptions it is the first.
+    Their processes end one after the other, and each reports the end of the one before it. Of a chain it is the first.
     """
     found, chained, named = "", False, False
     for line in log.splitlines():

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from streamrl.config import RewardModelConfig
 from streamrl.config.rewards import REWARD_MODEL_ROLE
-from streamrl.errors import ConfigError, DataError, Unreachable, WireError, unwrapped
+from streamrl.errors import ConfigError, DataError, Unreachable, unwrapped
 from streamrl.http import BadAnswer, Call, HttpClient
 from streamrl.queues.device_lock import EngineDevices
 from streamrl.queues.reward_servers import ASLEEP, READY
@@ -26,21 +26,17 @@ from streamrl.queues.role import Role
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.environments import computes_on_cpu, find_environment, installed
 from streamrl.servers.launch import LOOPBACK, PROFILES, Launch, Startable, merged
-from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings
+from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, is_ready
 from streamrl.servers.role import serving, watch
 from streamrl.waits import first_of
 
 logger = logging.getLogger(__name__)
 _PATIENCE: Final = 60.0
-_MOVE_SECONDS: Final = 300.0
-"""Longest time to sleep or to wake: weights go between device and host."""
+_MOVE_SECONDS: Final = 300.0  # longest time to sleep or to wake: weights go between device and host
 
 
 async def run_reward_model(role: Role) -> None:
-    """Run one server of a reward model until `role.stop` is set.
-
-    Unreachable: the server ended, hangs or does not wake; the supervisor starts the role again.
-    """
+    """Run one server of a reward model until `role.stop` is set. `Unreachable`: it ended, hangs or does not wake."""
     name, _, number = role.name.removeprefix(f"{REWARD_MODEL_ROLE}.").rpartition(".")
     config = role.config.reward_models.get(name)
     if config is None or config.url:
@@ -64,7 +60,7 @@ class RewardModelRole:
         self._server = ManagedServer(self._kind, settings, role.run_dir, f"{role.name}.server0", devices, seed=number)
         lock = role.ledgers.device_lock if config.sleep else None
         self._devices = EngineDevices(lock, role.name, wake=self._wake, sleep=self._sleep)
-        self._client: HttpClient | None = None
+        self._client: HttpClient
         self._asleep = False
 
     async def run(self) -> None:
@@ -79,17 +75,12 @@ class RewardModelRole:
         self._role.ready()
 
     async def _close(self) -> None:
-        if self._client is not None:
+        if hasattr(self, "_client"):
             await self._client.close()
         await self._server.stop()
 
     async def _look(self) -> ServerMetrics | None:
-        assert self._client is not None, "it is made at the start"
-        try:
-            await self._client.call(self._kind.ready(), ANSWER_SECONDS, retry=False)
-        except (Unreachable, DataError, WireError):
-            return None
-        return ServerMetrics()
+        return ServerMetrics() if await is_ready(self._client, self._kind, ANSWER_SECONDS) else None
 
     async def _sleep(self) -> None:
         """Free the memory; a repeat does nothing."""
@@ -106,15 +97,13 @@ class RewardModelRole:
 
     async def _move(self, to: str, calls: Sequence[Call]) -> None:
         """Unreachable: it is on the wrong side of the devices and has to start anew."""
-        assert self._client is not None, "it is made at the start"
         began = time.monotonic()
         try:
             for call in calls:
                 await self._client.call(call, _MOVE_SECONDS)
         except (BadAnswer, DataError) as error:
-            raise Unreachable(
-                f"{self._server.name} does not become {to}: {error.message}", "it starts again"
-            ) from error
+            said = f"{self._server.name} does not become {to}: {error.message}"
+            raise Unreachable(said, "it starts again") from error
         seconds = round(time.monotonic() - began, 3)
         logger.info(to, extra={"server": self._server.name, "seconds": seconds})
         self._role.record({"server": to, "seconds": seconds})
@@ -125,13 +114,11 @@ class RewardModelRole:
 
 
 class ModelServer(Startable):
-    """A server of one reward model, which `ManagedServer` can start.
-
-    `environment` is the folder of the virtual environment, `cpu` whether it is one for a CPU.
-    """
+    """A server of one reward model, which `ManagedServer` can start; `cpu`: its `environment` is one for a CPU."""
 
     def __init__(self, name: str, config: RewardModelConfig, environment: Path, *, cpu: bool) -> None:
-        self.profile = PROFILES[config.kind]
+        self.kind, self.profile = config.kind, PROFILES[config.kind]
+        self.ready = self.profile.ready
         self._config = config
         self._section = f"reward_models.{name}"
         self.environment = environment
@@ -142,11 +129,6 @@ class ModelServer(Startable):
                 f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
                 f"leave out {self._section}.sleep",
             )
-
-    @property
-    @override
-    def kind(self) -> str:
-        return self.profile.kind
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
@@ -162,10 +144,6 @@ class ModelServer(Startable):
 
     def environ(self, model: str) -> dict[str, str]:
         return self.profile.environ_for(model, cpu=self.cpu, sleeps=self._config.sleep)
-
-    @override
-    def ready(self) -> Call:
-        return self.profile.ready
 
 
 def model_server(name: str, config: RewardModelConfig) -> ModelServer:

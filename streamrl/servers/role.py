@@ -26,10 +26,7 @@ _LONGEST_GAP: Final = 2 * (ANSWER_SECONDS + POLL_SECONDS)
 
 
 class Liveness:
-    """Judges whether a server lives: no sign of it for `patience` seconds means death. Pure: the clock is an argument.
-
-    A server that has requests and samples nothing hangs as well, unless it is `held`.
-    """
+    """Judges whether a server lives: no sign of it, or no token for its requests, for `patience` seconds is death."""
 
     def __init__(self, patience: float, now: float) -> None:
         self._patience = patience
@@ -38,7 +35,7 @@ class Liveness:
         self._still = self._silent = 0.0
 
     def look(self, now: float, figures: ServerMetrics | None, *, held: bool) -> str:
-        """Return why it counts as dead now, or an empty string. `figures`: None when it did not answer."""
+        """Return why it counts as dead now, or an empty string; `figures` is None when it did not answer."""
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP, self._patience / 3), now
         if held or figures is not None:
             self._silent = 0.0
@@ -49,11 +46,9 @@ class Liveness:
         else:
             self._still += passed
         self._figures = figures or self._figures
-        if self._silent >= self._patience:
-            return f"no answer to anything for {self._silent:.0f} s"
-        return (
-            f"no token and no other sign of progress for {self._still:.0f} s" if self._still >= self._patience else ""
-        )
+        if self._still >= self._patience:
+            return f"no token and no other sign of progress for {self._still:.0f} s"
+        return f"no answer to anything for {self._silent:.0f} s" if self._silent >= self._patience else ""
 
 
 @asynccontextmanager
@@ -76,11 +71,7 @@ async def watch(
     patience: float,
     held: Callable[[], bool],
 ) -> None:
-    """Raise `Unreachable` when a server dies or hangs.
-
-    `process` is None for a server that runs already. `look` asks for a sign of life, within `ANSWER_SECONDS`; `held`
-    tells when there can be none.
-    """
+    """Raise `Unreachable` when a server dies, or hangs although not `held`; `process` is None for one at a URL."""
     loop = asyncio.get_running_loop()
     liveness = Liveness(patience, loop.time())
     while True:

@@ -15,7 +15,7 @@ from streamrl.engine import Completion, Request, RequestLimits
 from streamrl.errors import ConfigError
 from streamrl.http import HttpClient, read_key
 from streamrl.isolation.watchdog import Watchdog
-from streamrl.servers.check import Facts, connect
+from streamrl.servers.check import connect
 from streamrl.servers.control import ServerControl
 from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.environments import on_cpu
@@ -32,34 +32,18 @@ async def _nothing() -> None: ...
 
 
 def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
-    """The key of the servers of a run: the one that people gave, else the token of the run where streamrl starts them.
-
-    `ConfigError`: its file cannot be read.
-    """
+    """The key of the servers of a run: the one that people gave, else the token of the run for those we start."""
     if config.engine.api_key_file is None and config.engine.managed:
         return read_token(run_dir)
     return read_key("engine.api_key_file", config.engine.api_key_file)
 
 
 class Server:
-    """One life of a server, with its client.
-
-    Args:
-        config: of the run; `engine` says what is started, or which URLs run already.
-        run_dir: for logs and for adapters.
-        name: of the role, for the log.
-        index: which of `engine.url` and of `engine.devices`.
-        seed: of its sampling.
-        key: that it asks for; None: none.
-        announce: awaited when what others must know of it has changed.
-
-    Attributes:
-        salt: names this life of it; requests share keys and values only within one.
-    """
+    """One life of a server, which `salt` names: the `index`-th of `engine.url` and of `engine.devices`."""
 
     control: ServerControl
     client: HttpClient
-    facts: Facts
+    limits: RequestLimits
 
     def __init__(
         self,
@@ -85,14 +69,9 @@ class Server:
             settings = ServerSettings.of_engine(config, key)
             ours = {TOKEN_VARIABLE: str(token_path(run_dir).absolute())}
             ours["STREAMRL_LANDING"] = str(staging_root(run_dir, name))  # the role's `Follower` empties it
-            self.process = ManagedServer(
-                self.dialect,
-                replace(settings, variables=ours | dict(settings.variables)),
-                run_dir,
-                f"{name}.server",
-                devices[index % len(devices)] if devices else "",
-                seed=seed,
-            )
+            settings = replace(settings, variables=ours | dict(settings.variables))
+            device = devices[index % len(devices)] if devices else ""
+            self.process = ManagedServer(self.dialect, settings, run_dir, f"{name}.server", device, seed=seed)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -115,18 +94,17 @@ class Server:
 
     async def _open(self) -> None:
         config, process = self._config, self.process
-        engine = config.engine
         if process is None:
-            url, hint = engine.url[self._index], "check that it runs and that engine.url is right"
+            url, hint = config.engine.url[self._index], "check that it runs and that engine.url is right"
         else:
             self._stack.push_async_callback(process.stop)
             url, hint = await process.start(), f"its log: {process.log}"
         self.client = HttpClient(url, self._key, hint)
         self._stack.push_async_callback(self.client.close)
-        self.facts = await self._check()
+        self.limits = await self._check()
         watchdog = None
         if process is None:
-            calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume()]
+            calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume]
             watchdog = await Watchdog.start(url, self.client.headers, calls)
         self.control = ServerControl(
             self.client,
@@ -136,12 +114,12 @@ class Server:
             watchdog=watchdog,
             folder=self._run_dir / "adapters" / self._name,
             max_staleness=config.max_staleness,
-            sleep_level=0 if on_cpu(engine) else 1,
+            sleep_level=0 if on_cpu(config.engine) else 1,
         )
         self._stack.push_async_callback(self.control.close)
         logger.info("engine server ready", extra={"url": url, "server": self.dialect.kind})
 
-    async def _check(self) -> Facts:
+    async def _check(self) -> RequestLimits:
         process = self.process
         try:
             return await connect(self.client, self.dialect, self._config, external=process is None)
@@ -159,24 +137,11 @@ class Server:
 
     async def metrics(self) -> ServerMetrics:
         """Errors as of `HttpClient.call`."""
-        answer = await self.client.call(self.dialect.metrics(), ANSWER_SECONDS, retry=False)
+        answer = await self.client.call(self.dialect.metrics, ANSWER_SECONDS, retry=False)
         return self.dialect.read_metrics(answer)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. Errors as of `read_response`; `DataError`: the request can never be served."""
-        limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
         control = self.control
-        call = self.dialect.generation(
-            replace(request, id=uuid.uuid4().hex, max_new_tokens=limit),
-            version=control.pair[1],
-            salt=self.salt,
-            adapter=control.adapter or None,
-        )
-        return await read_response(
-            self.client,
-            self.dialect,
-            call,
-            Response(request, control.pair[1], control.adapter),
-            seconds=self._config.weights.deadline,
-            vocabulary=self.facts.vocabulary,
-        )
+        response = Response(request, self.limits, control.pair[1], self.salt, control.adapter)
+        return await read_response(self.client, self.dialect, response, seconds=self._config.weights.deadline)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
-from streamrl.errors import ConfigError, Refused, StreamrlError, WireError
+from streamrl.errors import ConfigError, Refused, WireError
 from streamrl.http import Call
 from streamrl.servers.dialect import (
     BUSY,
@@ -32,14 +31,17 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    raise_error,
     read_count,
     read_finish,
     read_logprobs,
+    read_probe,
+    read_release,
     read_spans,
-    stream_error,
+    reading,
 )
-from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import LOOPBACK, PLUGIN, SGLANG, Launch, adapters_in_flight, merged
+from streamrl.servers.environments import on_cpu
+from streamrl.servers.launch import PLUGIN, SGLANG, LaunchProfile, adapters_in_flight
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
@@ -58,28 +60,24 @@ class SglangDialect(Dialect):
     be used twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
-    kind: ClassVar[str] = "sglang"
+    kind = "sglang"
     guarded: ClassVar[str] = "/model_info"
     spare: ClassVar[int] = 7
+    profile: ClassVar[LaunchProfile] = SGLANG
+    ready = SGLANG.ready
+    pause = (Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True),)
+    resume = (Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True),)
+    label = Call("GET", "/model_info", repeatable=True)
+    # `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
+    # steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
+    metrics = Call("GET", "/v1/loads", query={"include": "core"}, repeatable=True)
 
     @override
-    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
-        engine = self._config.engine
-        cpu = on_cpu(engine)
-        environment = find_environment(engine.environment, "sglang")
-        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
-        return SGLANG.launch(environment, flags, self.environ(model, cpu=cpu), key)
-
-    def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win."""
+    def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         config, engine = self._config, self._config.engine
         flags: dict[str, Any] = {
-            **SGLANG.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=_wants_memory_saver(config)),
-            **SGLANG.quantised(config.weights.quantize),
-            "dtype": engine.dtype,
             "context-length": config.model.context,
             "max-running-requests": engine.slots,
-            "stream-interval": engine.stream_interval,
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
@@ -102,11 +100,12 @@ class SglangDialect(Dialect):
             }
         if cpu:
             flags["lora-backend"] = "torch_native"  # the default is written for accelerators
-        return merged(flags, engine.flags)
+        return flags
 
+    @override
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
         engine = self._config.engine
-        environ = SGLANG.environ_for(model, cpu=cpu, sleeps=_wants_memory_saver(self._config), plugin=True)
+        environ = super().environ(model, cpu=cpu)
         if cpu:
             # A replica has its share of the cores there.
             environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
@@ -115,10 +114,6 @@ class SglangDialect(Dialect):
                 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
                 environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * engine.tensor_parallel)
         return environ
-
-    @override
-    def ready(self) -> Call:
-        return SGLANG.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -136,7 +131,6 @@ class SglangDialect(Dialect):
         if not (isinstance(server, Mapping) and isinstance(model, Mapping)):
             raise WireError("the server does not answer /server_info and /model_info as SGLang does")
         version = str(server.get("version", ""))
-        context = server.get("context_length")
         ranks = server.get("tp_size", 1)
         if ranks != self._config.engine.tensor_parallel:
             raise Refused(
@@ -148,8 +142,8 @@ class SglangDialect(Dialect):
         return ServerInfo(
             version=version,
             model=str(model.get("model_path", "")),
-            context=context if isinstance(context, int) else None,
-            probe=_token_ids(probe),
+            context=read_count(server.get("context_length")),
+            probe=read_probe(probe),
         )
 
     @override
@@ -190,14 +184,9 @@ class SglangDialect(Dialect):
     def chunk(self, message: Any, *, received: int) -> Chunk:
         # Messages are cumulative unless the server runs with `--incremental-streaming-output`, and a cumulative one may
         # already hold more than it counts; the count says which of its tokens are new.
-        if isinstance(message, Mapping) and "error" in message:
-            raise stream_error(message["error"])
-        try:
+        raise_error(message)
+        with reading("no message of SGLang's /generate"):
             return _chunk(message["output_ids"], message["meta_info"], received)
-        except StreamrlError:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise WireError(f"no message of SGLang's /generate: {error!r}") from error
 
     @override
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
@@ -211,29 +200,16 @@ class SglangDialect(Dialect):
 
     @override
     def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
-        try:
+        with reading("SGLang answered without the log-probabilities of these tokens"):
             entries = answer["meta_info"]["input_token_logprobs"][-len(tokens) :]
-            found = [(int(entry[1]), float(entry[0])) for entry in entries]
-        except (LookupError, TypeError, ValueError) as error:
-            raise WireError(f"SGLang answered without log-probabilities of a prompt: {error!r}") from error
-        # It calls the last token of its vocabulary 0; the value belongs to the right token.
-        if len(found) != len(tokens) or any(
-            said not in (token, 0) for (said, _), token in zip(found, tokens, strict=True)
-        ):
-            raise WireError("SGLang answered with the log-probabilities of other tokens")
-        return [value for _, value in found]
+            # It calls the last token of its vocabulary 0; the value belongs to the right token.
+            if any(int(entry[1]) not in (token, 0) for entry, token in zip(entries, tokens, strict=True)):
+                raise WireError("SGLang answered with the log-probabilities of other tokens")
+            return [float(entry[0]) for entry in entries]
 
     @override
     def abort(self, request_id: str) -> Sequence[Call]:
         return [Call("POST", "/abort_request", {"rid": request_id}, repeatable=True)]
-
-    @override
-    def pause(self) -> Sequence[Call]:
-        return [Call("POST", "/pause_generation", {"mode": "in_place"}, repeatable=True)]
-
-    @override
-    def resume(self) -> Sequence[Call]:
-        return [Call("POST", "/continue_generation", {"torch_empty_cache": False}, repeatable=True)]
 
     @override
     def prefetch(self, version: Version) -> Sequence[Call]:
@@ -247,10 +223,6 @@ class SglangDialect(Dialect):
         if not isinstance(answer, list):
             raise WireError(f"SGLang answered a setting with {answer!r}")
         return "" if all(answer) else BUSY
-
-    @override
-    def label(self) -> Call:
-        return Call("GET", "/model_info", repeatable=True)
 
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
@@ -269,44 +241,19 @@ class SglangDialect(Dialect):
     @override
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # The server dies of freeing memory while it decodes, so running requests are put back into the queue before.
-        if level == 0:
-            return self.pause()
-        if on_cpu(self._config.engine):
-            raise Refused(
-                "SGLang on a CPU cannot free its memory: it reports success and frees nothing", "use sleep level 0"
-            )
-        if not _wants_memory_saver(self._config):
-            raise Refused(
-                "this SGLang server cannot free its memory: it was not started for that",
-                "rollout.placement: colocated, or `enable-memory-saver: true` in engine.flags",
-            )
-        return SGLANG.sleep
+        return SGLANG.sleep if level else self.pause
 
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         # Decoding goes on when the keys and values are back.
         calls = []
-        if not on_cpu(self._config.engine) and _wants_memory_saver(self._config):
+        if not on_cpu(self._config.engine):
             calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
-        return [*calls, *self.resume()] if "kv_cache" in tags else calls
-
-    @override
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        return Call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    @override
-    def unload_adapter(self, name: str) -> Call:
-        return Call("POST", "/unload_lora_adapter", {"lora_name": name})
-
-    @override
-    def metrics(self) -> Call:
-        # `/v1/loads`, not `/metrics`: it is true at the moment of the question, `/metrics` is as old as up to 40 decode
-        # steps. It counts neither tokens nor preemptions; a preempted request shows as a waiting one.
-        return Call("GET", "/v1/loads", query={"include": "core"}, repeatable=True)
+        return [*calls, *self.resume] if "kv_cache" in tags else calls
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
-        try:
+        with reading("/v1/loads does not answer as SGLang does"):
             loads = answer["loads"]
             return ServerMetrics(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
@@ -316,19 +263,10 @@ class SglangDialect(Dialect):
                     int(load["num_used_tokens"]) / max(1, int(load["max_total_num_tokens"])) for load in loads
                 ),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"/v1/loads does not answer as SGLang does: {error!r}") from error
-
-
-def _token_ids(answer: Any) -> tuple[int, ...] | None:
-    tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
-    whole = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
-    return tuple(tokens) if whole and tokens is not None else None
 
 
 def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -> str:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers and numbers < oldest:
+    if (numbers := read_release(version)) and numbers < oldest:
         what = "which weights sampled which token" if numbers < OLDEST else "from which distribution, cut by `sampling`"
         return f"SGLang {version} is older than {'.'.join(map(str, oldest))}: it does not say {what}"
     if LOADER not in (server.get("custom_weight_loader") or []):
@@ -339,25 +277,23 @@ def _missing(server: Mapping[str, Any], version: str, oldest: tuple[int, ...]) -
 
 
 def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chunk:
-    total, spans = int(meta["completion_tokens"]), meta.get("weight_versions")
-    finish = _finish(meta.get("finish_reason"))
+    total, finish = int(meta["completion_tokens"]), _finish(meta.get("finish_reason"))
     fresh = [int(token) for token in _fresh(tokens, total, received)]
-    logprobs = _logprobs(_fresh(meta.get("output_token_logprobs") or [], total, received), fresh)
-    if cut := meta.get("output_token_sampling_logprobs"):
-        logprobs = read_logprobs(_fresh(cut, total, received))
-    unsaid = finish is None or (spans is None and finish == "abort")
-    runs = None if unsaid else read_spans(spans or (), total)
+    entries = _fresh(meta.get("output_token_logprobs") or [], total, received)
+    if (named := [entry[1] for entry in entries]) != fresh:
+        raise WireError(f"SGLang's log-probabilities of tokens {named} came with tokens {fresh}")
+    cut = meta.get("output_token_sampling_logprobs")
+    logprobs = read_logprobs(_fresh(cut, total, received) if cut else [entry[0] for entry in entries])
+    runs = read_spans(meta.get("weight_versions"), total, finish)
     return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
 
 
 def _finish(reason: Any) -> Finish | None:
     if reason is None:
         return None
-    if not isinstance(reason, Mapping):
-        raise WireError(f"SGLang ended a response for an unknown reason: {reason!r}")
     finish = read_finish(reason["type"])
     if isinstance(code := reason.get("status_code"), int) and code >= 400:
-        raise stream_error({"message": reason.get("message"), "code": code})
+        raise_error({"error": {"message": reason.get("message"), "code": code}})
     return finish
 
 
@@ -369,36 +305,18 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
     return list(items[received:total]) if len(items) >= total else list(items[len(items) - new :])
 
 
-def _logprobs(entries: Sequence[Any], tokens: Sequence[int]) -> list[float]:
-    for (_, named, *_), token in zip(entries, tokens, strict=True):
-        if named != token:
-            raise WireError(f"SGLang's log-probability of token {named} came with token {token}")
-    return read_logprobs([entry[0] for entry in entries])
-
-
 def _frame(manifest: bytes) -> str:
     """Return a manifest as SGLang's server wants to be sent tensors: `[(name, tensor)]`, with the manifest as the name.
 
     The server unpickles it through a list of allowed globals; nothing is pickled here. These are constant bytes around
-    JSON, the opcodes of a list with one pair: a string and `torch.ByteTensor()`, which is empty. No tensor, shared
-    memory or file descriptor travels.
+    JSON, the opcodes of a list with one pair: a string and `torch.ByteTensor()`, which is empty.
     """
     frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
     return base64.b64encode(frame).decode()
 
 
-def _wants_memory_saver(config: RunConfig) -> bool:
-    """Whether the servers can free memory: we start them so when asked; of servers at `engine.url` it is assumed."""
-    engine = config.engine
-    asked = "enable-memory-saver" in merged({}, engine.flags)
-    return bool(engine.url) or asked or config.rollout.placement == "colocated"
-
-
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
-    """Tokens that `engine.kv_cache` has room for: at least one response, at most twice what all slots can hold.
-
-    None when the model is not a folder, because the size of a token is then unknown.
-    """
+    """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
     path = Path(model) / "config.json"
     if not Path(model).is_dir():
         return None
@@ -413,8 +331,6 @@ def _cache_tokens(config: RunConfig, model: str) -> int | None:
         layers = int(shape.get("num_hidden_layers") or shape["n_layer"])
     except (KeyError, TypeError, ValueError):
         return None
-    kept = int(shape.get("num_key_value_heads") or heads)
-    token = 2 * layers * kept * width * _BYTES[config.engine.dtype]
-    context = config.model.context
-    most = 2 * config.engine.slots * context
-    return max(context + 1, min(most, config.engine.kv_cache * config.engine.tensor_parallel // token))
+    engine, context = config.engine, config.model.context
+    token = 2 * layers * int(shape.get("num_key_value_heads") or heads) * width * _BYTES[engine.dtype]
+    return max(context + 1, min(2 * engine.slots * context, engine.kv_cache * engine.tensor_parallel // token))

@@ -36,17 +36,14 @@ def find_uv() -> str | None:
 
 
 def install_command() -> tuple[list[str], dict[str, str]]:
-    """Return `uv pip install` with its first arguments, and its environment.
-
-    As pip does, uv takes the best version of all indexes, and not that of the first index with any. Variables of uv
-    come before the settings of pip; `UV_INDEX` names more indexes, which come before those of pip.
-    """
+    """Return `uv pip install` with its first arguments, and its environment; variables of uv win over pip's."""
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
     settings = _pip_settings()
     settings["extra-index-url"] = f"{environ.pop('UV_INDEX', '')} {settings.get('extra-index-url', '')}"
     for key, variable in _VARIABLES.items():
         if words := settings.get(key, "").split():
             environ.setdefault(variable, ("," if key == "find-links" else " ").join(words))
+    # As pip does, it takes the best version of all indexes, and not that of the first index with any.
     command = [find_uv() or "uv", "pip", "install", "--index-strategy", "unsafe-best-match"]
     if settings.get("no-index", "").lower() in {"1", "true", "yes", "on"}:
         command.append("--no-index")

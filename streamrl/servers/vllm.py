@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from typing_extensions import override
@@ -19,22 +17,24 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    raise_error,
     read_cached,
+    read_count,
     read_finish,
     read_logprobs,
+    read_probe,
     read_prometheus,
+    read_release,
     read_spans,
-    stream_error,
+    reading,
 )
-from streamrl.servers.environments import find_environment, on_cpu
-from streamrl.servers.launch import LOOPBACK, PLUGIN, VLLM, Launch, adapters_in_flight, merged
+from streamrl.servers.launch import PLUGIN, VLLM, LaunchProfile, adapters_in_flight
 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
 
 BACKEND: Final = "streamrl"
 EXTENSION: Final = "streamrl_engine.vllm.WorkerExt"
-MODEL: Final = "policy"
 OLDEST: Final = (0, 32)
 
 _PREFIX: Final = "generate-tokens-"
@@ -52,34 +52,26 @@ _FIGURES: Final = {
 class VllmDialect(Dialect):
     """Written against 0.32.0; the routes and fields that it uses are the same in 0.33."""
 
-    kind: ClassVar[str] = "vllm"
-    guarded: ClassVar[str] = "/v1/models"
+    kind = "vllm"
+    adapters: ClassVar[str] = "/v1"
+    profile: ClassVar[LaunchProfile] = VLLM
+    ready = VLLM.ready
+    # With clear_cache the requests would lose their keys and values and compute them anew.
+    pause = (Call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"}, repeatable=True),)
+    resume = (Call("POST", "/resume", repeatable=True),)
+    label = Call("GET", "/weight_info", repeatable=True)
+    metrics = Call("GET", "/metrics", repeatable=True)
 
     @override
-    def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
-        engine = self._config.engine
-        cpu = on_cpu(engine)
-        flags = {**self.flags(model=model, port=port, seed=seed, cpu=cpu), "host": host}
-        return VLLM.launch(find_environment(engine.environment, "vllm"), flags, self.environ(model, cpu=cpu), key)
-
-    def flags(self, *, model: str, port: int, seed: int, cpu: bool) -> dict[str, Any]:
-        """Those of a server on the loopback interface with all that streamrl needs of it; the user's win.
-
-        The seed is one of the server and not of each request: a request that goes on at another server would draw the
-        numbers again that it drew before, and vLLM samples requests with a seed one by one.
-        """
+    def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         engine = self._config.engine
         flags: dict[str, Any] = {
-            **VLLM.flags_for(model=model, port=port, seed=seed, cpu=cpu, sleeps=self._sleeps),
-            **VLLM.quantised(self._config.weights.quantize),
-            "served-model-name": MODEL,
+            "served-model-name": "policy",
             "enable-scale-out": True,
             "worker-extension-cls": EXTENSION,
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
-            "dtype": engine.dtype,
             "max-model-len": self._config.model.context,
             "max-num-seqs": engine.slots,
-            "stream-interval": engine.stream_interval,
             # Those of the distribution that was sampled from, whatever a request's temperature; at 1 they are the same.
             "logprobs-mode": "processed_logprobs",
             # Without it a response does not say how many tokens of its prompt were cached.
@@ -95,22 +87,15 @@ class VllmDialect(Dialect):
             flags |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": most}
         if cpu:
             flags["kv-cache-memory-bytes"] = engine.kv_cache
-        return merged(flags, engine.flags)
+        return flags
 
-    @property
-    def _sleeps(self) -> bool:
-        return self._config.rollout.placement == "colocated"
-
+    @override
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        environ = VLLM.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        environ = super().environ(model, cpu=cpu)
         environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
         if cpu and (threads := self._config.engine.threads):
             environ["OMP_NUM_THREADS"] = str(threads)
         return environ
-
-    @override
-    def ready(self) -> Call:
-        return VLLM.ready
 
     @override
     def about(self) -> Sequence[Call]:
@@ -130,17 +115,13 @@ class VllmDialect(Dialect):
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
         # A server that hides the list of its routes (0.33 can) is assumed to have them.
         version, models, schema, probe, *more = answers
-        info = more[0] if more else None
-        try:
+        with reading("this is not a vLLM server"):
             release = str(version["version"])
             model = next(entry for entry in models["data"] if not entry.get("parent"))
-            name, context = str(model.get("root") or model["id"]), model.get("max_model_len")
+            name, context = str(model.get("root") or model["id"]), read_count(model.get("max_model_len"))
             routes = schema["paths"] if schema else None
-            settings = info["vllm_config"] if info else None
-            tokens = tuple(int(token) for token in probe["tokens"]) if probe else None
-        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise WireError(f"this is not a vLLM server: {error!r} in its description of itself") from error
-        if (numbers := tuple(int(number) for number in re.findall(r"\d+", release)[:2])) and numbers < OLDEST:
+            settings = more[0]["vllm_config"] if more and more[0] else None
+        if (numbers := read_release(release)) and numbers < OLDEST:
             raise Refused(
                 f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
                 "streamrl engines install vllm, or start another server at engine.url",
@@ -151,7 +132,7 @@ class VllmDialect(Dialect):
             raise Refused(f"this vLLM server cannot take part without {missing}", "see docs/guides/engines.md")
         if settings is not None:
             self._check_logprobs(settings["model_config"]["logprobs_mode"])
-        return ServerInfo(release, name, context, tokens)
+        return ServerInfo(release, name, context, read_probe(probe))
 
     def _check_logprobs(self, mode: str) -> None:
         draw, episode = self._config.sampling, self._config.episode
@@ -194,30 +175,21 @@ class VllmDialect(Dialect):
 
     @override
     def chunk(self, message: Any, *, received: int) -> Chunk:
-        if isinstance(message, dict) and "error" in message:
-            raise stream_error(message["error"])
-        try:
-            choices = message["choices"]
-            usage = message.get("usage") or {}
-            cached = read_cached(usage)
-            if not choices:
+        raise_error(message)
+        with reading("no chunk of a vLLM response"):
+            cached = read_cached(message)
+            if not message["choices"]:
                 return Chunk(cached_tokens=cached)
-            choice = choices[0]
+            choice = message["choices"][0]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             content = (choice["logprobs"] or {}).get("content") or ()
-            values = [entry["logprob"] for entry in content]
-            named = [int(entry["token_id"]) for entry in content]
-            reason = choice["finish_reason"]
-            spans = choice["weight_versions"]
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise WireError(f"no chunk of a vLLM response: {error!r}") from error
-        if named != tokens:
-            raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(named)} others in one chunk")
-        logprobs, finish = read_logprobs(values), read_finish(reason)
-        unsaid = finish is None or (spans is None and finish == "abort")
-        runs = None if unsaid else read_spans(spans or (), received + len(tokens))
-        # vLLM says what was cached only in the message after the last token.
-        return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
+            logprobs = read_logprobs([entry["logprob"] for entry in content])
+            if [int(entry["token_id"]) for entry in content] != tokens:
+                raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(logprobs)} others in one chunk")
+            finish = read_finish(choice["finish_reason"])
+            runs = read_spans(choice["weight_versions"], received + len(tokens), finish)
+            # vLLM says what was cached only in the message after the last token.
+            return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
 
     @override
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
@@ -226,40 +198,24 @@ class VllmDialect(Dialect):
 
     @override
     def read_scores(self, answer: Any, tokens: Sequence[int]) -> list[float]:
-        try:
+        with reading("vLLM answered without the log-probabilities of these tokens"):
             entries = answer["choices"][0]["prompt_logprobs"][-len(tokens) :]
             return [float(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
-        except (LookupError, TypeError, ValueError) as error:
-            raise WireError(f"vLLM answered without the log-probabilities of these tokens: {error!r}") from error
 
     @override
     def abort(self, request_id: str) -> Sequence[Call]:
         return (Call("POST", "/abort_requests", {"request_ids": [_PREFIX + request_id]}, repeatable=True),)
 
     @override
-    def pause(self) -> Sequence[Call]:
-        # With clear_cache the requests would lose their keys and values and compute them anew.
-        return (Call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"}, repeatable=True),)
-
-    @override
-    def resume(self) -> Sequence[Call]:
-        return (Call("POST", "/resume", repeatable=True),)
-
-    @override
     def prefetch(self, version: Version) -> Sequence[Call]:
         # Our plug-in opens the files, and checks names, shapes and whole fused groups once for each structure.
-        return (self._rpc("streamrl_check", {"source": describe_version(version)}),)
+        body = {"method": "streamrl_check", "kwargs": {"source": describe_version(version)}}
+        return (Call("POST", "/collective_rpc", body, repeatable=True),)
 
     @override
     def read_prefetch(self, answer: Any) -> str:
-        try:
+        with reading(f"vLLM answered a check of the weights with {answer!r}"):
             return next(filter(None, answer["results"]), "")
-        except (KeyError, TypeError) as error:
-            raise WireError(f"vLLM answered a check of the weights with {answer!r}") from error
-
-    @override
-    def label(self) -> Call:
-        return Call("GET", "/weight_info", repeatable=True)
 
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
@@ -274,10 +230,6 @@ class VllmDialect(Dialect):
     @override
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:
         # A server on a CPU keeps its memory.
-        engine = self._config.engine
-        asleep = self._sleeps or engine.flags.get("enable-sleep-mode") or engine.url
-        if level > 0 and not asleep and not on_cpu(engine):
-            raise Refused("this vLLM server keeps its memory", "engine.flags.enable-sleep-mode: true")
         return (Call("POST", "/sleep", query={"level": str(level), "mode": "keep"}, repeatable=True),)
 
     @override
@@ -287,26 +239,10 @@ class VllmDialect(Dialect):
         return (Call("POST", "/wake_up", query=only, repeatable=True),)
 
     @override
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        return Call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    @override
-    def unload_adapter(self, name: str) -> Call:
-        return Call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, repeatable=True, optional=True)
-
-    @override
-    def metrics(self) -> Call:
-        return Call("GET", "/metrics", repeatable=True)
-
-    @override
     def read_metrics(self, answer: Any) -> ServerMetrics:
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
         return read_prometheus(answer, _FIGURES)
-
-    @staticmethod
-    def _rpc(method: str, kwargs: Mapping[str, Any]) -> Call:
-        return Call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, repeatable=True)
 
 
 def _missing(routes: Any, settings: Any) -> str:
@@ -314,10 +250,8 @@ def _missing(routes: Any, settings: Any) -> str:
         return "the routes for new weights: start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
     if settings is None:
         return ""
-    transfer = settings.get("weight_transfer_config") or {}
-    if transfer.get("backend") != BACKEND or (settings.get("parallel_config") or {}).get("worker_extension_cls") != (
-        EXTENSION
-    ):
+    transfer, parallel = settings.get("weight_transfer_config") or {}, settings.get("parallel_config") or {}
+    if transfer.get("backend") != BACKEND or parallel.get("worker_extension_cls") != EXTENSION:
         return (
             f"the plug-in of streamrl: start the server with PYTHONPATH={PLUGIN}, --worker-extension-cls {EXTENSION}"
             f' and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''

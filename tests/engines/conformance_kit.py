@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import RunConfig
-from streamrl.engine import Completion, Request, RequestLimits
+from streamrl.engine import Completion, Request
 from streamrl.http import Lost
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.engines.slots import Job
@@ -202,24 +200,18 @@ class HeardServer(Server):
     async def generate(self, request: Request, listener: Listener | None = None) -> Completion:
         if listener is None:
             return await super().generate(request)
-        limit = RequestLimits(self.facts.context, self.facts.vocabulary or 1 << 31).check(request)
-        name = uuid.uuid4().hex
-        self._wire_ids.add(name)
-        version, adapter = self.control.pair[1], self.control.adapter
-        response = HeardResponse(request, version, adapter)
+        control = self.control
+        response = HeardResponse(request, self.limits, control.pair[1], self.salt, control.adapter)
         response.listener = self._counted(listener)
-        call = self.dialect.generation(
-            replace(request, id=name, max_new_tokens=limit), version=version, salt=self.salt, adapter=adapter or None
-        )
-        vocabulary = self.facts.vocabulary
+        self._wire_ids.add(response.wire_id)
         try:
-            return await read_response(self.client, self.dialect, call, response, seconds=SOON, vocabulary=vocabulary)
+            return await read_response(self.client, self.dialect, response, seconds=SOON)
         except Lost:  # it was given up, as a test wanted
             if response.last.finish != "abort":
                 raise
-            return response.completion("abort", None if adapter else response.last.runs, 0.0, vocabulary)
+            return response.completion("abort", response.last.runs, 0.0)
         finally:
-            self._wire_ids.remove(name)
+            self._wire_ids.remove(response.wire_id)
 
     def _counted(self, listener: Listener) -> Listener:
         def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:

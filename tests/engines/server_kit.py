@@ -91,11 +91,11 @@ class Live:
     async def apply(self, version: Version) -> None:
         """As an engine would: look first, and stand still only for the replacement."""
         assert not await self.prefetch(version)
-        await self.calls(self.dialect.pause())
+        await self.calls(self.dialect.pause)
         try:
             await self.calls(self.dialect.update(version, str(version.number)))
         finally:
-            await self.calls(self.dialect.resume())
+            await self.calls(self.dialect.resume)
 
 
 @dataclass

@@ -77,8 +77,8 @@ async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 async def test_it_can_be_tried_before_it_has_any_weights(world: World) -> None:
-    facts = await connect(world.live.client, world.live.dialect, world.config, external=False)
-    assert facts.context == tiny.CONTEXT
+    limits = await connect(world.live.client, world.live.dialect, world.config, external=False)
+    assert limits.context == tiny.CONTEXT
 
 
 async def test_versions_change_in_flight_and_each_token_is_of_the_one_that_it_names(world: World) -> None:

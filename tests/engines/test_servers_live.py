@@ -108,7 +108,7 @@ def other_model(bench: Bench, folder: Path, **values: Any) -> RunConfig:
 async def test_another_model_is_found_out(bench: Bench, tmp_path: Path):
     shorter = other_model(bench, tmp_path / "shorter", max_position_embeddings=1024)
     async with HeardServer(shorter, tmp_path, "engine.1", seed=1) as server:
-        assert server.facts.context == 1024
+        assert server.limits.context == 1024
     longer = other_model(bench, tmp_path / "longer", max_position_embeddings=2 * tiny.CONTEXT)
     with pytest.raises(ConfigError, match=f"a context of {tiny.CONTEXT} tokens, the run needs {2 * tiny.CONTEXT}"):
         await HeardServer(longer, tmp_path, "engine.1", seed=1).start()
@@ -154,7 +154,7 @@ async def test_a_server_goes_on_when_the_process_that_paused_it_is_killed(bench:
     assert await line_of(pauser) == "paused"
     waiting, heard = bench.begin(prompt(4), 16)
     with pytest.raises(BadAnswer) if bench.kind == "sglang" else contextlib.nullcontext():
-        await bench.server.client.call(bench.server.dialect.ready(), 10, retry=False)
+        await bench.server.client.call(bench.server.dialect.ready, 10, retry=False)
     assert not heard.tokens
     os.kill(pauser.pid, signal.SIGKILL)
     await pauser.wait()

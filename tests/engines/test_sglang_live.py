@@ -189,22 +189,22 @@ async def test_an_abort_returns_what_there_is_within_a_second(live: Live, fresh:
 
 
 async def test_a_paused_server_is_not_ready(live: Live, fresh: int):
-    await live.calls(live.dialect.pause())
+    await live.calls(live.dialect.pause)
     with pytest.raises(BadAnswer) as busy:
-        await live.calls([live.dialect.ready()])
+        await live.calls([live.dialect.ready])
     assert busy.value.status == 503
-    await live.calls(live.dialect.resume())
-    await live.calls([live.dialect.ready()])
+    await live.calls(live.dialect.resume)
+    await live.calls([live.dialect.ready])
     assert (await live.generate(PROMPT, 5, fresh)).finish == "length"
 
 
 async def test_figures_are_those_of_the_moment(live: Live, fresh: int):
-    [idle] = await live.calls([live.dialect.metrics()])
+    [idle] = await live.calls([live.dialect.metrics])
     assert (live.dialect.read_metrics(idle).running, live.dialect.read_metrics(idle).waiting) == (0, 0)
     first, _ = await live.begin(PROMPT, 4000, fresh)
     others = [asyncio.create_task(live.generate([*PROMPT, 9 + more], 4000, fresh)) for more in range(30)]
     async with asyncio.timeout(60):
-        while (busy := live.dialect.read_metrics((await live.calls([live.dialect.metrics()]))[0])).waiting < 15:
+        while (busy := live.dialect.read_metrics((await live.calls([live.dialect.metrics]))[0])).waiting < 15:
             pass
     assert 0 < busy.running <= SLOTS
     assert busy.running + busy.waiting <= 31
@@ -220,7 +220,7 @@ async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(l
     wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})
     retract = Call("POST", "/pause_generation", {"mode": "retract"})
     flush = Call("POST", "/flush_cache")
-    await live.calls([retract, flush, release, release, wake, wake, *live.dialect.resume()])
+    await live.calls([retract, flush, release, release, wake, wake, *live.dialect.resume])
     assert tiny.worst_error({fresh: MODELS[0]}, PROMPT, await task) < BF16
 
 

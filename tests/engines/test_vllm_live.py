@@ -140,7 +140,7 @@ async def test_a_version_that_does_not_fit_is_refused_before_the_pause(world: Wo
 
 
 async def test_a_client_that_left_within_an_update_does_not_stand_in_the_way(world: World) -> None:
-    await world.live.calls(world.live.dialect.pause())
+    await world.live.calls(world.live.dialect.pause)
     await world.live.calls(world.live.dialect.update(world.write(), "left")[:1])
     await world.live.apply(world.write())
     world.number += 1
@@ -185,7 +185,7 @@ async def test_a_member_that_dies_in_the_middle_leaves_the_server_the_files(worl
 
 async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what_comes(world: World) -> None:
     task, _ = await world.live.begin(PROMPT, LONG, world.number, name="there")
-    await world.live.calls([*world.live.dialect.pause(), *world.live.dialect.abort("there")])
+    await world.live.calls([*world.live.dialect.pause, *world.live.dialect.abort("there")])
     assert (await task).finish == "abort"
     held = asyncio.create_task(world.live.generate(PROMPT, 5, world.number))
     gone = asyncio.create_task(world.live.generate(PROMPT, 5, world.number, name="gone"))
@@ -195,7 +195,7 @@ async def test_an_abort_while_paused_ends_what_there_is_and_the_pause_holds_what
         await asyncio.wait([gone], timeout=0.05)
     assert (await gone).finish == "abort"
     assert not held.done()
-    await world.live.calls(world.live.dialect.resume())
+    await world.live.calls(world.live.dialect.resume)
     assert len((await held).tokens) == 5
 
 
@@ -203,9 +203,9 @@ async def test_a_server_resumed_after_a_failed_update_dies_and_samples_nothing(w
     """The last one: it ends the server."""
     version, dialect = world.write(), world.live.dialect
     assert not await world.live.prefetch(version)
-    await world.live.calls(dialect.pause())
+    await world.live.calls(dialect.pause)
     (world.folder / "fault1").touch()  # one half is new then, and both ranks must know
     await world.fails(dialect.update(version, str(version.number)), "the disk is gone")
-    await world.live.calls(dialect.resume())
+    await world.live.calls(dialect.resume)
     with pytest.raises(StreamrlError, match=r"EngineCore|isconnected|refused|reset"):
         await world.live.generate(PROMPT, 8, world.number)

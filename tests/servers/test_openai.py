@@ -105,7 +105,7 @@ def test_figures():
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{a="b"} 1.2e3\nother 4\n'
     assert dialect().read_metrics(text) == ServerMetrics(running=3, tokens_sampled=1200)
     assert dialect().read_metrics(
-        "tgi_queue_size 2\ntgi_batch_current_size NaN\nvllm:num_requests_running x"
+        "sglang:num_queue_reqs 2\nsglang:num_running_reqs NaN\nvllm:num_requests_running x"
     ) == ServerMetrics(waiting=2)
     assert dialect().read_metrics(None) == ServerMetrics()
 

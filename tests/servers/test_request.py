@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from toy import VOCABULARY, Toy, make_dialect, serving
-from toy_kit import request
+from toy import Toy, make_dialect, serving
+from toy_kit import LIMITS, request
 
 from streamrl.errors import DataError, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
@@ -26,10 +26,8 @@ async def asking(toy):
         client = HttpClient(url)
 
         async def ask(name="a", *, version=0, adapter="", seconds=5.0):
-            wanted = request(name)
-            call = dialect.generation(wanted, version=version)
-            response = Response(wanted, version, adapter)
-            return await read_response(client, dialect, call, response, seconds=seconds, vocabulary=VOCABULARY)
+            response = Response(request(name), LIMITS, version, adapter=adapter)
+            return await read_response(client, dialect, response, seconds=seconds)
 
         try:
             yield ask
@@ -64,7 +62,7 @@ async def test_an_answer_that_cannot_be_true(fault):
 
 def test_a_response_without_a_token():
     with pytest.raises(WireError, match="without a token"):
-        Response(request("a"), 1).completion("stop", None, 1.0, None)
+        Response(request("a"), LIMITS, 1).completion("stop", None, 1.0)
 
 
 @pytest.mark.parametrize("fault", ["die", "short", "drop"])

@@ -20,7 +20,8 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, DataError, Refused, WeightsError, WireError
 from streamrl.http import BadAnswer
-from streamrl.servers import environments, sglang
+from streamrl.servers import dialect as dialects
+from streamrl.servers import environments
 from streamrl.servers.dialect import BUSY, NOT_FETCHED
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.sglang import FETCH, LOADER, SglangDialect
@@ -235,21 +236,17 @@ def paths(calls):
 
 
 def test_pauses():
-    assert paths(dialect().pause()) == [("/pause_generation", {"mode": "in_place"})]
-    assert [call.path for call in dialect().resume()] == ["/continue_generation"]
+    assert paths(dialect().pause) == [("/pause_generation", {"mode": "in_place"})]
+    assert [call.path for call in dialect().resume] == ["/continue_generation"]
 
 
-def test_a_server_on_a_cpu_refuses_to_pretend_that_it_sleeps():
+def test_a_server_on_a_cpu_is_only_paused():
     assert paths(dialect().sleep(0)) == [("/pause_generation", {"mode": "in_place"})]
-    with pytest.raises(Refused, match="frees nothing"):
-        dialect().sleep(1)
     assert [call.path for call in dialect().wake(["weights", "kv_cache"])] == ["/continue_generation"]
 
 
 def test_memory_is_given_back_only_after_requests_were_put_back(monkeypatch):
     monkeypatch.setattr(environments, "has_gpu", lambda: True)
-    with pytest.raises(Refused, match="colocated"):
-        dialect(engine={"device": "cuda"}).sleep(1)
     shared = dialect(engine={"device": "cuda"}, rollout={"placement": "colocated"})
     assert paths(shared.sleep(1)) == [
         ("/pause_generation", {"mode": "retract"}),
@@ -453,7 +450,7 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
     assert "streamrl engines install sglang" in missing.value.hint
     folder = tmp_path / "empty"
     folder.mkdir()
-    monkeypatch.setattr(sglang, "find_environment", lambda *_: tmp_path)
+    monkeypatch.setattr(dialects, "find_environment", lambda *_: tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json"):
         dialect().launch(model=str(folder), port=1, seed=9)
 

@@ -239,7 +239,7 @@ def test_errors_within_a_stream_tell_the_request_from_the_server() -> None:
     ],
 )
 def test_version_spans_become_runs(spans: list[tuple[str, int, int]], runs: list[tuple[int, int]]) -> None:
-    assert read_spans(named(spans), 3) == runs
+    assert read_spans(named(spans), 3, "stop") == runs
 
 
 def named(spans: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
@@ -259,16 +259,16 @@ def named(spans: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
 )
 def test_spans_that_do_not_sum_to_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(WireError, match="spans"):
-        read_spans(named(spans), 3)
+        read_spans(named(spans), 3, "stop")
 
 
 def test_controls() -> None:
     talk = dialect()
     (one,) = talk.abort("r1")
     assert one.body == {"request_ids": ["generate-tokens-r1"]}
-    (pause,) = talk.pause()
+    (pause,) = talk.pause
     assert (pause.path, pause.query) == ("/pause", {"mode": "keep", "clear_cache": "false"})
-    assert [call.path for call in talk.resume()] == ["/resume"]
+    assert [call.path for call in talk.resume] == ["/resume"]
     assert talk.wake(("weights", "kv_cache"))[0].query == {}
     assert talk.wake(("kv_cache",))[0].query == {"tags": "kv_cache"}
     assert talk.unload_adapter("a").optional
@@ -304,13 +304,9 @@ def test_an_update_names_files_and_version() -> None:
         dialect().prefetch(Version((1, 1), 1, {}))
 
 
-def test_sleep_is_refused_where_memory_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "has_gpu", lambda: True)
-    with pytest.raises(Refused, match="enable-sleep-mode"):
-        dialect().sleep(1)
-    assert dialect().sleep(0)[0].query == {"level": "0", "mode": "keep"}
-    assert dialect(rollout={"placement": "colocated"}).sleep(1)[0].query["level"] == "1"
-    assert dialect(engine={"kind": "vllm", "flags": {"enable-sleep-mode": True}}).sleep(1)
+def test_sleep_keeps_the_requests() -> None:
+    assert [dialect().sleep(level)[0].query["level"] for level in (0, 1)] == ["0", "1"]
+    assert dialect().sleep(0)[0].query["mode"] == "keep"
 
 
 def test_metrics_are_read() -> None:

@@ -280,14 +280,16 @@ def make_dialect() -> Any:
             self.environ: dict[str, str] = {"TOY_FREE": "1"}
             self.argv: Sequence[str] | None = None
             self.ports: list[int] = []
+            self.ready = Call("GET", "/ready", repeatable=True)
+            self.pause = [Call("POST", "/pause", {}, repeatable=True)]
+            self.resume = [Call("POST", "/resume", {}, repeatable=True)]
+            self.label = Call("GET", "/label", repeatable=True)
+            self.metrics = Call("GET", "/figures", repeatable=True)
 
         def launch(self, *, model, port, seed, host="127.0.0.1", key=None):
             self.ports.append(port)
             argv = self.argv or [sys.executable, str(Path(__file__)), str(port)]
             return Launch([part.replace("PORT", str(port)) for part in argv], self.environ)
-
-        def ready(self):
-            return Call("GET", "/ready", repeatable=True)
 
         def about(self):
             return [Call("GET", "/about", repeatable=True)]
@@ -321,12 +323,6 @@ def make_dialect() -> Any:
         def abort(self, request_id):
             return [Call("POST", "/abort", {"ids": [request_id]}, repeatable=True)]
 
-        def pause(self):
-            return [Call("POST", "/pause", {}, repeatable=True)]
-
-        def resume(self):
-            return [Call("POST", "/resume", {}, repeatable=True)]
-
         def prefetch(self, version):
             return [Call("POST", "/prefetch", {"version": version.number}, repeatable=True)]
 
@@ -335,9 +331,6 @@ def make_dialect() -> Any:
 
         def update(self, version, label):
             return [Call("POST", "/update", {"version": version.number, "label": label}), Call("POST", "/finish", {})]
-
-        def label(self):
-            return Call("GET", "/label", repeatable=True)
 
         def sleep(self, level):
             return [Call("POST", "/sleep", {"level": level}, repeatable=True)]
@@ -350,9 +343,6 @@ def make_dialect() -> Any:
 
         def unload_adapter(self, name):
             return Call("POST", "/adapters", {"drop": name})
-
-        def metrics(self):
-            return Call("GET", "/figures", repeatable=True)
 
         def read_metrics(self, answer):
             return ServerMetrics(**answer)

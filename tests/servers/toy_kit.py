@@ -9,12 +9,14 @@ import numpy as np
 from toy import VOCABULARY, make_dialect, serving
 
 from streamrl.config import RunConfig
-from streamrl.engine import Request
+from streamrl.engine import Request, RequestLimits
 from streamrl.http import HttpClient
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.servers.control import ServerControl
 from streamrl.servers.request import Response, read_response
 from streamrl.weight_sync.tensors import Version
+
+LIMITS = RequestLimits(64, VOCABULARY)
 
 
 def config(**sections):
@@ -96,8 +98,5 @@ async def control_on(toy, folder, *, attached=False, dialect=None, seconds=20.0)
 def ask(controlled, name="a", limit=6):
     """A response of the toy, read with what is in force now."""
     control, dialect, wanted = controlled.control, controlled.dialect, request(name, limit=limit)
-    call = dialect.generation(wanted, version=control.pair[1], adapter=control.adapter or None)
-    response = Response(wanted, control.pair[1], control.adapter)
-    return asyncio.create_task(
-        read_response(controlled.client, dialect, call, response, seconds=20, vocabulary=VOCABULARY)
-    )
+    response = Response(wanted, LIMITS, control.pair[1], adapter=control.adapter, wire_id=name)
+    return asyncio.create_task(read_response(controlled.client, dialect, response, seconds=20))

@@ -599,7 +599,7 @@ def _engine_container(config: RunConfig, nodes: int, folder: Path) -> tuple[Mani
     group = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
     environ = {**dialect.environ(model, cpu=False), **engine.variables}
     container["env"] += [{"name": "GROUP_INDEX", "valueFrom": group}, _WEIGHTS_TOKEN, *_variables(environ)]
-    return container, dialect.ready()
+    return container, dialect.ready
 
 
 def _service_of(model: str) -> str:
@@ -619,7 +619,7 @@ def _reward_model(config: RunConfig, model: str, folder: Path) -> tuple[list[Man
     flags = kind.flags(model=path, port=SERVER_PORT, seed=0)
     container = _server(config, f"{REWARD_MODEL_ROLE}.{model}", served.kind, flags, wanted)
     container["env"] += _variables({**kind.environ(path), **served.variables})
-    container["readinessProbe"] = _answers(kind.ready())
+    container["readinessProbe"] = _answers(kind.ready)
     service = {
         "apiVersion": "v1",
         "kind": "Service",

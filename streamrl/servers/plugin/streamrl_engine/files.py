@@ -54,9 +54,8 @@ _PATIENCE = 20.0  # seconds of silence after which a connection counts as broken
 _ATTEMPTS = 5  # connections in a row that bring nothing
 _DEADLINE = 600.0  # seconds for one version
 NOT_FETCHED = "not fetched: "
-"""With this begins the message of a `BadVersion` of which nothing is known but that its files did not come."""
-Everyone = Callable[[Any], "list[Any]"]
-"""Returns what each rank gives, in the order of the ranks; all must call it."""
+"""Begins the message of a `BadVersion` of which nothing is known but that its files did not come."""
+Everyone = Callable[[Any], "list[Any]"]  # returns what each rank gives, in the order of the ranks; all must call it
 
 
 class BadVersion(Exception):
@@ -133,8 +132,7 @@ def torch_dtype(name: str) -> torch.dtype:
 class Landing:
     """Brings the files of versions to this host: uses a visible folder as it is, otherwise fetches into one of its own.
 
-    The first rank of each host fetches, in a thread, by the lane or over HTTP, while the engine generates. Fetched
-    files go to `$STREAMRL_LANDING`, or shared memory, or the temporary folder.
+    The first rank of each host fetches, in a thread, by the lane or over HTTP, while the engine generates.
     """
 
     def __init__(self) -> None:
@@ -147,15 +145,12 @@ class Landing:
         self._first = -1  # rank that fetches for this host
 
     def begin(self, source: Source, everyone: Everyone, deadline: float = _DEADLINE) -> bool:
-        """Begin to bring a version here, once; whether that has ended on all ranks, well or not. All ranks must call.
-
-        What was begun before is given up.
-        """
+        """Begin to bring a version here, once; whether that has ended on all ranks, which must all call."""
         if source != self._wanted:
             me = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text(), os.getpid()]
             ranks = everyone(me)
             self._first = next(rank for rank, other in enumerate(ranks) if other[:2] == me[:2])
-            if self._fetching is not None and not self._fetching.done():  # it may wait long for a host that is gone
+            if self._fetching is not None and not self._fetching.done():  # given up: its host may be gone
                 self._thread.shutdown(wait=False, cancel_futures=True)
                 self._member, self._thread = Member(), ThreadPoolExecutor(1, thread_name_prefix="landing")
             self._wanted, self._fetching = source, None
@@ -221,39 +216,27 @@ class Landing:
             return time.monotonic() > end or source is not self._wanted
 
         if source.lane is not None and not all(path.exists() for path, *_ in files):
+            drafts = [(path.with_name(f".{path.name}.lane"), size) for path, size, _ in files]
+            version = source.url.rpartition("/")[2]
             try:
-                self._receive(source, files, device, given_up, member)
+                member.receive(source.lane, version, drafts, device, given_up, token=_token())
+                for (draft, _), (path, _, checksum) in zip(drafts, files, strict=True):
+                    if _checksum(draft) != checksum:
+                        raise BadVersion(f"{path.name} came with other bytes than announced")
+                    draft.replace(path)
             except (BadVersion, RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
                 logger.warning("lane missed, the files are fetched: %s", error)
+            finally:
+                for draft, _ in drafts:
+                    draft.unlink(missing_ok=True)
         for path, size, checksum in files:
             _download(f"{source.url}/{path.name}", path, size, checksum, given_up)
         return str(folder)
 
-    def _receive(
-        self,
-        source: Source,
-        files: Sequence[tuple[Path, int, str]],
-        device: tuple[int, str],
-        given_up: Callable[[], bool],
-        member: Member,
-    ) -> None:
-        drafts = [(path.with_name(f".{path.name}.lane"), size) for path, size, _ in files]
-        assert source.lane is not None
-        try:
-            member.receive(source.lane, source.url.rpartition("/")[2], drafts, device, given_up, token=_token())
-            for (draft, _), (path, _, checksum) in zip(drafts, files, strict=True):
-                if _checksum(draft) != checksum:
-                    raise BadVersion(f"{path.name} came with other bytes than announced")
-                draft.replace(path)
-        finally:
-            for draft, _ in drafts:
-                draft.unlink(missing_ok=True)
-
     def _made(self) -> Path:
         if self._root is None or not self._root.is_dir():
-            place = os.environ.get("STREAMRL_LANDING") or (
-                _SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir()
-            )
+            shared = _SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir()
+            place = os.environ.get("STREAMRL_LANDING") or shared
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._root = Path(tempfile.mkdtemp(prefix="streamrl-landing-", dir=place))
         return self._root
@@ -271,7 +254,11 @@ def _download(url: str, target: Path, size: int, checksum: str, given_up: Callab
         if idle >= _ATTEMPTS or given_up():
             raise TimeoutError(f"{url} stopped at byte {have} of {size}: {cause or 'it was given up'}")
         try:
-            _append(url, partial, have, given_up)
+            with _open(url, have) as answer, partial.open("ab") as file:
+                if have and answer.status != 206:
+                    file.truncate(0)
+                while not given_up() and (block := answer.read(_BLOCK)):
+                    file.write(block)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
                 kind = FileNotFoundError if error.code == 404 else BadVersion
@@ -286,16 +273,6 @@ def _download(url: str, target: Path, size: int, checksum: str, given_up: Callab
         partial.unlink()
         raise BadVersion(f"{url} is not the file that was announced ({size} bytes, xxh3 {checksum})")
     partial.replace(target)
-
-
-def _append(url: str, partial: Path, have: int, given_up: Callable[[], bool]) -> None:
-    with _open(url, have) as answer, partial.open("ab") as file:
-        if have and answer.status != 206:
-            file.truncate(0)
-        while block := answer.read(_BLOCK):
-            file.write(block)
-            if given_up():
-                return
 
 
 def _open(url: str, start: int = 0) -> Any:

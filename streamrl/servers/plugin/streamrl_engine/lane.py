@@ -36,15 +36,11 @@ cuda: Any = torch.cuda
 
 
 class Group:
-    """This process in one group, of which rank 0 sends; joining it and each piece may take `stall` seconds.
-
-    After a `RuntimeError` it cannot be used any more.
-    """
+    """This process in one group, of which rank 0 sends, until a `RuntimeError`; each piece may take `stall` seconds."""
 
     def __init__(
         self, store: Any, name: str, backend: str, rank: int, size: int, *, stall: float, address: str
     ) -> None:
-        """`address` is that of this host for the others."""
         self.name, self._sends, self._stall = name, rank == 0, stall
         self._order = dist.BroadcastOptions()
         self._order.rootRank = 0
@@ -137,11 +133,7 @@ class Member:
         *,
         token: str,
     ) -> None:
-        """Receive new files of these sizes, once; any exception means that they are not whole.
-
-        Takes at most twice the grace and then `stall` seconds for each piece. `lane` has the fields of `LanePlace` in
-        the manifest.
-        """
+        """Receive new files of these sizes, once; any exception: they are not whole. `lane` is the manifest's."""
         host, port, stall = lane["host"], int(lane["port"]), float(lane["stall"])
         if self._joined == (host, port, version):
             raise RuntimeError("its broadcast is over")

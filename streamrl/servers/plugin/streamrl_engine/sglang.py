@@ -1,7 +1,6 @@
 """Weights into a running SGLang server: the loader behind `--custom-weight-loader`, and the hooks that make it safe.
 
-SGLang finds `register` as an entry point, because the folder of this package is on its PYTHONPATH. The server calls
-`load` in every scheduler process, one for each rank of tensor parallelism.
+SGLang finds `register` as an entry point, and calls `load` in the scheduler process of each rank.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ def register() -> None:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Replace the weights of `model`, whole or not at all.
+    """Replace the weights of `model`; `named_tensors` is one pair, whose name describes the version (`files.Source`).
 
-    Files that this host does not see should have been fetched before. `named_tensors` is one pair; its name is the
-    description of the version (`files.Source` as JSON). `BadVersion`: nothing was changed. `RuntimeError`: the weights
-    may be half replaced, and the process must end.
+    `BadVersion`: nothing was changed. `RuntimeError`: the weights may be half replaced, and the process must end.
     """
     problem, known, heads, copied = "", False, {}, []
     try:
@@ -80,10 +77,7 @@ def _everyone(mine: Any) -> list[Any]:
 
 
 def _fetch(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Bring a version here while the server generates: the one road to its schedulers that waits for no request.
-
-    The answer says whether that has ended; `load` tells how.
-    """
+    """Bring a version here while the server generates; whether that has ended. No other road waits for no request."""
     name = next(iter(request.server_args), "")
     if not name.startswith(FETCH):
         return original(scheduler, request)
@@ -94,10 +88,9 @@ def _fetch(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
-    """One call does everything: open the session, check, copy, name the version, close; a refusal is an answer.
+    """One call does everything, so no session stays open for a caller that died; a refusal is an answer.
 
-    SGLang's scheduler would die of a loader's exception, and would keep a session open for a caller that died. Draft
-    models of speculative decoding keep their weights: the version has none for them.
+    Draft models of speculative decoding keep their weights: the version has none for them.
     """
     if request.load_format != LOADER:
         return original(component, request)
@@ -123,10 +116,7 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
 
 
 def _memory(answer: str, *, released: bool) -> Callable[..., Any]:
-    """Name only what is `released` already, or only what is not.
-
-    The server would back up released memory a second time, and die of a call that resumes what was not released.
-    """
+    """Name only what is `released` already, or only what is not: the server dies of resuming what was not released."""
 
     def hook(original: Callable[..., Any], component: Any, request: Any) -> Any:
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES

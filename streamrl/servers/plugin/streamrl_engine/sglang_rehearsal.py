@@ -1,8 +1,7 @@
 """Checks whether a model takes a set of weights without touching it: its own loader runs over shapes alone.
 
-SGLang ignores names that it does not know and accepts half a fused matrix. So before a copy its loader is run once with
-every parameter replaced by one without storage, and every write is recorded: a name that writes nothing is unknown, a
-parameter that is not filled lacks a name, and shapes are refused by the code that would have copied them.
+SGLang ignores names that it does not know and accepts half a fused matrix. Here every write is recorded: a name that
+writes nothing is unknown, and a parameter that is not filled lacks a name.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 def rehearse(model: Any, heads: Mapping[str, Head]) -> list[int]:
     """Check that `model.load_weights` would fill every parameter with these tensors, and use each of them.
 
-    Returns how many values of each tensor this rank copies, for `check_used`. `BadVersion`: unknown or missing names,
-    or other shapes or types.
+    Returns how many values of each tensor this rank copies, for `check_used`.
     """
     writes = _Writes()
     with _hollow(model) as parameters, torch.no_grad(), writes:

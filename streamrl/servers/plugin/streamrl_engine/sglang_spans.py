@@ -1,7 +1,6 @@
 """Which version a token of SGLang belongs to, when it was in flight while the weights changed.
 
-The scheduler launches a batch before it has processed the results of the one before. A pause leaves the last results
-unprocessed; SGLang counts their tokens only afterwards, and so to the version after the change.
+A pause leaves the results of the last batch unprocessed; SGLang counts their tokens to the version after the change.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from .files import BadVersion, Head, Landing, Opened, Source, gathered, torch_dtype
 
 logger = logging.getLogger(__name__)
-BUSY = "busy"
-"""The files are on their way: the client asks again."""
+BUSY = "busy"  # the files are on their way: the client asks again
 Table = Mapping[str, Head]
 _SMALL = {torch.int8, torch.float8_e4m3fn}
 
@@ -167,10 +166,7 @@ class WorkerExt:
 
 
 def check_types(model: Any, heads: Table) -> bool:
-    """Whether the version is quantised by us; `BadVersion` when the model is not made for that, or for something else.
-
-    A loader would cast what has the right shape.
-    """
+    """Whether the version is quantised by us; `BadVersion`: not as the model is, whose loaders would cast it."""
     layers = [get_layerwise_info(layer).restore_metadata[0] for layer in model.modules()]
     held = {tensor.dtype for params in layers for tensor in params.values()} & _SMALL
     offered = {torch_dtype(head.dtype) for head in heads.values()} & _SMALL
@@ -190,9 +186,8 @@ def _types(found: set[torch.dtype]) -> str:
 def rehearse(model: Any, heads: Table, ranks: int, strict: bool) -> None:
     """Let the model's own loaders load tensors of these types and shapes into nothing, and count what they took.
 
-    Runs between two steps and puts back every parameter as it was. A tensor may be spread over `ranks`. With `strict`
-    (not where others quantised the model) every element of every parameter must be covered. `BadVersion`: an unknown
-    name, another shape, a missing tensor, or a part of a fused one.
+    A tensor may be spread over `ranks`. With `strict` (not where others quantised the model) every element of every
+    parameter must be covered. `BadVersion`: an unknown name, another shape, a missing tensor, or a part of a fused one.
     """
     loaded: dict[int, int] = {}
     wanted = _parameters(model)
