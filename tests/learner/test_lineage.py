@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.learner.lineage import Branch, greatest_version, ids_of, join, use_version
@@ -12,6 +12,7 @@ from streamrl.learner.lineage import Branch, greatest_version, ids_of, join, use
 IDS = st.lists(st.integers(0, 30), max_size=40)
 
 
+@settings(deadline=None)
 @given(IDS, IDS)
 def test_intervals_hold_what_was_put_in_and_keep_a_repeat(first, second):
     intervals = join([*join((group_id, group_id) for group_id in first), *((each, each) for each in second)])
