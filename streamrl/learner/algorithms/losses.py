@@ -132,7 +132,6 @@ def reinforce(tokens: Tokens) -> LossResult:
 
     Off-policy it needs a gate that weighs tokens: with base bypass and `tis`, which makes it `-sg(min(w, C)) A log
     theta`.
-
     """
     per_token = -tokens.advantages * tokens.logprobs
     return LossResult(per_token=per_token, clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
