@@ -216,10 +216,9 @@ class SlotBatch:
         context: int,
         stop_tokens: frozenset[int],
         generator: torch.Generator,
-        version: int = 0,
     ) -> None:
-        self.slots, self.context, self.version = slots, context, version
-        self.tokens_sampled = 0
+        self.slots, self.context = slots, context
+        self.version = self.tokens_sampled = 0
         self.model = model
         self._dtype: torch.dtype = model.dtype
         self._stop = stop_tokens
