@@ -29,7 +29,7 @@ from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachabl
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect
-from streamrl.servers.request import Response, read_response
+from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
 from streamrl.waits import first_of
 from streamrl.weight_sync.manifest import decode
 
@@ -157,7 +157,7 @@ class AnnouncedEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
-        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]))
+        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]) or UNKNOWN_VOCABULARY)
         response = Response(request, limits, self.version, self.life, self.fields["adapter"])
         self._responses[response.wire_id] = response
         cost = len(request.tokens) + response.longest
