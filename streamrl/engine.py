@@ -39,40 +39,32 @@ async def life_seed(role: Role) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One response to be sampled.
+    """One response to be sampled."""
 
-    Attributes:
-        id: its name in messages.
-        tokens: prompt, shape (prompt tokens,), at least one.
-        max_new_tokens: longest response, end of the sequence included; the engine lowers it to what its context leaves.
-        temperature: log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable
-            token each time; each engine decides which log-probabilities it returns then, since nothing was drawn.
-        affinity: requests with the same key share a prefix (samples of one group, turns of one sample) and are
-            better off on one server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
-        cache_version: its keys and values may be those that weights of this version computed for an earlier request
-            with the same one; None: only those of the weights in force.
-        top_p, top_k, min_p: cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`);
-            log-probabilities are those of what is left, where the engine gives them.
-        stop: texts that end the response, whose tokens end with the one that completes such a text, as far as the
-            engine's tokenizer sees it; `streamrl.producers.stopping` looks again.
-        min_tokens: no end of the sequence, and no text of `stop`, before so many tokens.
-        seed: of random numbers of its own, the same for the same request to the same weights; None: the engine's.
-        json_schema: the response is JSON that fits it, and its log-probabilities are those without the tokens that do
-            not fit; only for engines in `streamrl.config.base.SERVER_KINDS`.
-    """
-
-    id: str
-    tokens: Int32Array
-    max_new_tokens: int
+    id: str  # its name in messages
+    tokens: Int32Array  # prompt, shape (prompt tokens,), at least one
+    max_new_tokens: int  # end of the sequence included; the engine lowers it to what its context leaves
+    # Log-probabilities are those of the distribution at this temperature. 0: greedy, the most probable token each time;
+    # each engine decides which log-probabilities it returns then, since nothing was drawn.
     temperature: float = 1.0
+    # Requests with the same one share a prefix (samples of one group, turns of one sample) and are better off on one
+    # server. GROUP/SAMPLE: with its own earlier turns, else with its group. Empty: none.
     affinity: str = ""
+    # Its keys and values may be those that weights of this version computed for an earlier request with the same one;
+    # None: only those of the weights in force.
     cache_version: int | None = None
+    # These cut the distribution at this temperature (`streamrl.config.sampling.DrawConfig`); log-probabilities are of
+    # what is left, where the engine gives them. Engines differ in how they combine two of them.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    # Texts that end the response, whose tokens end with the one that completes such a text, as far as the engine's
+    # tokenizer sees it; `streamrl.producers.stopping` looks again.
     stop: tuple[str, ...] = ()
-    min_tokens: int = 0
-    seed: int | None = None
+    min_tokens: int = 0  # no end of the sequence, and no text of `stop`, before so many tokens
+    seed: int | None = None  # of random numbers of its own, which the same request to the same weights repeats
+    # The response is JSON that fits it, and its log-probabilities are those without the tokens that do not fit; for
+    # engines in `streamrl.config.base.SERVER_KINDS` only.
     json_schema: str = ""
 
     @property
@@ -110,25 +102,16 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What was sampled for one request.
+    """What was sampled for one request."""
 
-    Attributes:
-        tokens: shape (sampled tokens,), the end-of-sequence token included; empty only when aborted.
-        logprobs: natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature,
-            without what `Request.top_p` and others cut), shape (sampled tokens,).
-        runs: `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token.
-        finish: `stop` (an end-of-sequence token was sampled, or a text of `Request.stop`), `length` (limit or context
-            reached), `abort`.
-        seconds: from the call of `generate` to its result.
-        cached_tokens: prompt tokens whose keys and values the engine still had; 0 from engines that do not say.
-    """
-
-    tokens: Int32Array
+    tokens: Int32Array  # shape (sampled tokens,), the end-of-sequence token included; empty only when aborted
+    # Natural log of the probability each token was sampled with (fp32 log-softmax of logits / temperature, without what
+    # `Request.top_p` and others cut), shape (sampled tokens,).
     logprobs: Float32Array
-    runs: Runs
-    finish: Finish
-    seconds: float
-    cached_tokens: int = 0
+    runs: Runs  # `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token
+    finish: Finish  # `stop`: an end-of-sequence token or a text of `Request.stop`; `length`: limit or context reached
+    seconds: float  # from the call of `generate` to its result
+    cached_tokens: int = 0  # prompt tokens whose keys and values the engine still had; 0 from engines that do not say
 
 
 def join_runs(before: Runs, count: int, after: Runs) -> Runs:
@@ -146,27 +129,16 @@ def first_tokens(piece: Completion, count: int) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is.
+    """How busy an engine is."""
 
-    Attributes:
-        running: requests that are being decoded.
-        waiting: requests accepted and not yet begun.
-        tokens_sampled: since the start.
-        busy_seconds: spent decoding since the start.
-        version: of the weights in force, 0 until the first `apply`.
-        capacity: requests that the engine can make use of at the same time; grows and shrinks.
-        cache_use: share of the memory for keys and values that is in use, 0 to 1; 0 when not known.
-        servers: that can serve now; 1 for an engine in this process.
-    """
-
-    running: int
-    waiting: int
-    tokens_sampled: int
-    busy_seconds: float
-    version: int
-    capacity: int = 1
-    cache_use: float = 0.0
-    servers: int = 1
+    running: int  # requests that are being decoded
+    waiting: int  # requests accepted and not yet begun
+    tokens_sampled: int  # since the start
+    busy_seconds: float  # spent decoding since the start
+    version: int  # of the weights in force, 0 until the first `apply`
+    capacity: int = 1  # requests that the engine can make use of at the same time; grows and shrinks
+    cache_use: float = 0.0  # share of the memory for keys and values that is in use, 0 to 1; 0 when not known
+    servers: int = 1  # that can serve now; 1 for an engine in this process
 
 
 class Generator(Protocol):

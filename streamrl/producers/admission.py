@@ -43,9 +43,7 @@ class Admitter:
     """Admits group after group; a group's id is its cursor, and `prompt` is a pure function of the id."""
 
     def __init__(self, ledger: Ledger, terms: AdmissionTerms, prompt: Callable[[int], bytes]) -> None:
-        self._ledger = ledger
-        self._terms = terms
-        self._prompt = prompt
+        self._ledger, self._terms, self._prompt = ledger, terms, prompt
         self.cursor = 0
 
     async def locate(self) -> None:

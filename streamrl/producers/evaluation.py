@@ -54,8 +54,7 @@ class Evaluation:
         terms = AdmissionTerms(fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
         self._admitter = Admitter(self._ledger, terms, lambda group_id: data.prompts[group_id % len(data)])
         self._data = data
-        self._budget = budget
-        self._free_slots = budget
+        self._budget = self._free_slots = budget
         self._nonce = uuid4().hex
         self._checkpoint = ""
         self._log: EvaluationLog

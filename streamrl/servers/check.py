@@ -13,7 +13,7 @@ from streamrl.engine import Request, RequestLimits
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.servers.dialect import PROBE, Dialect
-from streamrl.servers.request import Response, read_response
+from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
 
 logger = logging.getLogger(__name__)
 _PATIENCE: Final = 15.0  # in which a server that streamrl did not start has to answer
@@ -56,7 +56,7 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
         )
     if external and not dialect.fixed:
         await _let_go(client, dialect)
-    limits = RequestLimits(context, vocabulary or 1 << 31)
+    limits = RequestLimits(context, vocabulary or UNKNOWN_VOCABULARY)
     await _try_out(client, dialect, config, (probe or (1,))[:4], limits)
     return limits
 

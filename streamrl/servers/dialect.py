@@ -216,12 +216,10 @@ def reading(problem: str) -> Iterator[None]:
 
 def read_finish(reason: Any) -> Finish | None:
     """Translate the usual names of finish reasons; None while the response goes on. `WireError` for an unknown one."""
-    if reason is None:
-        return None
-    for known in _FINISHES:
-        if reason == known:
-            return known
-    raise WireError(f"a response ended for an unknown reason: {reason!r}")
+    finish = next((known for known in _FINISHES if known == reason), None)
+    if finish is None and reason is not None:
+        raise WireError(f"a response ended for an unknown reason: {reason!r}")
+    return finish
 
 
 def read_cached(message: Mapping[str, Any]) -> int | None:

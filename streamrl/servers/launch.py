@@ -53,7 +53,7 @@ class Startable(ABC):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchProfile:
     """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
 
@@ -72,11 +72,11 @@ class LaunchProfile:
     overrides: str  # of entries of config.json
     environ: Mapping[str, str]
     cpu_environ: Mapping[str, str]
-    sleep_environ: Mapping[str, str]
-    folder_environ: Mapping[str, str]  # for a model that is a directory
+    sleep_environ: Mapping[str, str] = field(default_factory=dict)
+    folder_environ: Mapping[str, str] = field(default_factory=dict)  # for a model that is a directory
     cpu_path: Path  # first on the PYTHONPATH
-    key_variable: str  # has the key; empty: a flag in a file has it
-    key_flags: Mapping[str, Any]
+    key_variable: str = ""  # has the key; empty: a flag in a file has it
+    key_flags: Mapping[str, Any] = field(default_factory=dict)
     ready: Call
     sleep: Sequence[Call]
     wake: Sequence[Call]
@@ -134,7 +134,6 @@ VLLM: Final = LaunchProfile(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     },
     sleep_environ={"VLLM_SERVER_DEV_MODE": "1"},  # otherwise it has no routes for it
-    folder_environ={},
     cpu_path=PLUGIN,
     key_variable="VLLM_API_KEY",
     key_flags={"middleware": "streamrl_engine.key.KeyGuard"},
@@ -160,11 +159,8 @@ SGLANG: Final = LaunchProfile(
     # A look at /health is then only a look: no token is sampled for it.
     environ={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
     cpu_environ={"SGLANG_USE_CPU_ENGINE": "1"},
-    sleep_environ={},
     folder_environ={"HF_HUB_OFFLINE": "1"},
     cpu_path=PLUGIN / "sglang_cpu",
-    key_variable="",
-    key_flags={},
     # 503 also while the server is paused. Never `/health`: it samples a token, takes a second, blocks for 20 s while
     # the server is paused, and marks it as unhealthy afterwards.
     ready=Call("GET", "/ready", repeatable=True),

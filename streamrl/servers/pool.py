@@ -16,7 +16,6 @@ import math
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -30,7 +29,7 @@ from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachabl
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect
-from streamrl.servers.request import Response, read_response
+from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
 from streamrl.waits import first_of
 from streamrl.weight_sync.manifest import decode
 
@@ -53,33 +52,19 @@ FULL: Final = 0.9  # cache use from which an engine gets nothing while others ha
 _BLOCK: Final = 16  # tokens of one block of a prefix cache; a shorter prefix is not kept by it
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An engine that may get a request: tokens that it has to do, its slots, and the use of its cache (0 to 1)."""
-
-    tokens: int
-    slots: int
-    cache_use: float = 0.0
-
-    @property
-    def burden(self) -> float:
-        return self.tokens / self.slots
-
-
-def choose(candidates: Sequence[Candidate], *, cost: int, shared: int, together: int, before: int | None = None) -> int:
-    """Return the index of the engine for a request: the least busy one, those with a full cache last.
+def choose(
+    engines: Sequence[AnnouncedEngine], *, cost: int, shared: int, together: int, before: AnnouncedEngine | None = None
+) -> AnnouncedEngine:
+    """Return the engine for a request: the least busy one, those with a full cache last.
 
     `cost` are the tokens of the request, prompt and longest response, and `shared` those that it has in common with
-    requests that went to `before`, an index or None. There it stays while that costs less than what it waits for: that
-    engine may be busier than the least busy one by `together` requests, a whole group.
+    requests that went to `before`. There it stays while that costs less than what it waits for: that engine may be
+    busier than the least busy one by `together` requests, a whole group.
     """
-    best = min(range(len(candidates)), key=lambda at: (candidates[at].cache_use >= FULL, candidates[at].burden))
-    if before is None or shared < _BLOCK:
+    best = min(engines, key=lambda engine: (engine.cache_use >= FULL, engine.burden))
+    if before is None or shared < _BLOCK or before.cache_use >= FULL > best.cache_use:
         return best
-    kept = candidates[before]
-    if kept.cache_use >= FULL > candidates[best].cache_use:
-        return best
-    return before if kept.burden - candidates[best].burden <= together * cost / kept.slots else best
+    return before if before.burden - best.burden <= together * cost / before.slots else best
 
 
 class Affinities:
@@ -140,6 +125,11 @@ class AnnouncedEngine:
         return float(self.fields.get("cache_use", 0.0))
 
     @property
+    def burden(self) -> float:
+        """Tokens that it has to do for this worker, for each slot."""
+        return self.tokens / self.slots
+
+    @property
     def usable(self) -> bool:
         return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
 
@@ -167,7 +157,7 @@ class AnnouncedEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
-        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]))
+        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]) or UNKNOWN_VOCABULARY)
         response = Response(request, limits, self.version, self.life, self.fields["adapter"])
         self._responses[response.wire_id] = response
         cost = len(request.tokens) + response.longest
@@ -356,14 +346,13 @@ class ServerPool(Generator):
             found += [engine for engine in usable if engine.name == before and engine not in found]
         if not found:
             return None
-        at = choose(
-            [Candidate(engine.tokens, engine.slots, engine.cache_use) for engine in found],
+        return choose(
+            found,
             cost=len(request.tokens) + request.max_new_tokens,
             shared=len(request.tokens),
             together=self._config.sampling.responses,
-            before=next((at for at, engine in enumerate(found) if engine.name == before), None),
+            before=next((engine for engine in found if engine.name == before), None),
         )
-        return found[at]
 
     # --- what is there -----------------------------------------------------------------------------------------------
 

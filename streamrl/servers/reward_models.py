@@ -51,7 +51,6 @@ class RewardModelRole:
 
     def __init__(self, role: Role, name: str, number: int, config: RewardModelConfig) -> None:
         self._role = role
-        self._config = config
         self._kind = model_server(name, config)
         settings = ServerSettings(
             f"reward_models.{name}", config.model, config.start_deadline, role.config.supervisor, dict(config.variables)
@@ -83,17 +82,14 @@ class RewardModelRole:
         return ServerMetrics() if await is_ready(self._client, self._kind, ANSWER_SECONDS) else None
 
     async def _sleep(self) -> None:
-        """Free the memory; a repeat does nothing."""
-        if not self._asleep:
-            self._asleep = True
-            await self._tell(ASLEEP)  # before it sleeps, so that no worker asks it then
-            await self._move(ASLEEP, self._kind.profile.sleep)
+        self._asleep = True
+        await self._tell(ASLEEP)  # before it sleeps, so that no worker asks it then
+        await self._move(ASLEEP, self._kind.profile.sleep)
 
     async def _wake(self) -> None:
-        if self._asleep:
-            await self._move("awake", self._kind.profile.wake)
-            self._asleep = False
-            await self._tell(READY)
+        await self._move("awake", self._kind.profile.wake)
+        self._asleep = False
+        await self._tell(READY)
 
     async def _move(self, to: str, calls: Sequence[Call]) -> None:
         """Unreachable: it is on the wrong side of the devices and has to start anew."""

@@ -44,9 +44,7 @@ class HfEngine(Generator):
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
-        self._config = config
-        self._seed = seed
-        self._patience = config.weights.deadline
+        self._config, self._seed, self._patience = config, seed, config.weights.deadline
         # A step hangs when it takes half the time of a whole response; it is then found before it costs a response.
         self._longest_step = min(config.weights.deadline, config.lease.max_hold / 2)
         self._steps = 0
@@ -151,7 +149,7 @@ class HfEngine(Generator):
     def _serving(self) -> SlotDecoder:
         if self._decoder is None or self._closed:
             raise Unreachable("the engine is closed" if self._closed else "the engine has not been started")
-        failure = self._failure or self._decoder.failure()
+        failure = self._failure or self._decoder.failure
         if failure is not None:
             raise _death(failure) from failure
         return self._decoder
@@ -196,7 +194,7 @@ class HfEngine(Generator):
         passed, self._looked_at = min(now - self._looked_at, 4 * WATCH_SECONDS), now
         self._still = self._still + passed if busy and steps == self._steps else 0.0
         self._steps = steps
-        failure = self._decoder.failure()
+        failure = self._decoder.failure
         if failure is None and self._still >= self._longest_step:
             failure = DeadlineExceeded(f"no decode step ended within {self._longest_step:g} s")
         if failure is not None:

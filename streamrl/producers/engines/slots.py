@@ -216,10 +216,9 @@ class SlotBatch:
         context: int,
         stop_tokens: frozenset[int],
         generator: torch.Generator,
-        version: int = 0,
     ) -> None:
-        self.slots, self.context, self.version = slots, context, version
-        self.tokens_sampled = 0
+        self.slots, self.context = slots, context
+        self.version = self.tokens_sampled = 0
         self.model = model
         self._dtype: torch.dtype = model.dtype
         self._stop = stop_tokens
@@ -432,7 +431,7 @@ class SlotDecoder:
         self._discarded: set[int] = set()
         self._holds = self._steps = 0
         self._parked, self._stopping = True, False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what killed the loop
         self._busy = 0.0
         self._device: torch.device = batch.model.device
         self._structure = ""  # what the model was found to take
@@ -475,9 +474,9 @@ class SlotDecoder:
             self._changed.notify_all()
         try:
             with self._changed:
-                in_time = self._changed.wait_for(lambda: self._parked or self._failure is not None, self._patience)
-            if self._failure is not None:
-                raise Unreachable(f"the decode loop died: {self._failure!r}") from self._failure
+                in_time = self._changed.wait_for(lambda: self._parked or self.failure is not None, self._patience)
+            if self.failure is not None:
+                raise Unreachable(f"the decode loop died: {self.failure!r}") from self.failure
             if not in_time:
                 raise DeadlineExceeded(f"a decode step takes longer than {self._patience:g} s")
             yield
@@ -502,7 +501,7 @@ class SlotDecoder:
                 weights.copy_weights([(targets[name], values) for name, values in version.tensors.items()])
                 self._batch.swapped(version.number)
             except BaseException as error:
-                self._failure = error
+                self.failure = error
                 raise
             self._pair = pair
 
@@ -543,9 +542,6 @@ class SlotDecoder:
         """(whether there is a step to make and the loop is not held, steps so far), from any thread."""
         return not self._parked, self._steps
 
-    def failure(self) -> BaseException | None:
-        return self._failure
-
     def _run(self) -> None:
         try:
             while self._turn():
@@ -553,7 +549,7 @@ class SlotDecoder:
         except BaseException as error:
             logger.exception("decode loop died")
             with self._changed:
-                self._failure = error
+                self.failure = error
                 self._changed.notify_all()
 
     def _turn(self) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
@@ -133,7 +133,7 @@ class EpisodeSampler(Sampler):
         self._renderer: ChatRenderer | None = None
         self._places = asyncio.Semaphore(config.episode.concurrent or 1 << 20)
         self._running: set[EpisodeSession] = set()
-        self._forks = self._dropped = self._auxiliary = 0
+        self._counts = Counter(forks=0, dropped_turns=0, auxiliary_turns=0)
         self._tools = ToolFigures()
         self._blocked = blocked
         self._watching = contextlib.ExitStack()
@@ -173,15 +173,9 @@ class EpisodeSampler(Sampler):
 
     @override
     def figures(self) -> Mapping[str, int | float]:
-        return {
-            "episodes": len(self._running),
-            "generating": sum(session.generating for session in self._running),
-            "forks": self._forks,
-            "dropped_turns": self._dropped,
-            "auxiliary_turns": self._auxiliary,
-            "hanging": len(left_behind),
-            "agents_failed": self._tools.agents_failed,
-        }
+        generating = sum(session.generating for session in self._running)
+        now = {"episodes": len(self._running), "generating": generating, "hanging": len(left_behind)}
+        return {**now, **self._counts, "agents_failed": self._tools.agents_failed}
 
     @override
     def trouble(self) -> str:
@@ -213,9 +207,8 @@ class EpisodeSampler(Sampler):
             return session, await self._play(session, Task.of(order.prompt))
         finally:
             self._running.discard(session)
-            self._forks += session.forks
-            self._dropped += session.dropped
-            self._auxiliary += session.auxiliary
+            counts = {"dropped_turns": session.dropped, "auxiliary_turns": session.auxiliary}
+            self._counts.update(counts, forks=session.forks)
             self._tools.ended(session.stop)
             await session.close()
 
