@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -31,6 +31,7 @@ from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, SampleScore, decode
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 LOG_NAME: Final = "evaluation.jsonl"
 ROUND_NAME: Final = "evaluation-round.json"
@@ -284,7 +285,7 @@ class EvaluationLog:
     def read_round(self) -> EvaluationRound | None:
         if not self._round_path.exists():
             return None
-        return msgspec.json.decode(self._round_path.read_bytes(), type=EvaluationRound)
+        return self._decode(self._round_path.read_bytes(), EvaluationRound, str(self._round_path))
 
     def write_round(self, current: EvaluationRound) -> bool:
         try:
@@ -299,7 +300,8 @@ class EvaluationLog:
         """Once until a write succeeds or fails in another way: it is tried again all the time."""
         if self._complaint != (path, error.errno):
             self._complaint = (path, error.errno)
-            extra = {"file": str(path), "error": str(error), "hint": "make room; it is tried again"}
+            hint = "make room, or move the run directory back; it is tried again"
+            extra = {"file": str(path), "error": str(error), "hint": hint}
             logger.warning("evaluation cannot be written", extra=extra)
 
     def _read(self) -> None:
@@ -307,8 +309,18 @@ class EvaluationLog:
         whole = data.rfind(b"\n") + 1
         if whole != len(data):  # a crash cut the last line off
             os.truncate(self._path, whole)
-        for line in data[:whole].splitlines():
-            self._count(msgspec.json.decode(line, type=EvaluatedGroup))
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            if group := self._decode(line, EvaluatedGroup, f"{self._path}:{number}"):
+                self._count(group)
+
+    @staticmethod
+    def _decode(data: bytes, kind: type[_T], where: str) -> _T | None:
+        """None: it is damaged, and left out. A measurement less is no reason to end a run."""
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError as error:
+            logger.warning("evaluation is damaged and left out", extra={"file": where, "error": str(error)})
+            return None
 
     def _count(self, group: EvaluatedGroup) -> None:
         if group.group_id in self.group_ids:

@@ -298,6 +298,11 @@ def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
         assert (known.group_ids, known.watermark) == ({0, 1, 3}, 2)
         assert (known.rounds[7].right, known.rounds[7].scored) == (3, 6)
         assert known.read_round() == EvaluationRound(7, 0, 4)
+    (tmp_path / "evaluation-round.json").write_text("{")
+    assert log.read_round() is None
+    with (tmp_path / "evaluation.jsonl").open("a") as file:
+        file.write("no line of ours\n")
+    assert EvaluationLog(tmp_path).group_ids == {0, 1, 3}
 
 
 def test_a_log_that_cannot_be_written_is_said_once_until_it_can(tmp_path, caplog):
