@@ -75,7 +75,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can serve: longest prompt plus response in tokens; token ids lie below `vocabulary`."""
+    """What an engine can serve; `context`: longest prompt plus response in tokens; token ids lie below `vocabulary`."""
 
     context: int
     vocabulary: int
@@ -133,8 +133,8 @@ class EngineLoad:
 
     running: int  # requests that are being decoded
     waiting: int  # requests accepted and not yet begun
-    tokens_sampled: int  # since the start
-    busy_seconds: float  # spent decoding since the start
+    tokens_sampled: int  # since the start; only grows
+    busy_seconds: float  # spent decoding since the start; only grows
     version: int  # of the weights in force, 0 until the first `apply`
     capacity: int = 1  # requests that the engine can make use of at the same time; grows and shrinks
     cache_use: float = 0.0  # share of the memory for keys and values that is in use, 0 to 1; 0 when not known

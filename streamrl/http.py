@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request to a server; without `repeatable` it is sent again only after an answer that it was not done."""
+    """One HTTP request to a server; sent again only where it was certainly not carried out, or if `repeatable`."""
 
     method: Literal["GET", "POST"]
     path: str  # below the server's URL, with its leading slash
@@ -81,7 +81,8 @@ class HttpClient:
     """A session with one server; made and used in one event loop.
 
     `api_key` is sent as a bearer token and appears in no message and no log; `key_option` is the configuration key that
-    names its file. `hint` says how to fix a server that does not answer. Proxies of the environment hold.
+    names its file. `hint` says how to fix a server that does not answer. Proxies of the environment hold for other
+    hosts.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class HttpClient:
 
         Sent again, after a pause with full jitter, if it certainly was not carried out (connection refused, 503, 429),
         or if that is unknown and the call is repeatable. An error 500 is an answer and ends it. `seconds` include
-        repeats and pauses; `retry=False` means one attempt.
+        repeats and pauses; `retry=False` means one attempt. `Lost`, `BadAnswer`, `BadRequest`; `WireError`: no JSON.
         """
 
         async def attempt() -> Any:

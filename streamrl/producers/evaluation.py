@@ -103,7 +103,7 @@ class Evaluation:
     async def _begin(self, version: int) -> bool:
         """Begin a round when enough versions have passed since the last; the first round begins at the first version.
 
-        After Redis went back, groups that the file has come again: the round is extended by their number.
+        When Redis goes back, some groups come again that the file has already. The round is extended by their number.
         """
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:

@@ -102,7 +102,8 @@ class Sampler(ABC):
         """Make one sample; cancelling gives it up.
 
         `RetryLater`: no engine or program is available. `DataError`: this prompt can never be answered.
-        `DeadlineExceeded`: it took too long. `Unreachable`: the engine died. Any other error is of the user's code.
+        `DeadlineExceeded`: it took too long. `Unreachable`: the engine died. Any other error is of the engine or of the
+        user's code.
         """
 
     def figures(self) -> Mapping[str, int | float]:

@@ -37,7 +37,8 @@ class Tokenizer:
             backend = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
             hint = "set model.path or model.tokenizer to a directory or a hub name"
-            raise ConfigError(f"no tokenizer in {name}: {str(error).partition(chr(10))[0]}", hint) from error
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"no tokenizer in {name}: {reason}", hint) from error
         if config.chat_template is not None:
             try:
                 backend.chat_template = config.chat_template.read_text()

@@ -57,7 +57,13 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     if external and not dialect.fixed:
         await _let_go(client, dialect)
     limits = RequestLimits(context, vocabulary or UNKNOWN_VOCABULARY)
-    await _try_out(client, dialect, config, (probe or (1,))[:4], limits)
+    prompt = (probe or (1,))[:4]
+    if max(prompt) >= limits.vocabulary:
+        raise ConfigError(
+            f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}",
+            "set model.tokenizer to that of model.path",
+        )
+    await _try_out(client, dialect, config, prompt, limits)
     return limits
 
 

@@ -114,7 +114,7 @@ class ServerControl:
         await self._watchdog.close(farewell=resumed)
 
     async def apply(self, version: Version, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Put a version in force; off the devices it waits until the weights are back.
+        """Put a version in force, unless `given_up`; off the devices it waits until the weights are back.
 
         `WeightsError` or `NotFetched`: the server keeps the one before. Any other `Unreachable`: it has to start anew.
         """

@@ -36,6 +36,7 @@ def computes_on_cpu(device: str) -> bool:
 
 def on_cpu(engine: EngineConfig) -> bool:
     """Whether the engine servers of a run compute on a CPU; `ConfigError`: no device, or a GPU that is not here."""
+    # of the machines of servers at engine.url nothing is known
     check_device("engine.device", engine.device, there=not engine.url)
     return computes_on_cpu(engine.device)
 
@@ -52,7 +53,7 @@ def check_device(key: str, device: str, *, there: bool = True) -> None:
 
 
 def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:
-    """The virtual environment of servers of `kind`, which may be made by hand: `given` by `key`, or found."""
+    """The folder of the environment for servers of `kind`: `given`, else the first found, else `ConfigError`."""
     command = install_command(kind)
     looked = list(_places(kind)) if given is None else [given.expanduser()]
     if found := next((folder for folder in looked if (folder / "bin" / "python").exists()), None):

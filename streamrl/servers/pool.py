@@ -25,8 +25,8 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.base import is_loopback
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
-from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError
-from streamrl.http import BadAnswer, HttpClient, Lost
+from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError, WireError
+from streamrl.http import BadAnswer, BadRequest, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
@@ -143,8 +143,8 @@ class AnnouncedEngine:
         """Find out whether it takes requests. Any answer is a sign of life: it may have a long prompt to read."""
         try:
             await self._client.call(self._dialect.ready, _CONNECT_SECONDS, retry=False)
-        except BadAnswer as error:
-            self.answers = error.status == 503  # while its weights change
+        except (BadAnswer, BadRequest, WireError) as error:
+            self.answers = isinstance(error, BadAnswer) and error.status == 503  # while its weights change
         except StreamrlError as error:
             if not self._told:
                 extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}

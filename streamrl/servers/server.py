@@ -39,7 +39,10 @@ def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
 
 
 class Server:
-    """One life of a server, which `salt` names: the `index`-th of `engine.url` and of `engine.devices`."""
+    """One life of a server: the `index`-th of `engine.url` or of `engine.devices`. `salt` is a name of this life.
+
+    `announce` tells the workers at once what has changed; `key` is its API key, where the run has none.
+    """
 
     control: ServerControl
     client: HttpClient
@@ -136,12 +139,11 @@ class Server:
         await self.control.apply(version)
 
     async def metrics(self) -> ServerMetrics:
-        """Errors as of `HttpClient.call`."""
         answer = await self.client.call(self.dialect.metrics, ANSWER_SECONDS, retry=False)
         return self.dialect.read_metrics(answer)
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response. Errors as of `read_response`; `DataError`: the request can never be served."""
+        """Sample one response. `DataError`: the request can never be served; else errors as of `HttpClient.call`."""
         control = self.control
         response = Response(request, self.limits, control.pair[1], self.salt, control.adapter)
         return await read_response(self.client, self.dialect, response, seconds=self._config.weights.deadline)

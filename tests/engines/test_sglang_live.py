@@ -214,7 +214,7 @@ async def test_figures_are_those_of_the_moment(live: Live, fresh: int):
 
 
 async def test_memory_is_given_back_and_taken_again_by_repeats_that_do_no_harm(live: Live, fresh: int):
-    """Only the server's bookkeeping: a CPU frees nothing, and the dialect would refuse to ask."""
+    """Only the server's bookkeeping: a CPU frees nothing."""
     task, _ = await live.begin(PROMPT, 200, fresh, count=4)
     release = Call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
     wake = Call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights"]})

@@ -557,7 +557,7 @@ class SlotDecoder:
             self._parked = True
             self._changed.notify_all()
             self._changed.wait_for(self._has_work)
-            if self._stopping:
+            if self._stopping or self.failure is not None:  # half of a version is no model to sample from
                 return False
             self._parked = False
             self._drop_discarded()

@@ -51,8 +51,9 @@ class ContextOverflow(EpisodeOver):
 class SampledTurn:
     """One reply of the policy, with its sampled `tokens`, the end of turn included; `number` is that of its turn.
 
-    `cut` is the limit that cut it off. `text` is all of it, its thinking and calls of tools as they were written,
-    without special tokens. `stopped` ended it and is not in `reply`. `pieces` are its tokens as text, if asked for.
+    `cut`, where `finish` is `length`, is the limit that cut it off: `max_tokens`, `max_sampled_tokens` or
+    `context_overflow`. `prompt_tokens` come before it. `text` is all of it, its thinking and calls of tools as they
+    were written, without special tokens. `stopped` ended it and is not in `reply`.
     """
 
     reply: Reply
@@ -146,12 +147,14 @@ class EpisodeSession:
             tools: schemas of the tools that the model may call.
             max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
             most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
-            options: what this reply has instead of what the run says, none that is `refused`.
+            options: what this reply has instead of what the run says (`stop`, `json_schema`, `temperature`, ... of
+                `streamrl.engine.Request`), none that is `refused`.
 
         Raises:
             ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
             EpisodeOver: a limit of the episode is reached, or it has ended.
             DataError: the messages cannot be rendered, or an option is refused.
+            Unreachable: no engine answers.
         """
         option, why = self.refused(options)
         if option:

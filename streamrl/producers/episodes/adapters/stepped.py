@@ -83,6 +83,7 @@ class SteppedEpisode(Episode):
         """
 
     def found(self, reply: str) -> str | None:
+        """What the last match of the pattern found; None: it is not in the reply."""
         found = [match[1] for match in self._pattern.finditer(reply) if match[1] is not None]
         return found[-1].strip() if found else None
 

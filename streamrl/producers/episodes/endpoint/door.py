@@ -29,7 +29,7 @@ from streamrl.wire import Outcome, ToolUse
 Gone: TypeAlias = Callable[[], bool]
 """Whether the client that asked has closed its connection."""
 _NO_TRIES: Final = frozenset({"", "0"})
-_TOKEN_BYTES: Final = 64  # of JSON a token: escapes, and thinking that a template leaves out, are long, but not so long
+_TOKEN_BYTES: Final = 64  # of JSON: none has so many, with escapes and with thinking that a template leaves out
 _ALWAYS_BYTES: Final = 1 << 16
 
 
