@@ -53,7 +53,8 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
     """Make the environment of `kind` in `folder`; `say` gets one line per step.
 
     One of the same recipe stays as it is. It is made inside the folder, which may be a mount point, and moved to its
-    place when it is whole. Two calls for one folder wait for each other. `ConfigError`: uv is missing or failed. `CannotCreate`: the folder holds something else.
+    place when it is whole. Two calls for one folder wait for each other. `ConfigError`: uv is missing or failed.
+    `CannotCreate`: the folder holds something else.
     """
     if uv.find_uv() is None:
         said = "uv, which makes environments of engines, is not installed"

@@ -36,7 +36,7 @@ def find_uv() -> str | None:
 
 
 def install_command() -> tuple[list[str], dict[str, str]]:
-    """Return `uv pip install` with its first arguments, and its environment; uv's variables win, and indexes come first."""
+    """`uv pip install` with its first arguments, and its environment: uv's variables win, its indexes come first."""
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
     settings = _pip_settings()
     settings["extra-index-url"] = f"{environ.pop('UV_INDEX', '')} {settings.get('extra-index-url', '')}"

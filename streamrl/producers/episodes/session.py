@@ -69,7 +69,7 @@ class SampledTurn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
+class _OpenTurn:
     place: NextTurn
     longest: int
     limit: StopReason
@@ -100,8 +100,8 @@ class EpisodeSession:
         self._numbers = count()
         self._noted: dict[str, ToolUse] = {}
         self._turns = self._calls = self._tokens = self._unread = 0
-        self._flights: set[_Flight] = set()
-        self._landed = asyncio.Event()
+        self._open_turns: set[_OpenTurn] = set()
+        self._turn_ended = asyncio.Event()
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
         self._version = 0
@@ -164,17 +164,19 @@ class EpisodeSession:
         self._check_open()
         begun = asyncio.get_running_loop().time()
         async with self._owned():
-            flight = await self._take_off(messages, tools, max_tokens)
-            place = flight.place
+            open_turn = await self._begin_turn(messages, tools, max_tokens)
+            place = open_turn.place
             try:
                 asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
-                completion, ends = await self._completion(place, flight.longest, options, reply_key(place.ids, asked))
+                completion, ends = await self._completion(
+                    place, open_turn.longest, options, reply_key(place.ids, asked)
+                )
             except BaseException:
                 self._turns -= 1
                 raise
             finally:
-                self._flights.remove(flight)
-                self._landed.set()
+                self._open_turns.remove(open_turn)
+                self._turn_ended.set()
         tokens = completion.tokens.tolist()
         reply = self._renderer.parse(tokens, tools if most_calls != 0 else None, prompt=place.ids.tolist())
         reply, text, stopped = self._ended(replace(reply, calls=reply.calls[:most_calls]), tokens, ends)
@@ -184,7 +186,7 @@ class EpisodeSession:
         number = self._history.record(place, completion, reply, uses=uses, away=away, stopped=stopped)
         turn = self._history.turns[number]
         turn.ended_at, turn.text = asyncio.get_running_loop().time(), text
-        cut = flight.limit if completion.finish == "length" else None
+        cut = open_turn.limit if completion.finish == "length" else None
         return SampledTurn(
             reply, number, completion.finish, len(place.ids), completion.tokens, completion.logprobs, cut, text, stopped
         )
@@ -315,24 +317,24 @@ class EpisodeSession:
 
     # --- one turn -----------------------------------------------------------------------------------------------------
 
-    async def _take_off(
+    async def _begin_turn(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
-    ) -> _Flight:
+    ) -> _OpenTurn:
         most = self._config.episode.max_sampled_tokens
         while True:
             place = self._history.place(messages, tools)
-            flight = _Flight(place, *self._longest(place, max_tokens))
+            open_turn = _OpenTurn(place, *self._longest(place, max_tokens))
             self._check_limits(place)
-            reserved = sum(other.longest for other in self._flights)
-            if most is None or not reserved or flight.longest <= most - self._tokens - reserved:
+            reserved = sum(other.longest for other in self._open_turns)
+            if most is None or not reserved or open_turn.longest <= most - self._tokens - reserved:
                 break
-            self._landed.clear()
+            self._turn_ended.clear()
             async with self.part("model"):  # others have reserved what this one may need, and seldom use all of it
-                await self._landed.wait()
+                await self._turn_ended.wait()
             self._check_open()
-        self._flights.add(flight)
+        self._open_turns.add(open_turn)
         self._turns += 1
-        return flight
+        return open_turn
 
     def _longest(self, place: NextTurn, max_tokens: int | None) -> tuple[int, StopReason]:
         longest, most = self._longest_reply, self._config.episode.max_sampled_tokens
@@ -372,10 +374,10 @@ class EpisodeSession:
             left.set_result(None)
 
     def _check_limits(self, place: NextTurn) -> None:
-        episode, room = self._config.episode, wire.MAX_TURNS - len(self._history.turns) - 2 * len(self._flights)
+        episode, room = self._config.episode, wire.MAX_TURNS - len(self._history.turns) - 2 * len(self._open_turns)
         if self._turns >= episode.max_turns or room < 2:
             self._over("max_turns", f"it has {self._turns} turns (episode.max_turns {episode.max_turns})")
-        forks = self._history.forks_with([place, *(flight.place for flight in self._flights)])
+        forks = self._history.forks_with([place, *(open_turn.place for open_turn in self._open_turns)])
         if forks > episode.max_forks:
             self._over("max_turns", f"it forked {forks - 1} times (episode.max_forks {episode.max_forks})")
         self.check_calls()
