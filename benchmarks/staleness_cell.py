@@ -35,7 +35,7 @@ from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.step import Models, StepStats
 from streamrl.producers.engines.model import load_model, stop_tokens
-from streamrl.producers.engines.slots import Job, JobOutcome, SlotBatch
+from streamrl.producers.engines.slots import Job, SlotBatch
 from streamrl.runfile import load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sort"
@@ -90,14 +90,14 @@ class Sampler:
             generator=self._generator,
         )
 
-    def sample(self, weights: Weights, prompts: Sequence[tuple[int, ...]], seed: int) -> list[JobOutcome]:
+    def sample(self, weights: Weights, prompts: Sequence[tuple[int, ...]], seed: int) -> list[Job]:
         """One response to each prompt, in their order. The same arguments give the same responses."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
         self._generator.manual_seed(seed)
         jobs = deque(Job(ticket, prompt, self._limit, 1.0) for ticket, prompt in enumerate(prompts))
-        ended: list[JobOutcome] = []
+        ended: list[Job] = []
         while jobs or self._batch.active:
             free = self._batch.slots - self._batch.active
             # Slots are filled when an eighth of them is free, as the engine does it.
@@ -166,7 +166,7 @@ class Run:
         stats = self._worker.apply(sum(len(sample.tokens) for sample in samples), len(samples))
         return float(np.mean([sample.reward for sample in samples])), stats
 
-    def _group(self, group_id: int, index: int, outcomes: Sequence[JobOutcome], step: int) -> list[TrainSample]:
+    def _group(self, group_id: int, index: int, outcomes: Sequence[Job], step: int) -> list[TrainSample]:
         prompt = np.asarray(self._train.ids[index], dtype=np.int32)
         samples = [
             TrainSample(
