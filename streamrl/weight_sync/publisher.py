@@ -36,7 +36,7 @@ from streamrl.weight_sync.manifest import (
     encode,
     folder_name,
     parse_folder,
-    versions,
+    read_manifest,
 )
 from streamrl.weight_sync.quantize import QUANTISED, quantise_all
 from streamrl.weight_sync.tensors import DTYPE_NAMES, Named, buckets, encode_tensors, is_finite, write_tensors
@@ -215,14 +215,23 @@ class Publisher:
 
     def _leftover(self) -> list[Manifest]:
         """Remove what earlier publishers left, except the newest version and what it builds on, and return those."""
-        names = [entry.name for entry in self.root.iterdir()]
-        known = versions(self.root)
-        for name in names:
+        known: dict[Pair, Manifest] = {}
+        unread = False
+        for name in [entry.name for entry in self.root.iterdir()]:
             pair = parse_folder(name)
-            if name.startswith(DRAFT) or (pair is not None and pair not in known):  # nobody can read it
+            if name.startswith(DRAFT):
                 self._remove(name)
-        self._kept = list(known.values())
-        self._remove_older()
+            elif pair is not None:
+                try:
+                    known[pair] = read_manifest(self.root / name)
+                except (WeightsError, FileNotFoundError, NotADirectoryError):  # nobody can read it
+                    self._remove(name)
+                except OSError as error:  # it may be whole: a shared file system fails for a moment
+                    unread = True
+                    logger.warning("weights not read", extra={"folder": str(self.root / name), "error": str(error)})
+        self._kept = [known[pair] for pair in sorted(known)]
+        if not unread:  # the newest version may build on older ones by way of one that was not read
+            self._remove_older()
         return self._kept
 
     def _chain(self) -> list[Manifest]:

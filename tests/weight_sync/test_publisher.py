@@ -1,12 +1,14 @@
 """A version is written whole or not at all, and nothing of it stays behind when that fails."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import orjson
 import pytest
@@ -144,6 +146,29 @@ def test_a_start_removes_stale_versions_but_the_newest(config, tmp_path):
     publish(second, 2, tensors(5))  # a fresh run in an old directory may use the numbers again
     assert same(map_version(second.root / "v-1-2", second.manifest).tensors, tensors(5))
     shutil.rmtree(second.root)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_start_removes_nothing_that_a_file_system_fails_to_read(tmp_path, monkeypatch, failing):
+    config = WeightsConfig(transport="directory", delta=DeltaConfig(enabled=True))
+    first = Publisher(config, "r", tmp_path)
+    for version in (1, 2, 3):
+        weights = torch.zeros(10000)
+        weights[:version] = version
+        first.publish(epoch=1, version=version, step=version, tensors=[("a", weights)])
+    assert [found.kind for found in versions(first.root).values()] == ["full", "delta", "delta"]
+    (first.root / "v-1-4").mkdir()
+    read = Path.read_bytes
+
+    def failing_read(path):
+        if path.parent.name == f"v-1-{failing}":
+            raise OSError(errno.EIO, "input/output error")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", failing_read)
+        second = Publisher(config, "r", tmp_path)
+    assert folders(second) == ["v-1-1", "v-1-2", "v-1-3"]
 
 
 def test_the_supervisor_gives_the_memory_of_an_ended_run_back_without_torch(tmp_path):
