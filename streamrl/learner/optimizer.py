@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -190,7 +190,7 @@ class ShardedAdamW:
         """Of this rank's gradients, which it moves to the shards; a missing gradient counts as zero."""
         for name, shard in self._shards.items():
             gradient = self._parameters[name].grad
-            shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else torch.zeros_like(shard)
+            shard.grad = torch.zeros_like(shard) if gradient is None else cast("DTensor", gradient).to_local()
         norms = torch._foreach_norm(self._gradients())  # noqa: SLF001  as torch.nn.utils.clip_grad_norm_ does
         return torch.stack(norms).double().square().sum()
 
