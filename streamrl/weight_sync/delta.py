@@ -111,7 +111,7 @@ def read_delta_shard(path: Path, shard: Shard) -> dict[str, Encoded]:
     if (found := checksum(data)) != shard.checksum:
         raise WeightsError(f"{path} has checksum {found}, its manifest says {shard.checksum}")
     try:
-        tensors = parse_tensors(bytearray(zstandard.ZstdDecompressor().decompress(data)), str(path))
+        tensors = parse_tensors(_decompressed(data), str(path))
         names = [name.removeprefix("gaps/") for name in tensors if name.startswith("gaps/")]
         return {name: Encoded(tensors[f"gaps/{name}"].numpy(), tensors[f"values/{name}"].numpy()) for name in names}
     except (zstandard.ZstdError, KeyError) as error:
@@ -142,6 +142,18 @@ def _places(gaps: _Bytes, count: int) -> Iterator[tuple[int, NDArray[np.int64]]]
         place += int(runs[-1]) + len(ends)
         yield done, places[: count - done]  # the last run ends after the last changed element
         done += len(ends)
+
+
+def _decompressed(data: bytes) -> bytearray:
+    """The content of a frame, in one piece of memory that tensors can be views of."""
+    size = zstandard.frame_content_size(data)
+    if size < 0:
+        raise zstandard.ZstdError("it does not say how long its content is")
+    content = bytearray(size)
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        if (found := reader.readinto(content)) != size:
+            raise zstandard.ZstdError(f"it ends after {found} of {size} bytes")
+    return content
 
 
 def _compressed(pieces: list[memoryview[Any]]) -> Iterator[bytes]:
