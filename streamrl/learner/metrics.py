@@ -207,6 +207,7 @@ class StepLoggers:
                 )
         self._loggers: dict[str, TensorBoard | Tracker] = {}
         self._free = Semaphore(_MOST_WAITING)
+        self._too_slow = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loggers")
         for name in self._names:
             self._executor.submit(self._try, name, partial(self._open, name, config, run_dir))
@@ -215,8 +216,9 @@ class StepLoggers:
         """Queue the figures of a step and return at once."""
         if self._names and self._free.acquire(blocking=False):
             self._executor.submit(self._send, step, figures(line))
-        elif self._names:
-            logger.warning("loggers are too slow: a line is left out", extra={"step": step})
+        elif self._names and not self._too_slow:  # once: one that hangs would be in the log at every step
+            self._too_slow = True
+            logger.warning("loggers are too slow: lines are left out", extra={"step": step, "loggers": [*self._names]})
 
     def close(self) -> None:
         """Write what is left, for at most `_CLOSE_SECONDS`; it may block."""

@@ -77,7 +77,7 @@ def test_a_logger_that_fails_is_left_out(failing, tmp_path, monkeypatch):
     assert len(broken.calls) == {"init": 0, "log": 1, "finish": 3}[failing]
 
 
-def test_lines_do_not_pile_up_before_a_slow_logger(tmp_path, monkeypatch):
+def test_lines_do_not_pile_up_before_a_slow_logger(tmp_path, monkeypatch, caplog):
     library, hold = Library("wandb"), threading.Event()
     monkeypatch.setattr(library, "init", lambda **_: hold.wait(60))
     monkeypatch.setitem(sys.modules, "wandb", library)
@@ -88,6 +88,8 @@ def test_lines_do_not_pile_up_before_a_slow_logger(tmp_path, monkeypatch):
     hold.set()
     loggers.close()
     assert [args[0]["step"] for what, args, _ in library.calls if what == "log"] == [0, 1, 2]
+    [record] = [record for record in caplog.records if "too slow" in record.message]
+    assert (record.step, record.loggers) == (3, ["wandb"])
 
 
 def test_a_library_that_is_not_there_is_an_error_at_the_start(tmp_path, monkeypatch):
