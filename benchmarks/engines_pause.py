@@ -82,10 +82,10 @@ def watched() -> Iterator[tuple[list[float], list[float], list[float]]]:
     resumed: list[float] = []
     send = ServerControl._send
 
-    async def timed(self: ServerControl, calls: Sequence[Call], seconds: float) -> None:
+    async def timed(self: ServerControl, calls: Sequence[Call], seconds: float) -> list[Any]:
         took: list[float] = []
         with timing(took):
-            await send(self, calls, seconds)
+            answers = await send(self, calls, seconds)
         if list(calls) == list(self._dialect.pause):
             asked.append(took[0])
             updated.append(0.0)
@@ -93,6 +93,7 @@ def watched() -> Iterator[tuple[list[float], list[float], list[float]]]:
             resumed.append(took[0])
         elif self._stands_still:
             updated[-1] += took[0]
+        return answers
 
     ServerControl._send = timed  # type: ignore[method-assign]
     try:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -264,7 +265,7 @@ async def replica(
         await ledgers.train.finish_step("bench", 0, VERSION, manifest)
         async with role("engine", run_dir) as engine, role("rollout", run_dir) as worker:
             yield Driven(ledgers, prompts, counter, worker, engine)
-        publisher.close(unlink=True)
+        shutil.rmtree(publisher.root)
 
 
 @contextlib.asynccontextmanager

@@ -87,7 +87,7 @@ class Road:
         finally:
             self._stop.set()
             await asyncio.gather(following)
-            self._publisher.close(unlink=True)
+            shutil.rmtree(self._publisher.root)
 
     async def send(self) -> dict[str, float]:
         """Seconds from the call of `publish` until the engine has the version, and the part until it is published."""

@@ -117,14 +117,14 @@ async def measure(run_dir: Path, size: int, rounds: int) -> dict[str, Any]:
                 ours.append(time.perf_counter() - begin)
                 if not number:
                     compare(folder, publisher.root / manifest.folder, [shard.file for shard in manifest.shards])
-                staging.drop(folder)
+                shutil.rmtree(folder)
     finally:
         for server in servers:
             server.kill()
             server.join()
         shutil.rmtree(place, ignore_errors=True)
         staging.close()
-        publisher.close(unlink=True)
+        shutil.rmtree(publisher.root)
     total = manifest.total_bytes
     return {
         "bytes": total,

@@ -113,7 +113,7 @@ def steps(ranks: Ranks, folder: Path, model: str, batch: list[TrainSample], roun
                 plain.append(alone)
                 beside.append(with_version + snapshot.seconds)
                 publishing.append(published)
-    publisher.close(unlink=True)
+    shutil.rmtree(publisher.root)
     shutil.rmtree(folder / model)
     return {
         "step_seconds": spread(plain),
