@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 Position = tuple[int, int]
 Kind = Literal["model", "recording"]
 NOWHERE: Final[Position] = (0, 0)  # the place before the first checkpoint: the model of the run itself
-FORMAT: Final = 2  # of what is in the files: 1 had the tensors of the policy alone, without the part they are of
+# Of what is in the files; raise it also when a part gains or loses numbers.
+FORMAT: Final = 2  # 1 had the tensors of the policy alone, without the part they are of
 CHECKPOINT_NAME: Final = re.compile(r"ckpt-(\d+)-(\d+)")
 _EPOCH: Final = re.compile(r"(?:epoch|ckpt|trained)-(\d+)(?:-\d+|\.log)?")
 """Names that a learner of some epoch made: its mark, its checkpoints, and the log of versions of streamrl before."""
