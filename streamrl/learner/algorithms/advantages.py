@@ -51,7 +51,9 @@ def difference(left: FloatArray, right: float) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupData:
-    """The k usable responses of one group, with one array of numbers per token for each; None: there are none.
+    """The k responses of one group that have a score.
+
+    Fields per token have one numpy array per response (`texts`: a list), None when the run does not have them.
 
     `ValueError`: a reward is not finite.
     """

@@ -57,6 +57,7 @@ class Traits:
     ranges: Mapping[Level, Range]  # default (low, high) of the ratio for each level it knows, the default level first
     bounds: frozenset[str] = frozenset({"low", "high"})  # which of the two it reads
     weighs: bool = False  # its weight contains the ratio, so no other gate and no loss may contain it as well
+    # Gates that only drop outliers do not restrict.
     restricts: bool = False  # kept tokens have ratios near 1, so the ratio may be left out, as a chosen approximation
 
 
@@ -184,11 +185,10 @@ def m2po(
 ) -> GateResult:
     """Drop the tokens of a micro-batch with the largest `(log rho)^2` until the mean of the others is at most tau.
 
-    The mean is over the tokens that can be dropped: with only outward those where the update would push the ratio
-    further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that the clip of PPO would stop as well.
-    Tokens of equal value are dropped together, so the result does not depend on the order of tokens. `tighten` counts
-    a token of age a as if its log ratio were 1 + tighten x a times as large (Zheng et al., arXiv 2510.01161,
-    algorithm 1).
+    Zheng et al., arXiv 2510.01161, algorithm 1. The mean is over the tokens that can be dropped: with only outward
+    those where the update would push the ratio further from 1 (A > 0 and rho > 1, or A < 0 and rho < 1), the ones that
+    the clip of PPO would stop as well. Tokens of equal value are dropped together, so the result does not depend on the
+    order of tokens. `tighten` is ours: a token of age a counts as if its log ratio were 1 + tighten x a times as large.
 
     Args:
         tau: at least 0.

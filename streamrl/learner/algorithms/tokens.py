@@ -19,8 +19,8 @@ LOG_RATIO_BOUND = 20.0
 class Tokens:
     """The sampled tokens of whole responses, one behind the other; n tokens, s responses.
 
-    All have shape (n,) but `counts`. Policies are natural logarithms of the probability of the sampled token. Only
-    `logprobs` (and `entropy`, where the algorithm uses it) carry a gradient.
+    All have shape (n,) but `counts`. `logprobs`, `old`, `proximal`, `behaviour` and `reference` are log-probabilities
+    (natural) of the sampled token. Only `logprobs` (and `entropy`, where the algorithm uses it) carry a gradient.
     """
 
     logprobs: torch.Tensor  # policy being trained (theta)
