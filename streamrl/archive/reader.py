@@ -33,7 +33,8 @@ from streamrl import wire
 from streamrl.errors import ConfigError, WireError
 from streamrl.queues.records import ClosedGroup
 
-ARCHIVE: Final = "archive"  # directories in that of the run
+# directories in that of the run
+ARCHIVE: Final = "archive"
 FOLDER: Final = "recording"
 RESCORED: Final = "rescored"  # one directory below for each name
 EVALUATION: Final = "evaluation"  # held-out groups, in the directory of the archive
@@ -143,7 +144,10 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
 
 
 def read_file(file: Path) -> tuple[Header | None, Iterator[RecordedGroup]]:
-    """Header and groups of one file as they are written there; no header: a crash cut it off. Errors as above."""
+    """Header and groups of one file as they are written there; no header: a crash cut it off.
+
+    `ConfigError`: not a recording, or of another version; `WireError`, while groups are read: damaged.
+    """
     maps = _maps(file)
     try:
         first = next(maps, None)
