@@ -137,14 +137,15 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
 
 def _probe_ids(path: str) -> list[int] | None:
     """What a tokenizer makes of a sentence; None when there is none."""
-    folder = Path(path)
+    folder, reason = Path(path), "it has none"
     try:
         # Where a directory has no tokenizer, transformers would make up an empty one.
         if not folder.is_dir() or [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
             ids: list[int] = AutoTokenizer.from_pretrained(path).encode(_PROBE, add_special_tokens=False)
             return ids
     except (OSError, ValueError, KeyError) as error:
-        logger.info("tokenizers not compared", extra={"path": path, "reason": str(error)})
+        reason = str(error)
+    logger.info("tokenizers not compared", extra={"path": path, "reason": reason})
     return None
 
 

@@ -1,5 +1,6 @@
 """A second model has to read what the policy reads."""
 
+import logging
 import shutil
 
 import pytest
@@ -42,12 +43,15 @@ def reference_of(policy, path, ranks):
 
 
 @pytest.mark.parametrize("of", [critic_of, reference_of])
-def test_another_tokenizer_is_refused_and_the_same_one_or_none_is_taken(model, one_rank, of):
+def test_another_tokenizer_is_refused_and_the_same_one_or_none_is_taken(model, one_rank, of, caplog):
     policy, same, other = model("policy", LETTERS), model("same", LETTERS), model("other", LETTERS[::-1])
     with pytest.raises(ConfigError, match=r"learner\.(critic|reference)\.path .* has another tokenizer"):
         of(policy, other, one_rank)
     assert of(policy, same, one_rank) is not None
+    caplog.set_level(logging.INFO, "streamrl.learner.sharding")
     assert of(policy, model("bare", ""), one_rank) is not None
+    [record] = [record for record in caplog.records if record.message == "tokenizers not compared"]
+    assert record.reason == "it has none"
 
 
 @pytest.mark.parametrize("of", [critic_of, reference_of])
