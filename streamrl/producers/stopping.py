@@ -13,9 +13,8 @@ from typing import Final
 
 from streamrl.engine import Completion, first_tokens
 
-_MORE: Final = (
-    4  # tokens of a window besides one for each byte of the longest text: tokenizers write the first ones differently
-)
+# Tokens of a window besides one for each byte of the longest text: tokenizers write the first ones differently.
+_MORE: Final = 4
 _PART: Final = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 
