@@ -94,8 +94,6 @@ class AnnouncedEngine:
         self.name = name
         self.url = fields["url"]
         self.life = fields["salt"]
-        self.fields = fields
-        self.missing_since: float | None = None
         self.answers = False
         self.heard_at = asyncio.get_running_loop().time()
         self.cut_off = False
@@ -107,22 +105,14 @@ class AnnouncedEngine:
         self._told = False
         self._responses: dict[str, Response] = {}
         self._sampled = 0
+        self.read(fields)
 
-    @property
-    def step(self) -> int:
-        return int(self.fields["step"])
-
-    @property
-    def version(self) -> int:
-        return int(self.fields["version"])
-
-    @property
-    def slots(self) -> int:
-        return int(self.fields["slots"])
-
-    @property
-    def cache_use(self) -> float:
-        return float(self.fields.get("cache_use", 0.0))
+    def read(self, fields: Mapping[str, str]) -> None:
+        self.fields = fields
+        self.step, self.version, self.slots = int(fields["step"]), int(fields["version"]), int(fields["slots"])
+        self.cache_use = float(fields.get("cache_use", 0.0))
+        self.blocked = fields["blocked"] == "1"
+        self.missing_since: float | None = None
 
     @property
     def burden(self) -> float:
@@ -131,7 +121,7 @@ class AnnouncedEngine:
 
     @property
     def usable(self) -> bool:
-        return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
+        return self.answers and self.fields.get("state") == "ready" and not self.blocked
 
     def listen(self, now: float) -> None:
         """Note when a token came, or none could come; to be called often."""
@@ -156,7 +146,7 @@ class AnnouncedEngine:
         self.heard_at = asyncio.get_running_loop().time()
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
+        """Sample one response. `Lost`: it died or gave up; `sent`: it gave no token, so it may have died of this."""
         limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]) or UNKNOWN_VOCABULARY)
         response = Response(request, limits, self.version, self.life, self.fields["adapter"])
         self._responses[response.wire_id] = response
@@ -166,14 +156,14 @@ class AnnouncedEngine:
         try:
             await first_of(asyncio.wait([reading]), self._gone.wait())
             if not reading.done():
-                raise LostResponse(f"{self.name} is gone", begun=not response.tokens and not self.cut_off)
+                raise Lost(f"{self.name} is gone", sent=not self.cut_off)
             return reading.result()
         except Lost as error:
-            raise LostResponse(error.message, begun=error.sent and not response.tokens) from error
+            raise Lost(error.message, sent=error.sent and not response.tokens) from error
         except BadAnswer as error:  # within its stream: the server dies, maybe of another request
             if not response.tokens:
                 raise
-            raise LostResponse(error.message, begun=False) from error
+            raise Lost(error.message, sent=False) from error
         finally:
             self.tokens -= cost
             del self._responses[response.wire_id]
@@ -197,14 +187,6 @@ class AnnouncedEngine:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_CONNECT_SECONDS)
         await self._client.close()
-
-
-class LostResponse(Unreachable):
-    """An engine did not finish a response. `begun`: it had the request and gave no token, so it may have died of it."""
-
-    def __init__(self, message: str, hint: str = "", begun: bool = False) -> None:
-        super().__init__(message, hint)
-        self.begun = begun
 
 
 class ServerPool(Generator):
@@ -274,7 +256,7 @@ class ServerPool(Generator):
             except Unreachable as error:
                 engine.answers = False  # until it answers again
                 failed = isinstance(error, BadAnswer) and error.status == 500
-                deaths += failed or (isinstance(error, LostResponse) and error.begun)
+                deaths += failed or (isinstance(error, Lost) and error.sent)
                 self._lost += 1
                 if not isinstance(error, BadAnswer):  # one that answers so may do it for ever
                     end = loop.time() + self._patience
@@ -331,7 +313,7 @@ class ServerPool(Generator):
         while loop.time() < end:
             if found := find():
                 return found
-            if any(engine.fields["blocked"] == "1" for engine in self._known.values()):
+            if any(engine.blocked for engine in self._known.values()):
                 end = loop.time() + self._patience  # they come back: the caller's own deadline holds
             await first_of(self.changed(), seconds=end - loop.time())
         raise RetryLater(f"no engine answered for {self._patience:g} s")
@@ -413,15 +395,15 @@ class ServerPool(Generator):
 
     async def _meet(self, name: str, fields: Mapping[str, str]) -> None:
         known = self._known.get(name)
-        if known is not None and known.life != fields["salt"]:
+        if known is not None and known.life == fields["salt"]:
+            known.read(fields)
+            return
+        if known is not None:
             if float(fields["started"]) < float(known.fields["started"]):
                 return  # an older process of this name, which still says that it is there
             await self._part_with(known)
-            known = None
-        if known is None:
-            known = self._known[name] = AnnouncedEngine(self._config, name, fields, self._key)
-            logger.info("engine found", extra={"engine": name, "url": known.url})
-        known.fields, known.missing_since = fields, None
+        self._known[name] = AnnouncedEngine(self._config, name, fields, self._key)
+        logger.info("engine found", extra={"engine": name, "url": fields["url"]})
 
     async def _part_with(self, engine: AnnouncedEngine) -> None:
         logger.info("engine gone", extra={"engine": engine.name, "url": engine.url})
