@@ -74,9 +74,8 @@ class ServerControl:
         # A server that runs already may hold adapters of an earlier life.
         self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
         self._lock = asyncio.Lock()
-        self._weights_awake = asyncio.Event()
+        self._weights_awake, self._applied = asyncio.Event(), asyncio.Event()
         self._weights_awake.set()
-        self._applied = asyncio.Event()
         self._applied.set()
         self._stands_still = self._inconsistent = False
         self._label = ""

@@ -55,11 +55,10 @@ _BLOCK: Final = 16  # tokens of one block of a prefix cache; a shorter prefix is
 def choose(
     engines: Sequence[AnnouncedEngine], *, cost: int, shared: int, together: int, before: AnnouncedEngine | None = None
 ) -> AnnouncedEngine:
-    """Return the engine for a request: the least busy one, those with a full cache last.
+    """Return the engine for a request of `cost` tokens: the least busy one, those with a full cache last.
 
-    `cost` are the tokens of the request, prompt and longest response, and `shared` those that it has in common with
-    requests that went to `before`. There it stays while that costs less than what it waits for: that engine may be
-    busier than the least busy one by `together` requests, a whole group.
+    It stays with `before`, whose requests have `shared` tokens in common with it, while that costs less than what it
+    waits for: that engine may be busier than the least busy one by `together` requests, a whole group.
     """
     best = min(engines, key=lambda engine: (engine.cache_use >= FULL, engine.burden))
     if before is None or shared < _BLOCK or before.cache_use >= FULL > best.cache_use:
@@ -237,8 +236,7 @@ class ServerPool(Generator):
         return (self._newest_step or 0) - self._step
 
     def figures(self) -> dict[str, int | float]:
-        """Responses that were sampled again because their engine was lost."""
-        return {"lost_calls": self._lost}
+        return {"lost_calls": self._lost}  # responses that were sampled again
 
     # --- Generator ---------------------------------------------------------------------------------------------------
 
@@ -341,8 +339,7 @@ class ServerPool(Generator):
     async def _watch_versions(self) -> None:
         seen = 0
         while True:
-            found = await self._ledgers.weights.after(seen, 1.0)
-            if found is not None:
+            if found := await self._ledgers.weights.after(seen, 1.0):
                 seen = found[0]
                 with contextlib.suppress(WeightsError):  # engines refuse it too
                     self._newest_step = decode(found[1]).step

@@ -54,10 +54,10 @@ class ServerSettings:
     key: str | None = None
 
     @classmethod
-    def of_engine(cls, config: RunConfig, key: str | None = None) -> Self:
+    def of_engine(cls, config: RunConfig, key: str | None = None, ours: Mapping[str, str] = {}) -> Self:
         engine = config.engine
-        path, host = config.model.path, own_address(engine.host)
-        return cls("engine", path, engine.start_deadline, config.supervisor, engine.variables, host, key)
+        path, variables, host = config.model.path, {**ours, **engine.variables}, own_address(engine.host)
+        return cls("engine", path, engine.start_deadline, config.supervisor, variables, host, key)
 
 
 class ManagedServer:

@@ -45,17 +45,12 @@ class Response:
         return dialect.generation(wanted, version=self.version, salt=self.salt, adapter=self.adapter or None)
 
     def add(self, chunk: Chunk) -> None:
-        """`WireError`: unequal counts."""
-        if len(chunk.tokens) != len(chunk.logprobs):
-            counts = f"{len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities"
-            raise WireError(f"request {self.request.id!r}: {counts}")
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if self.cached is None:  # a server that puts a request back may count anew
             self.cached = chunk.cached_tokens
 
     def completion(self, finish: Finish, runs: Runs | None, seconds: float) -> Completion:
-        """`WireError`: no tokens, or tokens outside the vocabulary."""
         name = f"request {self.request.id!r}"
         tokens = np.asarray(self.tokens, dtype=np.int64)
         if not len(tokens):

@@ -88,8 +88,7 @@ class SglangDialect(Dialect):
         }
         if config.model.tokenizer is not None:
             flags["tokenizer-path"] = config.model.tokenizer
-        tokens = _cache_tokens(config, model)
-        if tokens is not None:
+        if (tokens := _cache_tokens(config, model)) is not None:
             flags["max-total-tokens"] = tokens
         if config.learner.lora.alone:
             flags |= {
@@ -118,11 +117,8 @@ class SglangDialect(Dialect):
     @override
     def about(self) -> Sequence[Call]:
         probe = {"model": "", "prompt": PROBE, "add_special_tokens": False}
-        return [
-            Call("GET", "/server_info", repeatable=True),
-            Call("GET", "/model_info", repeatable=True),
-            Call("POST", "/tokenize", probe, repeatable=True, optional=True),
-        ]
+        tokenize = Call("POST", "/tokenize", probe, repeatable=True, optional=True)
+        return [Call("GET", "/server_info", repeatable=True), self.label, tokenize]
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
@@ -139,12 +135,8 @@ class SglangDialect(Dialect):
             )
         if missing := _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST):
             raise Refused(f"this SGLang server cannot take part: {missing}", "see docs/guides/engines.md")
-        return ServerInfo(
-            version=version,
-            model=str(model.get("model_path", "")),
-            context=read_count(server.get("context_length")),
-            probe=read_probe(probe),
-        )
+        name, context = str(model.get("model_path", "")), read_count(server.get("context_length"))
+        return ServerInfo(version, name, context, read_probe(probe))
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
@@ -246,9 +238,8 @@ class SglangDialect(Dialect):
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         # Decoding goes on when the keys and values are back.
-        calls = []
-        if not on_cpu(self._config.engine):
-            calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
+        come_back = Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True)
+        calls = () if on_cpu(self._config.engine) else (come_back,)
         return [*calls, *self.resume] if "kv_cache" in tags else calls
 
     @override
@@ -259,9 +250,7 @@ class SglangDialect(Dialect):
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
                 # Exact, not `token_usage`, which is rounded: a change is a sign of life.
-                cache_use=max(
-                    int(load["num_used_tokens"]) / max(1, int(load["max_total_num_tokens"])) for load in loads
-                ),
+                cache_use=max(int(one["num_used_tokens"]) / max(1, int(one["max_total_num_tokens"])) for one in loads),
             )
 
 

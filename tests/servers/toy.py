@@ -192,8 +192,6 @@ class Toy:
                     await asyncio.sleep(3600)
                 if sampled == 2 and fault == "nan":
                     await response.write(b'data: {"tokens": [3], "logprobs": [NaN], "finish": null, "runs": null}\n\n')
-                if sampled == 2 and fault == "uneven":
-                    await self._say(response, [3, 4], [-1.0], None, None)
                 if fault == "outside":
                     token = VOCABULARY
                 finish = "length" if sampled >= body["max"] else None
