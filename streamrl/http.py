@@ -28,8 +28,7 @@ from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20  # bytes of the longest event of a stream
 _CONNECT_SECONDS: Final = 10.0
-_KEEP_ALIVE: Final = 2.0
-"""Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
+_KEEP_ALIVE: Final = 2.0  # less than any server's (uvicorn: 5): a request on a connection that it closes is lost
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _NOT_CARRIED_OUT: Final = frozenset({429, 503})

@@ -65,10 +65,8 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     limits = RequestLimits(context, vocabulary or UNKNOWN_VOCABULARY)
     prompt = (probe or (1,))[:4]
     if max(prompt) >= limits.vocabulary:
-        raise ConfigError(
-            f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}",
-            "set model.tokenizer to that of model.path",
-        )
+        said = f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}"
+        raise ConfigError(said, "set model.tokenizer to that of model.path")
     await _try_out(client, dialect, config, prompt, limits)
     return limits
 

@@ -41,17 +41,15 @@ from streamrl.weight_sync.tensors import Version
 logger = logging.getLogger(__name__)
 _LAST_SECONDS: Final = 5.0  # for the resume of a server when its role ends
 _LOOK_SECONDS: Final = 0.05  # between two looks at a server that fetches
-_KEPT: Final = 4
-"""Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
+_KEPT: Final = 4  # times as many adapters as may be in use: a request that waits long reads their files again
 
 
 class ServerControl:
     """Controls of one server; each call to it ends within `seconds`.
 
-    `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` resumes a server that runs
-    already when this process dies; None for a server that dies with it. `folder` is for versions that are an adapter.
-    `pair`, `step` and `adapter` (its name there; empty: none) are of the version in force, (0, 0) before the first.
-    `blocked`: it has left its devices, and requests wait.
+    `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` is None for a server that
+    dies with this process. `folder` is for versions that are an adapter. `pair`, `step` and `adapter` (its name there;
+    empty: none) are of the version in force, (0, 0) before the first. `blocked`: off its devices, and requests wait.
     """
 
     def __init__(

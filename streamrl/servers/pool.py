@@ -39,12 +39,10 @@ _LOOK_SECONDS: Final = 0.25
 _COUNT_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 2.0  # without a heartbeat on the board, which a Redis that starts anew has lost for a moment
 _CONNECT_SECONDS: Final = 1.0
-_SILENT_SECONDS: Final = 10.0
-"""Without a token for any of its requests, after which an engine is asked for a sign of life."""
+_SILENT_SECONDS: Final = 10.0  # without a token for any request, after which an engine is asked for a sign of life
 _CUT_SECONDS: Final = 4.0  # without that sign, while another engine works, after which its requests go there
 _REFUSED_SECONDS: Final = 10.0  # for which an engine may answer 503 to a request
-_DEADLY: Final = 3
-"""Engines that may die under one request before it gave a token: after so many it is taken for the cause."""
+_DEADLY: Final = 3  # engines that died under one request before it gave a token: it is taken for the cause
 _PATIENCE: Final = 60.0
 _PATIENCE_SHARE: Final = 0.25  # of `episode.deadline`, at most: an episode that is given back begins its time anew
 _AFFINITIES: Final = 10_000
@@ -374,8 +372,8 @@ class ServerPool(Generator):
         for engine in self._known.values():
             engine.listen(now)
         silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
-        mute = [engine for engine in self._known.values() if not engine.answers]
-        await asyncio.gather(*(engine.knock() for engine in (*mute, *silent)))
+        asked = [engine for engine in self._known.values() if engine in silent or not engine.answers]
+        await asyncio.gather(*(engine.knock() for engine in asked))
         others = any(engine.usable and now - engine.heard_at <= _SILENT_SECONDS for engine in self._known.values())
         for engine in silent:
             if not others:  # which may be as cut off

@@ -86,12 +86,11 @@ class ManagedServer:
     async def start(self) -> str:
         """Start it and return its URL when it answers; works again after `stop` or its death."""
         settings = self._settings
-        with take_port(settings.host) as taken:
+        host, key = settings.host, settings.key
+        with take_port(host) as taken:
             port = taken.getsockname()[1]
-            launch = self._dialect.launch(
-                model=settings.model, port=port, seed=self._seed, host=settings.host, key=settings.key
-            )
-            self.url = url_of(settings.host, port)
+            launch = self._dialect.launch(model=settings.model, port=port, seed=self._seed, host=host, key=key)
+            self.url = url_of(host, port)
             try:
                 await self._await_ready(await self._spawn(launch))
             except BaseException:
@@ -196,10 +195,9 @@ async def is_ready(client: HttpClient, server: Startable, seconds: float) -> boo
 
 
 def take_port(host: str = LOOPBACK) -> socket.socket:
-    """Bind a free port of an address of this host, for a server that is started while it is bound.
+    """Bind a free port, for a server that is started while it is bound. `Unreachable`: all are taken.
 
-    A server that sets SO_REUSEADDR, as they all do, can listen there nevertheless. No other server of streamrl on this
-    host takes the port meanwhile, so whoever answers there is this server. `Unreachable`: all are taken.
+    A server that sets SO_REUSEADDR, as they all do, can listen there, and no other of streamrl takes it meanwhile.
     """
     for port in random.sample(PORTS, _CANDIDATES):
         taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

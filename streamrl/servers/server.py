@@ -38,10 +38,7 @@ def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
 
 
 class Server:
-    """One life of a server: the `index`-th of `engine.url` or of `engine.devices`. `salt` is a name of this life.
-
-    `announce` tells the workers at once what has changed; `key` is its API key, where the run has none.
-    """
+    """One life of a server, which `salt` names: the `index`-th of `engine.url` or of `engine.devices`."""
 
     control: ServerControl
     client: HttpClient
@@ -128,7 +125,6 @@ class Server:
             raise ConfigError(f"{process.name} fails: {cause}", f"the whole log: {process.log}") from error
 
     async def apply(self, version: Version) -> None:
-        """Put a version in force. Errors as of `ServerControl.apply`."""
         await self.control.apply(version)
 
     async def metrics(self) -> ServerMetrics:
@@ -136,7 +132,6 @@ class Server:
         return self.dialect.read_metrics(answer)
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response. `DataError`: the request can never be served; else errors as of `HttpClient.call`."""
         control = self.control
         response = Response(request, self.limits, control.pair[1], self.salt, control.adapter)
         return await read_response(self.client, self.dialect, response, seconds=self._config.weights.deadline)

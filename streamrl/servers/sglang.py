@@ -54,10 +54,9 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
 class SglangDialect(Dialect):
-    """Speaks to SGLang.
+    """Request ids must have one length, because SGLang aborts every request whose id begins with the given one.
 
-    Request ids must have one length, because SGLang aborts every request whose id begins with the given one. No id may
-    be used twice: two seconds after a response has ended SGLang aborts its id once more.
+    No id may be used twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
     kind = "sglang"
@@ -127,12 +126,9 @@ class SglangDialect(Dialect):
         if not (isinstance(server, Mapping) and isinstance(model, Mapping)):
             raise WireError("the server does not answer /server_info and /model_info as SGLang does")
         version = str(server.get("version", ""))
-        ranks = server.get("tp_size", 1)
-        if ranks != self._config.engine.tensor_parallel:
-            raise Refused(
-                f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
-                f"set engine.tensor_parallel to {ranks}",
-            )
+        if (ranks := server.get("tp_size", 1)) != self._config.engine.tensor_parallel:
+            said = f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights"
+            raise Refused(said, f"set engine.tensor_parallel to {ranks}")
         if missing := _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST):
             raise Refused(f"this SGLang server cannot take part: {missing}", "see docs/guides/engines.md")
         name, context = str(model.get("model_path", "")), read_count(server.get("context_length"))
@@ -297,8 +293,8 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
 def _frame(manifest: bytes) -> str:
     """Return a manifest as SGLang's server wants to be sent tensors: `[(name, tensor)]`, with the manifest as the name.
 
-    The server unpickles it through a list of allowed globals; nothing is pickled here. These are constant bytes around
-    JSON, the opcodes of a list with one pair: a string and `torch.ByteTensor()`, which is empty.
+    The server unpickles it through a list of allowed globals. These are constant bytes around JSON, the opcodes of a
+    list with one pair: a string and `torch.ByteTensor()`, which is empty.
     """
     frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
     return base64.b64encode(frame).decode()

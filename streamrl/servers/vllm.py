@@ -122,10 +122,8 @@ class VllmDialect(Dialect):
             routes = schema["paths"] if schema else None
             settings = more[0]["vllm_config"] if more and more[0] else None
         if (numbers := read_release(release)) and numbers < OLDEST:
-            raise Refused(
-                f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
-                "streamrl engines install vllm, or start another server at engine.url",
-            )
+            said = f"vLLM {release} is older than 0.32: it does not say which weights sampled which token"
+            raise Refused(said, "streamrl engines install vllm, or start another server at engine.url")
         if routes is not None and _GENERATE not in routes:
             raise Refused("this vLLM server does not take token ids", "start it with --enable-scale-out")
         if missing := _missing(routes, settings):
@@ -139,11 +137,8 @@ class VllmDialect(Dialect):
         calls = episode.run is not None or (episode.agent is not None and episode.agent.draws)
         changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or calls
         if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
-            raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` or an agent"
-                " draws from",
-                "start it with --logprobs-mode processed_logprobs",
-            )
+            said = f"this vLLM server returns {mode}, which are not those of what `sampling` or an agent draws from"
+            raise Refused(said, "start it with --logprobs-mode processed_logprobs")
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
