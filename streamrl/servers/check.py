@@ -49,10 +49,8 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     vocabulary, positions = await asyncio.to_thread(_sizes, config.model)
     context = min(config.model.context, positions or config.model.context)
     if about.context is not None and about.context < context:
-        raise ConfigError(
-            f"the server at {client.url} has a context of {about.context} tokens, the run needs {context}",
-            f"start it with a context of {context} or set model.context to {about.context}",
-        )
+        said = f"the server at {client.url} has a context of {about.context} tokens, the run needs {context}"
+        raise ConfigError(said, f"start it with a context of {context} or set model.context to {about.context}")
     probe = None if about.probe is None else await asyncio.to_thread(_probe, config.model)
     if probe is not None and probe != about.probe:
         raise ConfigError(

@@ -204,10 +204,8 @@ class ServerControl:
         """Load a version that is an adapter and return its name; requests in flight keep the one they have."""
         assert version.adapter is not None
         if self.pair[1] and not self.adapter:
-            raise WeightsError(
-                f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
-                "start the engines anew, or set learner.lora.publish: merged",
-            )
+            said = f"version {version.number} is an adapter, and this server does not hold the weights it belongs to"
+            raise WeightsError(said, "start the engines anew, or set learner.lora.publish: merged")
         name = f"{self._prefix}-{version.pair[0]}-{version.pair[1]}"
         folder = self._folder.absolute() / name
         try:

@@ -45,10 +45,8 @@ def check_device(key: str, device: str, *, there: bool = True) -> None:
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise ConfigError(f"{key} {device!r} is no device", "auto, cpu, cuda or cuda:N")
     if there and device.startswith("cuda") and not has_gpu():
-        raise ConfigError(
-            f"{key} is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
-            f"set {key} to auto or cpu; in a container, start it with the GPUs (--gpus all)",
-        )
+        said = f"{key} is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)"
+        raise ConfigError(said, f"set {key} to auto or cpu; in a container, start it with the GPUs (--gpus all)")
 
 
 def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:

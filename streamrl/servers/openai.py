@@ -19,6 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, WireError
 from streamrl.http import Call
+from streamrl.servers import vllm
 from streamrl.servers.dialect import (
     TOKENIZE_PROBE,
     Chunk,
@@ -37,9 +38,7 @@ from streamrl.servers.dialect import (
 
 _FLAGS: Final = frozenset({"model", "processed-logprobs"})
 _FIGURES: Final[Mapping[str, str]] = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:generation_tokens_total": "tokens_sampled",
+    **vllm.FIGURES,
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:generation_tokens_total": "tokens_sampled",

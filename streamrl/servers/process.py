@@ -125,9 +125,8 @@ class ManagedServer:
         except TimeoutError as error:
             raise Unreachable(f"{self.name} cannot be started: its guard process does not answer") from error
         except OSError as error:
-            raise ConfigError(
-                f"{self.name} cannot be started: {error}", f"streamrl engines install {self._dialect.kind}"
-            ) from error
+            hint = f"streamrl engines install {self._dialect.kind}"
+            raise ConfigError(f"{self.name} cannot be started: {error}", hint) from error
         logger.info("engine server started", extra={"server": self.name, "pid": self.pid, "log": str(self.log)})
         return process
 
@@ -164,10 +163,8 @@ class ManagedServer:
                     return
         finally:
             await client.close()
-        raise Unreachable(
-            f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}",
-            f"{self._settings.section}.start_deadline; the whole log: {self.log}",
-        )
+        said = f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}"
+        raise Unreachable(said, f"{self._settings.section}.start_deadline; the whole log: {self.log}")
 
     def _refusal(self, process: KeptProcess) -> ConfigError | Unreachable:
         """Why a process that has ended did not start."""
@@ -179,8 +176,8 @@ class ManagedServer:
         return Unreachable(f"{self.name} did not start: {self._cause(process)}", f"the whole log: {self.log}")
 
     def _cause(self, process: KeptProcess) -> str:
-        killed = process.end.startswith("killed")
-        if not killed and (cause := self.root_cause()):  # a signal comes of no error in the log
+        # A signal comes of no error in the log.
+        if not process.end.startswith("killed") and (cause := self.root_cause()):
             return f"{process.end}: {cause}"
         tail = process.tail
         return f"{process.end}; its log ends with:\n{tail}" if tail else f"{process.end}, and it has logged nothing"

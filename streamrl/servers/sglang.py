@@ -303,7 +303,7 @@ def _frame(manifest: bytes) -> str:
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
     path = Path(model) / "config.json"
-    if not Path(model).is_dir():
+    if not path.parent.is_dir():
         return None
     try:
         shape = orjson.loads(path.read_bytes())

@@ -40,7 +40,7 @@ OLDEST: Final = (0, 32)
 _PREFIX: Final = "generate-tokens-"
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _GENERATE: Final = "/inference/v1/generate"
-_FIGURES: Final = {
+FIGURES: Final = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "cache_use",
@@ -237,7 +237,7 @@ class VllmDialect(Dialect):
     def read_metrics(self, answer: Any) -> ServerMetrics:
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
-        return read_prometheus(answer, _FIGURES)
+        return read_prometheus(answer, FIGURES)
 
 
 def _missing(routes: Any, settings: Any) -> str:
