@@ -45,7 +45,6 @@ class Chunk:
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
     cached_tokens: int | None = None  # of the prompt, the ones whose keys and values it still had, when it said
-    counts_follow: bool = False  # on the last message: one more, without tokens, says what was counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,8 @@ async def read_response(client: HttpClient, dialect: Dialect, response: Response
             took = loop.time() - began
             with suppress(TimeoutError, StreamrlError):
                 async with asyncio.timeout(_TAIL_SECONDS):
-                    async for counts in messages:  # to the end, so that the connection can be used again
-                        if chunk.counts_follow:
-                            response.add(dialect.chunk(counts, received=len(response.tokens)))
+                    async for tail in messages:  # to the end, so that the connection can be used again
+                        counts = dialect.chunk(tail, received=len(response.tokens))  # vLLM tells them last
+                        response.add(Chunk(cached_tokens=counts.cached_tokens))
             return response.completion(chunk.finish, chunk.runs, took)
     raise Lost(f"{client.url} gave up a response")

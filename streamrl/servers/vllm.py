@@ -183,8 +183,7 @@ class VllmDialect(Dialect):
                 raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(logprobs)} others in one chunk")
             finish = read_finish(choice["finish_reason"])
             runs = read_spans(choice["weight_versions"], received + len(tokens), finish)
-            # vLLM says what was cached only in the message after the last token.
-            return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
+            return Chunk(tokens, logprobs, finish, runs, cached)
 
     @override
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:

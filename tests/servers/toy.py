@@ -219,8 +219,6 @@ class Toy:
     async def _say(self, response: Any, tokens: Any, logprobs: Any, finish: Any, runs: Any) -> None:
         told = runs if finish and self.tell_runs else None
         message = {"tokens": tokens, "logprobs": logprobs, "finish": finish, "runs": told}
-        if finish and self.cached is not None:
-            message["counts_follow"] = True
         await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
 
@@ -313,7 +311,6 @@ def make_dialect() -> Any:
                     message["finish"],
                     None if runs is None else [(a, b) for a, b in runs],
                     cached_tokens=message.get("cached"),
-                    counts_follow=message.get("counts_follow", False),
                 )
             except (KeyError, TypeError) as error:
                 raise WireError("no chunk of a toy") from error
