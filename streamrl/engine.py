@@ -27,10 +27,9 @@ MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 async def life_seed(role: Role) -> int:
     """A sampling seed below 2**63 for this life of a role: for the first that of the run file, so that a run repeats.
 
-    No two lives draw the same numbers: a group whose samples come from both must not hold one response twice. The
-    metrics of the role tell of earlier lives too, in case Redis forgot them.
+    No two lives draw the same numbers: a group whose samples come from both must not hold one response twice.
     """
-    nonce = uuid4().hex
+    nonce = uuid4().hex  # where Redis has forgotten the lives, the metrics of the role tell of them
     first = await role.ledgers.roles.first_life(role.name, nonce)
     life = "0" if first and not (role.run_dir / "metrics" / f"{role.name}.jsonl").exists() else nonce
     digest = hashlib.blake2b(f"{role.config.seed}/{role.name}/{life}".encode(), digest_size=8).digest()
@@ -145,20 +144,16 @@ class Generator(Protocol):
     """What the maker of a sample needs of an engine. All belongs to one event loop."""
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response.
+        """Sample one response. `DataError`: the request can never be served; the engine goes on.
 
-        Waits for as long as it takes, also while the engine is asleep: the caller sets the deadline. Cancelling frees
-        its place and memory at the next decode step. The engine's death fails every call that is waiting.
-        `DataError`: the request can never be served; the engine goes on.
+        It has no deadline, also while the engine is asleep. Cancelling frees its place at the next decode step. The
+        engine's death fails every call that is waiting.
         """
         ...
 
     def load(self) -> EngineLoad:
-        """How busy the engine is; cheap, may be called at any time."""
+        """Cheap, may be called at any time."""
         ...
 
     async def health(self) -> None:
-        """Return when the engine can serve, raise `Unreachable` with the cause when it cannot.
-
-        Notices a decode loop that hangs, not only one that died.
-        """
+        """Return when the engine can serve; `Unreachable`: its decode loop has died or hangs."""

@@ -28,8 +28,7 @@ from streamrl.errors import UNKNOWN_NAME, CannotCreate, ConfigError, DataError, 
 MAX_BODY: Final = 64 << 20
 MAX_MESSAGE: Final = 16 << 20  # bytes of the longest event of a stream
 _CONNECT_SECONDS: Final = 10.0
-_KEEP_ALIVE: Final = 2.0
-"""Shorter than any server's (uvicorn: 5): a request on a connection that the server closes is lost."""
+_KEEP_ALIVE: Final = 2.0  # less than any server's (uvicorn: 5): a request on a connection that it closes is lost
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _NOT_CARRIED_OUT: Final = frozenset({429, 503})
@@ -78,11 +77,10 @@ class BadRequest(DataError):
 
 
 class HttpClient:
-    """A session with one server; made and used in one event loop.
+    """A session with one server, in one event loop. `hint` says how to fix a server that does not answer.
 
-    `api_key` is sent as a bearer token and appears in no message and no log; `key_option` is the configuration key that
-    names its file. `hint` says how to fix a server that does not answer. Proxies of the environment hold for other
-    hosts.
+    `api_key` is sent as a bearer token and appears in no message and no log; the configuration key `key_option` names
+    its file.
     """
 
     def __init__(
@@ -105,15 +103,13 @@ class HttpClient:
         )
 
     async def close(self) -> None:
-        """A repeat does nothing."""
         await self._session.close()
 
     async def call(self, call: Call, seconds: float, *, retry: bool = True) -> Any:
         """Send a call and return its answer: parsed JSON, else text, None for an error that is allowed.
 
-        Sent again, after a pause with full jitter, if it certainly was not carried out (connection refused, 503, 429),
-        or if that is unknown and the call is repeatable. An error 500 is an answer and ends it. `seconds` include
-        repeats and pauses; `retry=False` means one attempt. `Lost`, `BadAnswer`, `BadRequest`; `WireError`: no JSON.
+        Sent again if it certainly was not carried out (connection refused, 503, 429), or if that is unknown and the
+        call is repeatable. `seconds` include repeats and pauses. `Lost`, `BadAnswer`, `BadRequest`, `WireError`.
         """
 
         async def attempt() -> Any:
@@ -184,11 +180,9 @@ class HttpClient:
         headers = {} if body is None else {"Content-Type": "application/json"}
         if fresh:
             headers["Connection"] = "close"
+        asked: dict[str, Any] = {"params": dict(call.query), "data": body, "headers": headers}
         try:
-            url, query = self.url + call.path, dict(call.query)
-            return await self._session.request(
-                call.method, url, params=query, data=body, headers=headers, allow_redirects=False
-            )
+            return await self._session.request(call.method, self.url + call.path, **asked, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(call, error) from error
 

@@ -17,7 +17,6 @@ from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
 
 logger = logging.getLogger(__name__)
 _PATIENCE: Final = 15.0  # in which a server that streamrl did not start has to answer
-_KNOCK_PAUSE: Final = 0.5
 _ABOUT_SECONDS: Final = 30.0
 
 
@@ -36,17 +35,22 @@ async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, ex
 
 
 async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> RequestLimits:
-    if external:
-        await _reach(client, dialect)
-    about = dialect.read_about([await client.call(call, _ABOUT_SECONDS) for call in dialect.about()])
+    loop = asyncio.get_running_loop()
+    end = loop.time() + (_PATIENCE if external else 0.0)
+    answers: list[Any] | None = None
+    while answers is None:
+        try:
+            answers = [await client.call(call, _ABOUT_SECONDS) for call in dialect.about()]
+        except Lost:  # it may be starting; the client pauses between its attempts
+            if loop.time() >= end:
+                raise
+    about = dialect.read_about(answers)
     logger.info("engine server", extra={"url": client.url, "server": dialect.kind, "version": about.version})
     vocabulary, positions = await asyncio.to_thread(_sizes, config.model)
     context = min(config.model.context, positions or config.model.context)
     if about.context is not None and about.context < context:
-        raise ConfigError(
-            f"the server at {client.url} has a context of {about.context} tokens, the run needs {context}",
-            f"start it with a context of {context} or set model.context to {about.context}",
-        )
+        said = f"the server at {client.url} has a context of {about.context} tokens, the run needs {context}"
+        raise ConfigError(said, f"start it with a context of {context} or set model.context to {about.context}")
     probe = None if about.probe is None else await asyncio.to_thread(_probe, config.model)
     if probe is not None and probe != about.probe:
         raise ConfigError(
@@ -59,30 +63,10 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     limits = RequestLimits(context, vocabulary or UNKNOWN_VOCABULARY)
     prompt = (probe or (1,))[:4]
     if max(prompt) >= limits.vocabulary:
-        raise ConfigError(
-            f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}",
-            "set model.tokenizer to that of model.path",
-        )
+        said = f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}"
+        raise ConfigError(said, "set model.tokenizer to that of model.path")
     await _try_out(client, dialect, config, prompt, limits)
     return limits
-
-
-async def _reach(client: HttpClient, dialect: Dialect) -> None:
-    """Wait for any answer: a server may be starting, and one that is not ready (503) may be paused."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + _PATIENCE
-    while True:
-        try:
-            await client.call(dialect.ready, _PATIENCE, retry=False)
-        except Lost:
-            if loop.time() + _KNOCK_PAUSE > end:
-                raise
-            await asyncio.sleep(_KNOCK_PAUSE)
-            continue
-        except BadAnswer as error:
-            if error.status != 503:
-                raise
-        return
 
 
 def _sizes(model: ModelConfig) -> tuple[int | None, int | None]:

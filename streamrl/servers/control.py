@@ -41,17 +41,15 @@ from streamrl.weight_sync.tensors import Version
 logger = logging.getLogger(__name__)
 _LAST_SECONDS: Final = 5.0  # for the resume of a server when its role ends
 _LOOK_SECONDS: Final = 0.05  # between two looks at a server that fetches
-_KEPT: Final = 4
-"""Times as many adapters are kept as may be in use: a request that waits long at a server reads its files again."""
+_KEPT: Final = 4  # times as many adapters as may be in use: a request that waits long reads their files again
 
 
 class ServerControl:
     """Controls of one server; each call to it ends within `seconds`.
 
-    `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` resumes a server that runs
-    already when this process dies; None for a server that dies with it. `folder` is for versions that are an adapter.
-    `pair`, `step` and `adapter` (its name there; empty: none) are of the version in force, (0, 0) before the first.
-    `blocked`: it has left its devices, and requests wait.
+    `announce` is awaited when the version, the adapter or `blocked` has changed. `watchdog` is None for a server that
+    dies with this process. `folder` is for versions that are an adapter. `pair`, `step` and `adapter` (its name there;
+    empty: none) are of the version in force, (0, 0) before the first. `blocked`: off its devices, and requests wait.
     """
 
     def __init__(
@@ -74,9 +72,8 @@ class ServerControl:
         # A server that runs already may hold adapters of an earlier life.
         self._prefix = f"streamrl-{uuid.uuid4().hex[:8]}"
         self._lock = asyncio.Lock()
-        self._weights_awake = asyncio.Event()
+        self._weights_awake, self._applied = asyncio.Event(), asyncio.Event()
         self._weights_awake.set()
-        self._applied = asyncio.Event()
         self._applied.set()
         self._stands_still = self._inconsistent = False
         self._label = ""
@@ -207,10 +204,8 @@ class ServerControl:
         """Load a version that is an adapter and return its name; requests in flight keep the one they have."""
         assert version.adapter is not None
         if self.pair[1] and not self.adapter:
-            raise WeightsError(
-                f"version {version.number} is an adapter, and this server does not hold the weights it belongs to",
-                "start the engines anew, or set learner.lora.publish: merged",
-            )
+            said = f"version {version.number} is an adapter, and this server does not hold the weights it belongs to"
+            raise WeightsError(said, "start the engines anew, or set learner.lora.publish: merged")
         name = f"{self._prefix}-{version.pair[0]}-{version.pair[1]}"
         folder = self._folder.absolute() / name
         try:

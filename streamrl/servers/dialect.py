@@ -24,8 +24,7 @@ from streamrl.servers.launch import LOOPBACK, Launch, LaunchProfile, Startable, 
 if TYPE_CHECKING:  # a process that only keeps servers does without torch
     from streamrl.weight_sync.tensors import Version
 
-PROBE: Final = "Two plus 34 is thirty-six; naïve?"
-"""Text whose token ids tell whether a server has the tokenizer of the run."""
+PROBE: Final = "Two plus 34 is thirty-six; naïve?"  # its token ids tell whether a server has the run's tokenizer
 TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
@@ -33,8 +32,8 @@ BUSY: Final = "busy"  # a server fetches the files of a version still
 NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
 _LOWEST: Final = -9000.0  # vLLM writes -9999 for a log-probability that is missing or not finite
+# a sample of Prometheus, whose labels may hold any text
 _SAMPLE: Final = re.compile(r"^([\w:]+)(?:\{.*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?!\S)", re.MULTILINE)
-"""A sample of Prometheus, whose labels may hold any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class Chunk:
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
     cached_tokens: int | None = None  # of the prompt, the ones whose keys and values it still had, when it said
-    counts_follow: bool = False  # on the last message: one more, without tokens, says what was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +177,7 @@ class Dialect(Startable):
     def update(self, version: Version, label: str) -> Sequence[Call]:
         """Replace the weights and name them `NUMBER` or `NUMBER.ANYTHING`, while the server is paused.
 
-        A refusal (4xx) of the first call means that nothing was changed; after any other failure the server counts as
-        dead. `WeightsError`: the version cannot reach such a server.
+        A refusal (4xx) of the first call means that nothing was changed; any other failure is the server's death.
         """
         raise NotImplementedError
 

@@ -112,8 +112,7 @@ class EngineRole:
 
     async def _announce(self) -> None:
         """Tell the workers at once: they send nothing before they know, or after it has left its devices."""
-        server, figures = self._server, self._figures
-        control = server.control
+        server, figures, control = self._server, self._figures, self._server.control
         if control.pair == (0, 0):
             return
         self._role.status.update(

@@ -36,8 +36,7 @@ def computes_on_cpu(device: str) -> bool:
 
 def on_cpu(engine: EngineConfig) -> bool:
     """Whether the engine servers of a run compute on a CPU; `ConfigError`: no device, or a GPU that is not here."""
-    # of the machines of servers at engine.url nothing is known
-    check_device("engine.device", engine.device, there=not engine.url)
+    check_device("engine.device", engine.device, there=not engine.url)  # nothing is known of machines at a URL
     return computes_on_cpu(engine.device)
 
 
@@ -46,10 +45,8 @@ def check_device(key: str, device: str, *, there: bool = True) -> None:
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise ConfigError(f"{key} {device!r} is no device", "auto, cpu, cuda or cuda:N")
     if there and device.startswith("cuda") and not has_gpu():
-        raise ConfigError(
-            f"{key} is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)",
-            f"set {key} to auto or cpu; in a container, start it with the GPUs (--gpus all)",
-        )
+        said = f"{key} is {device}, and this machine has no NVIDIA GPU (no /dev/nvidia0)"
+        raise ConfigError(said, f"set {key} to auto or cpu; in a container, start it with the GPUs (--gpus all)")
 
 
 def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine.environment") -> Path:
@@ -59,10 +56,8 @@ def find_environment(given: Path | None, kind: ServerKind, *, key: str = "engine
     if found := next((folder for folder in looked if (folder / "bin" / "python").exists()), None):
         return found.absolute()
     if given is not None:
-        raise ConfigError(
-            f"{key} {given} is no virtual environment: bin/python is missing",
-            f"{command} --into {given}, or leave out {key}",
-        )
+        said = f"{key} {given} is no virtual environment: bin/python is missing"
+        raise ConfigError(said, f"{command} --into {given}, or leave out {key}")
     raise ConfigError(f"there is no environment for {kind} servers: {looked[0]} does not exist", command)
 
 
@@ -90,5 +85,4 @@ def _places(kind: ServerKind) -> Iterator[Path]:
 
 
 def _upwards() -> list[Path]:
-    here = Path.cwd()
-    return [here, *here.parents]
+    return [Path.cwd(), *Path.cwd().parents]

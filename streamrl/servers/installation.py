@@ -50,11 +50,10 @@ print(json.dumps({"version": version("%s"), "cuda": torch.version.cuda}))
 
 
 def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
-    """Make the environment of `kind` in `folder`; `say` gets one line per step.
+    """Make the environment of `kind` in `folder`, unless it is there; `say` gets one line per step.
 
-    One of the same recipe stays as it is. It is made inside the folder, which may be a mount point, and moved to its
-    place when it is whole. Two calls for one folder wait for each other. `ConfigError`: uv is missing or failed.
-    `CannotCreate`: the folder holds something else.
+    It is made inside the folder, which may be a mount point, and moved to its place when it is whole. `ConfigError`: uv
+    is missing or failed. `CannotCreate`: the folder holds something else.
     """
     if uv.find_uv() is None:
         said = "uv, which makes environments of engines, is not installed"
@@ -63,10 +62,8 @@ def install(kind: ServerKind, folder: Path, *, cpu: bool, say: Say) -> None:
     with writing(inside=folder):
         folder.mkdir(parents=True, exist_ok=True)
         if {path.name for path in folder.iterdir()} - {_LOCK, _DRAFT, "lost+found"} and installed(folder) is None:
-            raise CannotCreate(
-                f"{folder} holds something that `streamrl engines install` has not made",
-                "remove it, or name an empty or new folder with --into",
-            )
+            said = f"{folder} holds something that `streamrl engines install` has not made"
+            raise CannotCreate(said, "remove it, or name an empty or new folder with --into")
         with (folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

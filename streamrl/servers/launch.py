@@ -25,8 +25,7 @@ _NOT_GIVEN: Final = {
     "api-key": _READABLE,
     "admin-api-key": _READABLE,
 }
-_MOST_ADAPTERS: Final = 8
-"""Servers keep room for each of them from their start on; requests with more wait for others to end."""
+_MOST_ADAPTERS: Final = 8  # servers keep room for each from their start on; requests with more wait for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class Launch:
 
     argv: Sequence[str]
     environ: Mapping[str, str]
+    # Not to be seen in `argv`: the caller writes them to a file, and names that with `--config`.
     secret_flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags that must not be seen in `argv`: the caller writes them to a file, and names that with `--config`."""
 
 
 class Startable(ABC):
@@ -47,18 +46,14 @@ class Startable(ABC):
 
     @abstractmethod
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:
-        """Return how a server is started with all that streamrl needs of it; with a `key` it asks for that.
-
-        `seed` (0 to 2**31 - 1) is that of its sampling. `ConfigError`: the environment is missing.
-        """
+        """How it is started, asking for the `key`; `seed`: 0 to 2**31 - 1. `ConfigError`: no environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchProfile:
-    """A kind of server as values: what each server of it is started with, whether an engine or a reward model.
+    """What each server of a kind is started with, engine or reward model; `model`, `seed`, `overrides` name flags.
 
-    `model`, `seed` and `overrides` are names of flags. `cpu_...` is for a server on a CPU, `sleep_...` for one on
-    devices that frees its memory after the calls `sleep`, until the calls `wake`.
+    `cpu_...` is for a CPU, `sleep_...` for devices whose memory is freed from the calls `sleep` until those of `wake`.
     """
 
     kind: ServerKind
@@ -181,10 +176,8 @@ def merged(flags: Mapping[str, Any], given: Mapping[str, Any], *, section: str =
     """Return our flags, overridden by the user's (underscores are dashes); `ConfigError` for reserved flags."""
     named = {_dashed(name): value for name, value in given.items()}
     if name := next((name for name in named if name in _NOT_GIVEN), None):
-        raise ConfigError(
-            f"{section}.flags.{name} cannot be set: {_NOT_GIVEN[name]}",
-            f"leave it out, or start the server yourself and set {section}.url",
-        )
+        hint = f"leave it out, or start the server yourself and set {section}.url"
+        raise ConfigError(f"{section}.flags.{name} cannot be set: {_NOT_GIVEN[name]}", hint)
     return {**flags, **named}
 
 

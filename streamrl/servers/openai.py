@@ -19,6 +19,7 @@ from streamrl.config import RunConfig
 from streamrl.engine import Request
 from streamrl.errors import ConfigError, WireError
 from streamrl.http import Call
+from streamrl.servers import vllm
 from streamrl.servers.dialect import (
     TOKENIZE_PROBE,
     Chunk,
@@ -37,9 +38,7 @@ from streamrl.servers.dialect import (
 
 _FLAGS: Final = frozenset({"model", "processed-logprobs"})
 _FIGURES: Final[Mapping[str, str]] = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:generation_tokens_total": "tokens_sampled",
+    **vllm.FIGURES,
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:generation_tokens_total": "tokens_sampled",
@@ -58,19 +57,13 @@ class OpenaiDialect(Dialect):
         super().__init__(config)
         flags = config.engine.flags
         if unknown := sorted(set(flags) - _FLAGS):
-            raise ConfigError(
-                f"engine.flags of an openai server: {', '.join(unknown)} is not known",
-                f"known: {', '.join(sorted(_FLAGS))}",
-            )
+            said = f"engine.flags of an openai server: {', '.join(unknown)} is not known"
+            raise ConfigError(said, f"known: {', '.join(sorted(_FLAGS))}")
         self._model: str | None = flags.get("model")
 
     @override
     def about(self) -> Sequence[Call]:
-        return [
-            self.ready,
-            Call("GET", "/version", repeatable=True, optional=True),
-            TOKENIZE_PROBE,
-        ]
+        return [self.ready, Call("GET", "/version", repeatable=True, optional=True), TOKENIZE_PROBE]
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
@@ -130,9 +123,8 @@ class OpenaiDialect(Dialect):
                 ids = [str(text).removeprefix("token_id:") for text in content.get("tokens") or ()]
             if len(ids) != len(logprobs):
                 raise WireError(f"{len(ids)} token ids came with {len(logprobs)} log-probabilities")
-            return Chunk(
-                [int(token) for token in ids], logprobs, read_finish(choice.get("finish_reason")), cached_tokens=cached
-            )
+            finish = read_finish(choice.get("finish_reason"))
+            return Chunk([int(token) for token in ids], logprobs, finish, cached_tokens=cached)
 
     @override
     def read_metrics(self, answer: Any) -> ServerMetrics:

@@ -39,12 +39,10 @@ _LOOK_SECONDS: Final = 0.25
 _COUNT_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 2.0  # without a heartbeat on the board, which a Redis that starts anew has lost for a moment
 _CONNECT_SECONDS: Final = 1.0
-_SILENT_SECONDS: Final = 10.0
-"""Without a token for any of its requests, after which an engine is asked for a sign of life."""
+_SILENT_SECONDS: Final = 10.0  # without a token for any request, after which an engine is asked for a sign of life
 _CUT_SECONDS: Final = 4.0  # without that sign, while another engine works, after which its requests go there
 _REFUSED_SECONDS: Final = 10.0  # for which an engine may answer 503 to a request
-_DEADLY: Final = 3
-"""Engines that may die under one request before it gave a token: after so many it is taken for the cause."""
+_DEADLY: Final = 3  # engines that died under one request before it gave a token: it is taken for the cause
 _PATIENCE: Final = 60.0
 _PATIENCE_SHARE: Final = 0.25  # of `episode.deadline`, at most: an episode that is given back begins its time anew
 _AFFINITIES: Final = 10_000
@@ -55,11 +53,10 @@ _BLOCK: Final = 16  # tokens of one block of a prefix cache; a shorter prefix is
 def choose(
     engines: Sequence[AnnouncedEngine], *, cost: int, shared: int, together: int, before: AnnouncedEngine | None = None
 ) -> AnnouncedEngine:
-    """Return the engine for a request: the least busy one, those with a full cache last.
+    """Return the engine for a request of `cost` tokens: the least busy one, those with a full cache last.
 
-    `cost` are the tokens of the request, prompt and longest response, and `shared` those that it has in common with
-    requests that went to `before`. There it stays while that costs less than what it waits for: that engine may be
-    busier than the least busy one by `together` requests, a whole group.
+    It stays with `before`, whose requests have `shared` tokens in common with it, while that costs less than what it
+    waits for: that engine may be busier than the least busy one by `together` requests, a whole group.
     """
     best = min(engines, key=lambda engine: (engine.cache_use >= FULL, engine.burden))
     if before is None or shared < _BLOCK or before.cache_use >= FULL > best.cache_use:
@@ -94,8 +91,6 @@ class AnnouncedEngine:
         self.name = name
         self.url = fields["url"]
         self.life = fields["salt"]
-        self.fields = fields
-        self.missing_since: float | None = None
         self.answers = False
         self.heard_at = asyncio.get_running_loop().time()
         self.cut_off = False
@@ -107,22 +102,14 @@ class AnnouncedEngine:
         self._told = False
         self._responses: dict[str, Response] = {}
         self._sampled = 0
+        self.read(fields)
 
-    @property
-    def step(self) -> int:
-        return int(self.fields["step"])
-
-    @property
-    def version(self) -> int:
-        return int(self.fields["version"])
-
-    @property
-    def slots(self) -> int:
-        return int(self.fields["slots"])
-
-    @property
-    def cache_use(self) -> float:
-        return float(self.fields.get("cache_use", 0.0))
+    def read(self, fields: Mapping[str, str]) -> None:
+        self.fields = fields
+        self.step, self.version, self.slots = int(fields["step"]), int(fields["version"]), int(fields["slots"])
+        self.cache_use = float(fields.get("cache_use", 0.0))
+        self.blocked = fields["blocked"] == "1"
+        self.missing_since: float | None = None
 
     @property
     def burden(self) -> float:
@@ -131,7 +118,7 @@ class AnnouncedEngine:
 
     @property
     def usable(self) -> bool:
-        return self.answers and self.fields.get("state") == "ready" and self.fields["blocked"] == "0"
+        return self.answers and self.fields.get("state") == "ready" and not self.blocked
 
     def listen(self, now: float) -> None:
         """Note when a token came, or none could come; to be called often."""
@@ -156,7 +143,7 @@ class AnnouncedEngine:
         self.heard_at = asyncio.get_running_loop().time()
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response. `Lost`: it died or gave up; `response` says whether it had begun."""
+        """Sample one response. `Lost`: it died or gave up; `sent`: it gave no token, so it may have died of this."""
         limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]) or UNKNOWN_VOCABULARY)
         response = Response(request, limits, self.version, self.life, self.fields["adapter"])
         self._responses[response.wire_id] = response
@@ -166,14 +153,14 @@ class AnnouncedEngine:
         try:
             await first_of(asyncio.wait([reading]), self._gone.wait())
             if not reading.done():
-                raise LostResponse(f"{self.name} is gone", begun=not response.tokens and not self.cut_off)
+                raise Lost(f"{self.name} is gone", sent=not self.cut_off)
             return reading.result()
         except Lost as error:
-            raise LostResponse(error.message, begun=error.sent and not response.tokens) from error
+            raise Lost(error.message, sent=error.sent and not response.tokens) from error
         except BadAnswer as error:  # within its stream: the server dies, maybe of another request
             if not response.tokens:
                 raise
-            raise LostResponse(error.message, begun=False) from error
+            raise Lost(error.message, sent=False) from error
         finally:
             self.tokens -= cost
             del self._responses[response.wire_id]
@@ -197,14 +184,6 @@ class AnnouncedEngine:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_CONNECT_SECONDS)
         await self._client.close()
-
-
-class LostResponse(Unreachable):
-    """An engine did not finish a response. `begun`: it had the request and gave no token, so it may have died of it."""
-
-    def __init__(self, message: str, hint: str = "", begun: bool = False) -> None:
-        super().__init__(message, hint)
-        self.begun = begun
 
 
 class ServerPool(Generator):
@@ -255,8 +234,7 @@ class ServerPool(Generator):
         return (self._newest_step or 0) - self._step
 
     def figures(self) -> dict[str, int | float]:
-        """Responses that were sampled again because their engine was lost."""
-        return {"lost_calls": self._lost}
+        return {"lost_calls": self._lost}  # responses that were sampled again
 
     # --- Generator ---------------------------------------------------------------------------------------------------
 
@@ -274,7 +252,7 @@ class ServerPool(Generator):
             except Unreachable as error:
                 engine.answers = False  # until it answers again
                 failed = isinstance(error, BadAnswer) and error.status == 500
-                deaths += failed or (isinstance(error, LostResponse) and error.begun)
+                deaths += failed or (isinstance(error, Lost) and error.sent)
                 self._lost += 1
                 if not isinstance(error, BadAnswer):  # one that answers so may do it for ever
                     end = loop.time() + self._patience
@@ -331,7 +309,7 @@ class ServerPool(Generator):
         while loop.time() < end:
             if found := find():
                 return found
-            if any(engine.fields["blocked"] == "1" for engine in self._known.values()):
+            if any(engine.blocked for engine in self._known.values()):
                 end = loop.time() + self._patience  # they come back: the caller's own deadline holds
             await first_of(self.changed(), seconds=end - loop.time())
         raise RetryLater(f"no engine answered for {self._patience:g} s")
@@ -359,8 +337,7 @@ class ServerPool(Generator):
     async def _watch_versions(self) -> None:
         seen = 0
         while True:
-            found = await self._ledgers.weights.after(seen, 1.0)
-            if found is not None:
+            if found := await self._ledgers.weights.after(seen, 1.0):
                 seen = found[0]
                 with contextlib.suppress(WeightsError):  # engines refuse it too
                     self._newest_step = decode(found[1]).step
@@ -395,8 +372,8 @@ class ServerPool(Generator):
         for engine in self._known.values():
             engine.listen(now)
         silent = [engine for engine in self._known.values() if now - engine.heard_at > _SILENT_SECONDS]
-        mute = [engine for engine in self._known.values() if not engine.answers]
-        await asyncio.gather(*(engine.knock() for engine in (*mute, *silent)))
+        asked = [engine for engine in self._known.values() if engine in silent or not engine.answers]
+        await asyncio.gather(*(engine.knock() for engine in asked))
         others = any(engine.usable and now - engine.heard_at <= _SILENT_SECONDS for engine in self._known.values())
         for engine in silent:
             if not others:  # which may be as cut off
@@ -413,15 +390,15 @@ class ServerPool(Generator):
 
     async def _meet(self, name: str, fields: Mapping[str, str]) -> None:
         known = self._known.get(name)
-        if known is not None and known.life != fields["salt"]:
+        if known is not None and known.life == fields["salt"]:
+            known.read(fields)
+            return
+        if known is not None:
             if float(fields["started"]) < float(known.fields["started"]):
                 return  # an older process of this name, which still says that it is there
             await self._part_with(known)
-            known = None
-        if known is None:
-            known = self._known[name] = AnnouncedEngine(self._config, name, fields, self._key)
-            logger.info("engine found", extra={"engine": name, "url": known.url})
-        known.fields, known.missing_since = fields, None
+        self._known[name] = AnnouncedEngine(self._config, name, fields, self._key)
+        logger.info("engine found", extra={"engine": name, "url": fields["url"]})
 
     async def _part_with(self, engine: AnnouncedEngine) -> None:
         logger.info("engine gone", extra={"engine": engine.name, "url": engine.url})

@@ -54,10 +54,10 @@ class ServerSettings:
     key: str | None = None
 
     @classmethod
-    def of_engine(cls, config: RunConfig, key: str | None = None) -> Self:
+    def of_engine(cls, config: RunConfig, key: str | None = None, ours: Mapping[str, str] = {}) -> Self:
         engine = config.engine
-        path, host = config.model.path, own_address(engine.host)
-        return cls("engine", path, engine.start_deadline, config.supervisor, engine.variables, host, key)
+        path, variables, host = config.model.path, {**ours, **engine.variables}, own_address(engine.host)
+        return cls("engine", path, engine.start_deadline, config.supervisor, variables, host, key)
 
 
 class ManagedServer:
@@ -86,12 +86,11 @@ class ManagedServer:
     async def start(self) -> str:
         """Start it and return its URL when it answers; works again after `stop` or its death."""
         settings = self._settings
-        with take_port(settings.host) as taken:
+        host, key = settings.host, settings.key
+        with take_port(host) as taken:
             port = taken.getsockname()[1]
-            launch = self._dialect.launch(
-                model=settings.model, port=port, seed=self._seed, host=settings.host, key=settings.key
-            )
-            self.url = url_of(settings.host, port)
+            launch = self._dialect.launch(model=settings.model, port=port, seed=self._seed, host=host, key=key)
+            self.url = url_of(host, port)
             try:
                 await self._await_ready(await self._spawn(launch))
             except BaseException:
@@ -126,9 +125,8 @@ class ManagedServer:
         except TimeoutError as error:
             raise Unreachable(f"{self.name} cannot be started: its guard process does not answer") from error
         except OSError as error:
-            raise ConfigError(
-                f"{self.name} cannot be started: {error}", f"streamrl engines install {self._dialect.kind}"
-            ) from error
+            hint = f"streamrl engines install {self._dialect.kind}"
+            raise ConfigError(f"{self.name} cannot be started: {error}", hint) from error
         logger.info("engine server started", extra={"server": self.name, "pid": self.pid, "log": str(self.log)})
         return process
 
@@ -165,10 +163,8 @@ class ManagedServer:
                     return
         finally:
             await client.close()
-        raise Unreachable(
-            f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}",
-            f"{self._settings.section}.start_deadline; the whole log: {self.log}",
-        )
+        said = f"{self.name} was not ready within {seconds:g} s; its log ends with:\n{process.tail}"
+        raise Unreachable(said, f"{self._settings.section}.start_deadline; the whole log: {self.log}")
 
     def _refusal(self, process: KeptProcess) -> ConfigError | Unreachable:
         """Why a process that has ended did not start."""
@@ -180,8 +176,8 @@ class ManagedServer:
         return Unreachable(f"{self.name} did not start: {self._cause(process)}", f"the whole log: {self.log}")
 
     def _cause(self, process: KeptProcess) -> str:
-        killed = process.end.startswith("killed")
-        if not killed and (cause := self.root_cause()):  # a signal comes of no error in the log
+        # A signal comes of no error in the log.
+        if not process.end.startswith("killed") and (cause := self.root_cause()):
             return f"{process.end}: {cause}"
         tail = process.tail
         return f"{process.end}; its log ends with:\n{tail}" if tail else f"{process.end}, and it has logged nothing"
@@ -196,10 +192,9 @@ async def is_ready(client: HttpClient, server: Startable, seconds: float) -> boo
 
 
 def take_port(host: str = LOOPBACK) -> socket.socket:
-    """Bind a free port of an address of this host, for a server that is started while it is bound.
+    """Bind a free port, for a server that is started while it is bound. `Unreachable`: all are taken.
 
-    A server that sets SO_REUSEADDR, as they all do, can listen there nevertheless. No other server of streamrl on this
-    host takes the port meanwhile, so whoever answers there is this server. `Unreachable`: all are taken.
+    A server that sets SO_REUSEADDR, as they all do, can listen there, and no other of streamrl takes it meanwhile.
     """
     for port in random.sample(PORTS, _CANDIDATES):
         taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,17 +45,12 @@ class Response:
         return dialect.generation(wanted, version=self.version, salt=self.salt, adapter=self.adapter or None)
 
     def add(self, chunk: Chunk) -> None:
-        """`WireError`: unequal counts."""
-        if len(chunk.tokens) != len(chunk.logprobs):
-            counts = f"{len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities"
-            raise WireError(f"request {self.request.id!r}: {counts}")
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if self.cached is None:  # a server that puts a request back may count anew
             self.cached = chunk.cached_tokens
 
     def completion(self, finish: Finish, runs: Runs | None, seconds: float) -> Completion:
-        """`WireError`: no tokens, or tokens outside the vocabulary."""
         name = f"request {self.request.id!r}"
         tokens = np.asarray(self.tokens, dtype=np.int64)
         if not len(tokens):
@@ -73,10 +68,7 @@ class Response:
 
 
 async def read_response(client: HttpClient, dialect: Dialect, response: Response, *, seconds: float) -> Completion:
-    """Ask for a response and read its stream to the end, which has no deadline; cancelling closes the connection.
-
-    `seconds` limit how long the server may refuse it. `Lost`: also when the server gave it up.
-    """
+    """Ask for a response and read its stream, without a deadline; `seconds` limit how long the server may refuse it."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     async with aclosing(client.stream(response.call(dialect), seconds)) as messages:
@@ -88,12 +80,10 @@ async def read_response(client: HttpClient, dialect: Dialect, response: Response
             if chunk.finish == "abort":
                 break
             took = loop.time() - began
-            try:
+            with suppress(TimeoutError, StreamrlError):
                 async with asyncio.timeout(_TAIL_SECONDS):
-                    async for counts in messages:  # to the end, so that the connection can be used again
-                        if chunk.counts_follow:
-                            response.add(dialect.chunk(counts, received=len(response.tokens)))
-            except (TimeoutError, StreamrlError):
-                pass
+                    async for tail in messages:  # to the end, so that the connection can be used again
+                        counts = dialect.chunk(tail, received=len(response.tokens))  # vLLM tells them last
+                        response.add(Chunk(cached_tokens=counts.cached_tokens))
             return response.completion(chunk.finish, chunk.runs, took)
     raise Lost(f"{client.url} gave up a response")

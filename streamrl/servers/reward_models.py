@@ -121,10 +121,8 @@ class ModelServer(Startable):
         self.cpu = cpu
         merged({}, config.flags, section=self._section)
         if config.sleep and cpu:
-            raise ConfigError(
-                f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain",
-                f"leave out {self._section}.sleep",
-            )
+            said = f"{self._section}.sleep: a {self.kind} server on a CPU keeps its memory, so there is nothing to gain"
+            raise ConfigError(said, f"leave out {self._section}.sleep")
 
     @override
     def launch(self, *, model: str, port: int, seed: int, host: str = LOOPBACK, key: str | None = None) -> Launch:

@@ -21,8 +21,8 @@ from streamrl.servers.dialect import ServerMetrics
 from streamrl.servers.process import ANSWER_SECONDS, ManagedServer
 
 POLL_SECONDS: Final = 0.5
+# Upper bound of the time counted between two looks: a process that was stopped (SIGSTOP) did not really wait.
 _LONGEST_GAP: Final = 2 * (ANSWER_SECONDS + POLL_SECONDS)
-"""Upper bound of the time counted between two looks: a process that was stopped (SIGSTOP) did not really wait."""
 
 
 class Liveness:
@@ -37,14 +37,9 @@ class Liveness:
     def look(self, now: float, figures: ServerMetrics | None, *, held: bool) -> str:
         """Return why it counts as dead now, or an empty string; `figures` is None when it did not answer."""
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_GAP, self._patience / 3), now
-        if held or figures is not None:
-            self._silent = 0.0
-        else:
-            self._silent += passed
-        if held or figures is None or figures != self._figures or not figures.running + figures.waiting:
-            self._still = 0.0
-        else:
-            self._still += passed
+        self._silent = 0.0 if held or figures is not None else self._silent + passed
+        moves = held or figures is None or figures != self._figures or not figures.running + figures.waiting
+        self._still = 0.0 if moves else self._still + passed
         self._figures = figures or self._figures
         if self._still >= self._patience:
             return f"no token and no other sign of progress for {self._still:.0f} s"

@@ -6,7 +6,6 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -39,10 +38,7 @@ def key_of_servers(config: RunConfig, run_dir: Path) -> str | None:
 
 
 class Server:
-    """One life of a server: the `index`-th of `engine.url` or of `engine.devices`. `salt` is a name of this life.
-
-    `announce` tells the workers at once what has changed; `key` is its API key, where the run has none.
-    """
+    """One life of a server, which `salt` names: the `index`-th of `engine.url` or of `engine.devices`."""
 
     control: ServerControl
     client: HttpClient
@@ -69,10 +65,9 @@ class Server:
         self.process: ManagedServer | None = None
         if not config.engine.url:
             devices = config.engine.devices
-            settings = ServerSettings.of_engine(config, key)
             ours = {TOKEN_VARIABLE: str(token_path(run_dir).absolute())}
             ours["STREAMRL_LANDING"] = str(staging_root(run_dir, name))  # the role's `Follower` empties it
-            settings = replace(settings, variables=ours | dict(settings.variables))
+            settings = ServerSettings.of_engine(config, key, ours)
             device = devices[index % len(devices)] if devices else ""
             self.process = ManagedServer(self.dialect, settings, run_dir, f"{name}.server", device, seed=seed)
 
@@ -85,42 +80,37 @@ class Server:
 
     async def start(self) -> None:
         """`ConfigError`: no environment, or it does not fit the run; `Unreachable`: it ended, or was late."""
-        try:
-            await self._open()
-        except BaseException:
-            await self.close()
-            raise
+        config, process = self._config, self.process
+        async with AsyncExitStack() as stack:
+            if process is None:
+                url, hint = config.engine.url[self._index], "check that it runs and that engine.url is right"
+            else:
+                stack.push_async_callback(process.stop)
+                url, hint = await process.start(), f"its log: {process.log}"
+            self.client = HttpClient(url, self._key, hint)
+            stack.push_async_callback(self.client.close)
+            self.limits = await self._check()
+            watchdog = None
+            if process is None:
+                calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume]
+                watchdog = await Watchdog.start(url, self.client.headers, calls)
+            self.control = ServerControl(
+                self.client,
+                self.dialect,
+                config.weights.deadline,
+                self._announce,
+                watchdog=watchdog,
+                folder=self._run_dir / "adapters" / self._name,
+                max_staleness=config.max_staleness,
+                sleep_level=0 if on_cpu(config.engine) else 1,
+            )
+            stack.push_async_callback(self.control.close)
+            self._stack = stack.pop_all()
+        logger.info("engine server ready", extra={"url": url, "server": self.dialect.kind})
 
     async def close(self) -> None:
         """End a server that streamrl started, with its children; resume one that runs already. Repeatable."""
         await self._stack.aclose()
-
-    async def _open(self) -> None:
-        config, process = self._config, self.process
-        if process is None:
-            url, hint = config.engine.url[self._index], "check that it runs and that engine.url is right"
-        else:
-            self._stack.push_async_callback(process.stop)
-            url, hint = await process.start(), f"its log: {process.log}"
-        self.client = HttpClient(url, self._key, hint)
-        self._stack.push_async_callback(self.client.close)
-        self.limits = await self._check()
-        watchdog = None
-        if process is None:
-            calls = [(call.method, call.path, call.query, call.body) for call in self.dialect.resume]
-            watchdog = await Watchdog.start(url, self.client.headers, calls)
-        self.control = ServerControl(
-            self.client,
-            self.dialect,
-            config.weights.deadline,
-            self._announce,
-            watchdog=watchdog,
-            folder=self._run_dir / "adapters" / self._name,
-            max_staleness=config.max_staleness,
-            sleep_level=0 if on_cpu(config.engine) else 1,
-        )
-        self._stack.push_async_callback(self.control.close)
-        logger.info("engine server ready", extra={"url": url, "server": self.dialect.kind})
 
     async def _check(self) -> RequestLimits:
         process = self.process
@@ -135,7 +125,6 @@ class Server:
             raise ConfigError(f"{process.name} fails: {cause}", f"the whole log: {process.log}") from error
 
     async def apply(self, version: Version) -> None:
-        """Put a version in force. Errors as of `ServerControl.apply`."""
         await self.control.apply(version)
 
     async def metrics(self) -> ServerMetrics:
@@ -143,7 +132,6 @@ class Server:
         return self.dialect.read_metrics(answer)
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response. `DataError`: the request can never be served; else errors as of `HttpClient.call`."""
         control = self.control
         response = Response(request, self.limits, control.pair[1], self.salt, control.adapter)
         return await read_response(self.client, self.dialect, response, seconds=self._config.weights.deadline)

@@ -54,10 +54,9 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
 class SglangDialect(Dialect):
-    """Speaks to SGLang.
+    """Request ids must have one length, because SGLang aborts every request whose id begins with the given one.
 
-    Request ids must have one length, because SGLang aborts every request whose id begins with the given one. No id may
-    be used twice: two seconds after a response has ended SGLang aborts its id once more.
+    No id may be used twice: two seconds after a response has ended SGLang aborts its id once more.
     """
 
     kind = "sglang"
@@ -88,8 +87,7 @@ class SglangDialect(Dialect):
         }
         if config.model.tokenizer is not None:
             flags["tokenizer-path"] = config.model.tokenizer
-        tokens = _cache_tokens(config, model)
-        if tokens is not None:
+        if (tokens := _cache_tokens(config, model)) is not None:
             flags["max-total-tokens"] = tokens
         if config.learner.lora.alone:
             flags |= {
@@ -118,11 +116,8 @@ class SglangDialect(Dialect):
     @override
     def about(self) -> Sequence[Call]:
         probe = {"model": "", "prompt": PROBE, "add_special_tokens": False}
-        return [
-            Call("GET", "/server_info", repeatable=True),
-            Call("GET", "/model_info", repeatable=True),
-            Call("POST", "/tokenize", probe, repeatable=True, optional=True),
-        ]
+        tokenize = Call("POST", "/tokenize", probe, repeatable=True, optional=True)
+        return [Call("GET", "/server_info", repeatable=True), self.label, tokenize]
 
     @override
     def read_about(self, answers: Sequence[Any]) -> ServerInfo:
@@ -131,20 +126,13 @@ class SglangDialect(Dialect):
         if not (isinstance(server, Mapping) and isinstance(model, Mapping)):
             raise WireError("the server does not answer /server_info and /model_info as SGLang does")
         version = str(server.get("version", ""))
-        ranks = server.get("tp_size", 1)
-        if ranks != self._config.engine.tensor_parallel:
-            raise Refused(
-                f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights",
-                f"set engine.tensor_parallel to {ranks}",
-            )
+        if (ranks := server.get("tp_size", 1)) != self._config.engine.tensor_parallel:
+            said = f"this SGLang server runs with --tp-size {ranks}, and each rank is sent its weights"
+            raise Refused(said, f"set engine.tensor_parallel to {ranks}")
         if missing := _missing(server, version, TELLS_CUTS if self._config.sampling.cuts else OLDEST):
             raise Refused(f"this SGLang server cannot take part: {missing}", "see docs/guides/engines.md")
-        return ServerInfo(
-            version=version,
-            model=str(model.get("model_path", "")),
-            context=read_count(server.get("context_length")),
-            probe=read_probe(probe),
-        )
+        name, context = str(model.get("model_path", "")), read_count(server.get("context_length"))
+        return ServerInfo(version, name, context, read_probe(probe))
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
@@ -246,9 +234,8 @@ class SglangDialect(Dialect):
     @override
     def wake(self, tags: Sequence[MemoryTag]) -> Sequence[Call]:
         # Decoding goes on when the keys and values are back.
-        calls = []
-        if not on_cpu(self._config.engine):
-            calls.append(Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True))
+        come_back = Call("POST", "/resume_memory_occupation", {"tags": list(tags)}, repeatable=True)
+        calls = () if on_cpu(self._config.engine) else (come_back,)
         return [*calls, *self.resume] if "kv_cache" in tags else calls
 
     @override
@@ -259,9 +246,7 @@ class SglangDialect(Dialect):
                 running=sum(int(load["num_running_reqs"]) for load in loads),
                 waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
                 # Exact, not `token_usage`, which is rounded: a change is a sign of life.
-                cache_use=max(
-                    int(load["num_used_tokens"]) / max(1, int(load["max_total_num_tokens"])) for load in loads
-                ),
+                cache_use=max(int(one["num_used_tokens"]) / max(1, int(one["max_total_num_tokens"])) for one in loads),
             )
 
 
@@ -308,8 +293,8 @@ def _fresh(items: Sequence[Any], total: int, received: int) -> list[Any]:
 def _frame(manifest: bytes) -> str:
     """Return a manifest as SGLang's server wants to be sent tensors: `[(name, tensor)]`, with the manifest as the name.
 
-    The server unpickles it through a list of allowed globals; nothing is pickled here. These are constant bytes around
-    JSON, the opcodes of a list with one pair: a string and `torch.ByteTensor()`, which is empty.
+    The server unpickles it through a list of allowed globals. These are constant bytes around JSON, the opcodes of a
+    list with one pair: a string and `torch.ByteTensor()`, which is empty.
     """
     frame = b"\x80\x02]X" + struct.pack("<I", len(manifest)) + manifest + b"ctorch\nByteTensor\n)R\x86a."
     return base64.b64encode(frame).decode()
@@ -318,7 +303,7 @@ def _frame(manifest: bytes) -> str:
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
     path = Path(model) / "config.json"
-    if not Path(model).is_dir():
+    if not path.parent.is_dir():
         return None
     try:
         shape = orjson.loads(path.read_bytes())

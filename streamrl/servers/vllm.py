@@ -40,7 +40,7 @@ OLDEST: Final = (0, 32)
 _PREFIX: Final = "generate-tokens-"
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _GENERATE: Final = "/inference/v1/generate"
-_FIGURES: Final = {
+FIGURES: Final = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "cache_use",
@@ -122,10 +122,8 @@ class VllmDialect(Dialect):
             routes = schema["paths"] if schema else None
             settings = more[0]["vllm_config"] if more and more[0] else None
         if (numbers := read_release(release)) and numbers < OLDEST:
-            raise Refused(
-                f"vLLM {release} is older than 0.32: it does not say which weights sampled which token",
-                "streamrl engines install vllm, or start another server at engine.url",
-            )
+            said = f"vLLM {release} is older than 0.32: it does not say which weights sampled which token"
+            raise Refused(said, "streamrl engines install vllm, or start another server at engine.url")
         if routes is not None and _GENERATE not in routes:
             raise Refused("this vLLM server does not take token ids", "start it with --enable-scale-out")
         if missing := _missing(routes, settings):
@@ -139,11 +137,8 @@ class VllmDialect(Dialect):
         calls = episode.run is not None or (episode.agent is not None and episode.agent.draws)
         changed = draw.temperature != 1.0 or draw.cuts or draw.min_tokens or calls
         if mode != "processed_logprobs" and (changed or mode != "raw_logprobs"):
-            raise Refused(
-                f"this vLLM server returns {mode}, which are not the log-probabilities of what `sampling` or an agent"
-                " draws from",
-                "start it with --logprobs-mode processed_logprobs",
-            )
+            said = f"this vLLM server returns {mode}, which are not those of what `sampling` or an agent draws from"
+            raise Refused(said, "start it with --logprobs-mode processed_logprobs")
 
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
@@ -188,8 +183,7 @@ class VllmDialect(Dialect):
                 raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(logprobs)} others in one chunk")
             finish = read_finish(choice["finish_reason"])
             runs = read_spans(choice["weight_versions"], received + len(tokens), finish)
-            # vLLM says what was cached only in the message after the last token.
-            return Chunk(tokens, logprobs, finish, runs, cached, counts_follow=finish is not None)
+            return Chunk(tokens, logprobs, finish, runs, cached)
 
     @override
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
@@ -242,7 +236,7 @@ class VllmDialect(Dialect):
     def read_metrics(self, answer: Any) -> ServerMetrics:
         if not isinstance(answer, str):
             raise WireError("the metrics of vLLM are text")
-        return read_prometheus(answer, _FIGURES)
+        return read_prometheus(answer, FIGURES)
 
 
 def _missing(routes: Any, settings: Any) -> str:

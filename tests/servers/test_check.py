@@ -72,7 +72,7 @@ async def test_a_server_that_does_not_fit_the_run(toy, tiny_dir, change, says, h
     assert hint in error.hint
 
 
-ABOUT = ["/about 404", "/about junk", "/about html", "/about 500", "/ready 404"]
+ABOUT = ["/about 404", "/about junk", "/about html", "/about 500"]
 GENERATE = ["/generate 404", "/generate 403", "/generate html", "/generate 400"]
 
 
@@ -119,7 +119,7 @@ async def test_nobody_is_there(tiny_dir, monkeypatch):
     monkeypatch.setattr(check, "_PATIENCE", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(Unreachable, match="/ready"):
+        with pytest.raises(Unreachable, match="/about"):
             await connect(f"http://127.0.0.1:{taken.getsockname()[1]}", run_of(tiny_dir))
 
 

@@ -192,8 +192,6 @@ class Toy:
                     await asyncio.sleep(3600)
                 if sampled == 2 and fault == "nan":
                     await response.write(b'data: {"tokens": [3], "logprobs": [NaN], "finish": null, "runs": null}\n\n')
-                if sampled == 2 and fault == "uneven":
-                    await self._say(response, [3, 4], [-1.0], None, None)
                 if fault == "outside":
                     token = VOCABULARY
                 finish = "length" if sampled >= body["max"] else None
@@ -221,8 +219,6 @@ class Toy:
     async def _say(self, response: Any, tokens: Any, logprobs: Any, finish: Any, runs: Any) -> None:
         told = runs if finish and self.tell_runs else None
         message = {"tokens": tokens, "logprobs": logprobs, "finish": finish, "runs": told}
-        if finish and self.cached is not None:
-            message["counts_follow"] = True
         await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
 
@@ -315,7 +311,6 @@ def make_dialect() -> Any:
                     message["finish"],
                     None if runs is None else [(a, b) for a, b in runs],
                     cached_tokens=message.get("cached"),
-                    counts_follow=message.get("counts_follow", False),
                 )
             except (KeyError, TypeError) as error:
                 raise WireError("no chunk of a toy") from error
