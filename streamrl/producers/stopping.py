@@ -13,9 +13,7 @@ from typing import Final
 
 from streamrl.engine import Completion, first_tokens
 
-_MORE: Final = (
-    4  # tokens of a window besides one for each byte of the longest text: tokenizers write the first ones differently
-)
+_MORE: Final = 4  # tokens besides one for each byte of the longest text: the first are often written differently
 _PART: Final = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 
