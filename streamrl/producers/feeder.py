@@ -35,11 +35,7 @@ _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
 async def run_feeder(role: Role) -> None:
-    """Run the feeder until `role.stop` is set; a restart, also after kill -9, continues at the cursor in Redis.
-
-    `DataError`: prompts that cannot be used. `Refused`: the run holds groups of other data, too many dead letters, or
-    failures of one kind alone. `Fenced`: a newer feeder took over the held-out ledger.
-    """
+    """`Refused`: as the table says, or other data. `DataError`: bad prompts. `Fenced`: a newer feeder took over."""
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)

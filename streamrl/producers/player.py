@@ -34,10 +34,7 @@ LENGTH_FILE: Final = "played.json"  # in the directory of a run that trains a re
 
 
 async def run_player(role: Role) -> None:
-    """Admit the groups of a recording until `role.stop` is set; a restart continues at the cursor in Redis.
-
-    `ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data.
-    """
+    """`ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data."""
     assert role.config.recording.path is not None
     path = role.config.recording.path
     header = await asyncio.to_thread(check_recording, role.config)

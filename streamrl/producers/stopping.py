@@ -1,7 +1,6 @@
 """Texts that end a response (`Request.stop`): which token completes one, and what stands before it.
 
-Engines end a response early; this says where it ends. SGLang, for one, misses a text that is written with more tokens
-than its tokenizer would take.
+SGLang, for one, misses a text that is written with more tokens than its tokenizer would take.
 """
 
 from __future__ import annotations
