@@ -1,9 +1,7 @@
 """How the feeder fills one ledger with prompts, in order and without a gap, also across restarts; and when it stops.
 
 The cursor lives in Redis. This module only guesses it, and each `admit` corrects the guess. So a restart neither skips
-nor repeats a group, a lost reply does no harm, and when Redis goes back some seconds the same prompts come again under
-the same ids. How many groups may be in flight is computed in the configuration (`budget`, `hard_cap`) and enforced by
-`admit.lua`.
+nor repeats a group, a lost reply does no harm, and when Redis goes back the same prompts come again under the same ids.
 """
 
 from __future__ import annotations
@@ -72,24 +70,25 @@ class Admitter:
         self.cursor = answers[-1].cursor
         outcomes = {answer.outcome for answer in answers}
         if AdmitOutcome.TOO_MANY_DEAD in outcomes:
-            raise await self._too_many_dead()
+            raise await too_many_dead(self._ledger, self._terms.max_dead)
         worst = (AdmitOutcome.FULL, AdmitOutcome.MOVED)
         return next((outcome for outcome in worst if outcome in outcomes), AdmitOutcome.ADMITTED)
-
-    async def _too_many_dead(self) -> Refused:
-        letters = await self._ledger.dead_letters()
-        causes = by_cause(letters)
-        most = f"; most of them: {causes[0].newest.why}" if causes else ""
-        kind, option = ("held-out ", " --eval") if self._ledger.evaluation else ("", "")
-        return Refused(
-            f"{len(letters)} dead {kind}letters, max_dead is {self._terms.max_dead}: nothing more is admitted{most}",
-            f"`streamrl dead ls{option}` shows them; fix the cause, `streamrl dead replay all{option}` (or `drop`), or"
-            " raise max_dead, then `streamrl up --resume`",
-        )
 
     async def _admit_one(self, group_id: int, version: int) -> Admission:
         prompt = self._prompt(group_id)
         return await self._ledger.admit(cursor=group_id, prompt=prompt, version=version, **asdict(self._terms))
+
+
+async def too_many_dead(ledger: Ledger, max_dead: int) -> Refused:
+    letters = await ledger.dead_letters()
+    causes = by_cause(letters)
+    most = f"; most of them: {causes[0].newest.why}" if causes else ""
+    kind, option = ("held-out ", " --eval") if ledger.evaluation else ("", "")
+    return Refused(
+        f"{len(letters)} dead {kind}letters, max_dead is {max_dead}: nothing more is admitted{most}",
+        f"`streamrl dead ls{option}` shows them; fix the cause, `streamrl dead replay all{option}` (or `drop`), or"
+        " raise max_dead, then `streamrl up --resume`",
+    )
 
 
 class VersionWatcher:
@@ -168,10 +167,8 @@ class SameFailureGuard:
 class DropGuard:
     """Stops admission while groups are dropped and none is trained, so that the data is not used up in vain. Pure.
 
-    It stops when more groups in a row were dropped than may be in flight: a burst of stale groups after a pause or a
-    restart stays below that. The first group that is trained lets admission go on. Until then the groups of one step
-    are tried every five minutes. Groups with equal rewards do not count, because `learner.advantage.zero_variance`
-    asks for dropping them, nor do groups that a person dropped.
+    It stops when more in a row were dropped than may be in flight: stale groups after a pause stay below that. Until
+    one is trained, the groups of one step are tried every five minutes. What people or `zero_variance` drop is wanted.
     """
 
     def __init__(self, budget: int, step: int) -> None:

@@ -34,15 +34,10 @@ _SPECIAL: Final = 8  # special tokens around a text, more than any tokenizer add
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """In tokens; `context` is prompt plus response. With `drop` longer prompts are left out.
-
-    Ids at or above `vocabulary` mean that the tokenizer is another model's; None: not known, not checked.
-    """
-
     max_prompt_tokens: int
-    context: int
-    vocabulary: int | None = None
-    drop: bool = False
+    context: int  # prompt plus response
+    vocabulary: int | None = None  # ids at or above it are of another model's tokenizer; None: not known, not checked
+    drop: bool = False  # longer prompts are left out
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int | None = None) -> PromptLimits:
@@ -73,10 +68,9 @@ class PromptSet:
 
 @lru_cache(1)
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A permutation of `range(count)`, the same on every platform and version.
+    """Of `range(count)`, sorted by a keyed hash: NumPy's shuffles may change, and a run must survive an upgrade.
 
-    Numbers are sorted by a keyed hash (splitmix64; Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-    generators"), because NumPy's shuffles may change between releases, and a run must survive an upgrade.
+    The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
     """
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     key = np.frombuffer(digest, dtype="<u8")
@@ -113,10 +107,7 @@ def load_prompts(
 
 
 def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int) -> int:
-    """Check the first `count` prompts of a file; how many of them are dropped. Errors as for `load_prompts`.
-
-    The tokenizer, which takes seconds, is loaded only if there are chats, or texts that may be too long.
-    """
+    """How many are dropped; errors as of `load_prompts`. The tokenizer (seconds) is loaded only where it may matter."""
     faults = _Faults(path)
     rows = faults.parse(islice(_lines(path, hashlib.blake2b()), count))
     faults.check()
@@ -230,13 +221,10 @@ def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> I
 def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
     if tokens.size == 0:
         raise DataError("the prompt has no tokens")
-    size, longest, hint = tokens.size, limits.max_prompt_tokens, "set data.long_prompts: drop, or raise"
-    if size > longest:
-        what = f"the prompt has {size} tokens, data.max_prompt_tokens is {longest}"
-        raise DataError(what, f"{hint} data.max_prompt_tokens (and model.context)")
-    if size >= limits.context:
-        what = f"the prompt has {size} tokens, which leaves no room in model.context {limits.context}"
-        raise DataError(what, f"{hint} model.context")
+    if limits.exceeded_by(tokens.size):
+        bounds = f"data.max_prompt_tokens is {limits.max_prompt_tokens}, model.context {limits.context}"
+        hint = "set data.long_prompts: drop, or raise data.max_prompt_tokens and model.context"
+        raise DataError(f"the prompt has {tokens.size} tokens, {bounds}", hint)
     if limits.vocabulary is not None and int(tokens.max()) >= limits.vocabulary:
         what = f"token id {tokens.max()} of the prompt is outside the model's vocabulary of {limits.vocabulary}"
         raise DataError(what, "the tokenizer is another model's: set model.tokenizer to that of model.path")

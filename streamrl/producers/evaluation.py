@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -25,7 +25,7 @@ from streamrl.archive.writer import Archive
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.pass_at_k import at_k
-from streamrl.producers.admission import AdmissionTerms, Admitter, VersionWatcher
+from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
@@ -55,7 +55,7 @@ class Evaluation:
         terms = AdmissionTerms(fingerprint, config.evaluation.samples, 1, budget, budget, config.max_dead)
         self._admitter = Admitter(self._ledger, terms, lambda group_id: data.prompts[group_id % len(data)])
         self._data = data
-        self._budget = self._free_slots = budget
+        self._full = False
         self._nonce = uuid4().hex
         self._checkpoint = ""
         self._log: EvaluationLog
@@ -97,14 +97,10 @@ class Evaluation:
             elif not moved and not collected:
                 await self._ledger.wait_closed(_LOOK_SECONDS)
                 await asyncio.sleep(_GATHER_SECONDS)
-                self._free_slots = max(self._free_slots, 1)
         await self._collect()
 
     async def _begin(self, version: int) -> bool:
-        """Begin a round when enough versions have passed since the last; the first round begins at the first version.
-
-        When Redis goes back, some groups come again that the file has already. The round is extended by their number.
-        """
+        """Whether a round was due and begins; groups that the file has (Redis may have gone back) make it longer."""
         due = 1 if self._round is None else self._round.version + self._config.every
         if version < due:
             return False
@@ -114,17 +110,16 @@ class Evaluation:
         begun = EvaluationRound(version, first, self._log.end_of(first, self._config.prompts))
         if not await asyncio.to_thread(self._log.write_round, begun):
             return False
-        self._round, self._open, self._free_slots = begun, True, self._budget
+        self._round, self._open = begun, True
         return True
 
     async def _admit(self) -> bool:
         current = self._current
-        if self._admitter.cursor >= current.end or self._free_slots == 0:
+        if self._admitter.cursor >= current.end:
             return False
-        outcome = await self._admitter.admit(current.version, limit=self._free_slots, end=current.end)
-        if outcome is AdmitOutcome.FULL:
-            self._free_slots = 0
-        return outcome is not AdmitOutcome.FULL
+        limit = 1 if self._full else BURST  # one prompt is enough to ask for room
+        self._full = await self._admitter.admit(current.version, limit=limit, end=current.end) is AdmitOutcome.FULL
+        return not self._full
 
     async def _collect(self) -> bool:
         closed = await self._ledger.closed()
@@ -141,7 +136,6 @@ class Evaluation:
         if not await asyncio.to_thread(self._log.append, lines):
             return False
         await self._ledger.retire(self._nonce, self._checkpoint, 0, [line.group_id for line in lines])
-        self._free_slots = min(self._budget, self._free_slots + len(lines))
         self._show()
         return True
 
@@ -212,19 +206,16 @@ class Evaluation:
 
 
 class EvaluatedGroup(msgspec.Struct, frozen=True):
-    """One line of `evaluation.jsonl`. `line` is that of the held-out file, from 0; `right` scores exceed the threshold.
-
-    `round` is the version that the round was begun for. `dead` responses have no score: neither right nor wrong.
-    """
+    """One line of `evaluation.jsonl`."""
 
     group_id: int = msgspec.field(name="gid")
-    line: int
-    round: int
+    line: int  # of the held-out file, from 0
+    round: int  # the version that the round was begun for
     version_min: int
     version_max: int
     scores: list[float]
-    right: int
-    dead: int = 0
+    right: int  # scores above the threshold
+    dead: int = 0  # responses without a score: neither right nor wrong
 
 
 class EvaluationRound(msgspec.Struct, frozen=True):
@@ -273,10 +264,9 @@ class EvaluationLog:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            self._complain(self._path, error)
             if self._path.exists():
                 os.truncate(self._path, size)
-            return False
+            return self._complain(self._path, error)
         self._complaint = None
         for group in new:
             self._count(group)
@@ -291,18 +281,18 @@ class EvaluationLog:
         try:
             write_durably(self._round_path, msgspec.json.encode(current))
         except OSError as error:
-            self._complain(self._round_path, error)
-            return False
+            return self._complain(self._round_path, error)
         self._complaint = None
         return True
 
-    def _complain(self, path: Path, error: OSError) -> None:
+    def _complain(self, path: Path, error: OSError) -> Literal[False]:
         """Once until a write succeeds or fails in another way: it is tried again all the time."""
         if self._complaint != (path, error.errno):
             self._complaint = (path, error.errno)
             hint = "make room, or move the run directory back; it is tried again"
             extra = {"file": str(path), "error": str(error), "hint": hint}
             logger.warning("evaluation cannot be written", extra=extra)
+        return False
 
     def _read(self) -> None:
         data = self._path.read_bytes() if self._path.exists() else b""

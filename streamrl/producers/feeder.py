@@ -27,19 +27,15 @@ from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.05
-_IDLE_PAUSE: Final = 0.5
+FIRST_PAUSE: Final = 0.005
+LONGEST_PAUSE: Final = 0.05
+IDLE_PAUSE: Final = 0.5
 _COUNT_SECONDS: Final = 1.0
 _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
 async def run_feeder(role: Role) -> None:
-    """Run the feeder until `role.stop` is set; a restart, also after kill -9, continues at the cursor in Redis.
-
-    `DataError`: prompts that cannot be used. `Refused`: the run holds groups of other data, too many dead letters, or
-    failures of one kind alone. `Fenced`: a newer feeder took over the held-out ledger.
-    """
+    """`Refused`: as the table says, or other data. `DataError`: bad prompts. `Fenced`: a newer feeder took over."""
     config = role.config
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
@@ -87,7 +83,7 @@ class Training:
         self._show("starting")
 
     async def run(self) -> None:
-        pause, limit = _FIRST_PAUSE, BURST
+        pause, limit = FIRST_PAUSE, BURST
         while not self._role.stop.is_set():
             version = self._versions.version
             await self._same_failure.check()
@@ -99,7 +95,7 @@ class Training:
                 continue
             if stopped:
                 self._show("stopped")
-                await self._versions.wait(version, _IDLE_PAUSE)
+                await self._versions.wait(version, IDLE_PAUSE)
                 continue
             if outcome is None:
                 outcome = await self._admit(version, limit)
@@ -107,10 +103,10 @@ class Training:
                 self._show("full")
                 changed = await self._versions.wait(version, pause)
                 # Only a step makes room for many groups; between steps one prompt is enough to ask for room.
-                pause, limit = (_FIRST_PAUSE, BURST) if changed else (min(2 * pause, _LONGEST_PAUSE), 1)
+                pause, limit = (FIRST_PAUSE, BURST) if changed else (min(2 * pause, LONGEST_PAUSE), 1)
             else:
                 self._show("admitting")
-                pause, limit = _FIRST_PAUSE, BURST
+                pause, limit = FIRST_PAUSE, BURST
 
     async def _admit(self, version: int, limit: int) -> AdmitOutcome:
         before = self._admitter.cursor
@@ -166,7 +162,7 @@ class Training:
         """Store that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
         if done := await self._ledger.finish(self._admitter.cursor, epochs):
             self._show("end of data")
-        await self._versions.wait(self._versions.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
+        await self._versions.wait(self._versions.version, IDLE_PAUSE if done else LONGEST_PAUSE)
         await self._admitter.locate()
 
     def _show(self, state: str) -> None:

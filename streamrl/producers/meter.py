@@ -16,11 +16,7 @@ RECORD_SECONDS: Final = 1.0
 
 
 class Meter:
-    """Reads the load of an engine every 50 ms and reports once a second, with the figures of `weights`.
-
-    Each line of the metrics file has `tokens` and `idle_seconds` so far, and a `timeline`: `[[monotonic seconds, tokens
-    sampled in the 50 ms before], ...]`, without empty ticks. The status has the pace of the last ten seconds.
-    """
+    """A line a second: `tokens`, `idle_seconds`; `timeline`: [[monotonic seconds, tokens of the 50 ms before], ...]."""
 
     def __init__(
         self, role: Role, load: Callable[[], EngineLoad], weights: Callable[[], Mapping[str, int | float]]

@@ -23,23 +23,18 @@ from streamrl.archive.reader import Header, RecordedGroup, read_groups, read_hea
 from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused, WireError, unwrapped
-from streamrl.producers.admission import VersionWatcher
+from streamrl.producers.admission import VersionWatcher, too_many_dead
+from streamrl.producers.feeder import FIRST_PAUSE, IDLE_PAUSE, LONGEST_PAUSE
 from streamrl.queues import Role
 from streamrl.queues.ledger import MAX_SAMPLES
 from streamrl.queues.records import AdmitOutcome
 
 logger = logging.getLogger(__name__)
 LENGTH_FILE: Final = "played.json"  # in the directory of a run that trains a recording more than once: its length
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.05
-_IDLE_PAUSE: Final = 0.5
 
 
 async def run_player(role: Role) -> None:
-    """Admit the groups of a recording until `role.stop` is set; a restart continues at the cursor in Redis.
-
-    `ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data.
-    """
+    """`ConfigError`: no recording that fits. `Refused`: it has grown, or the run holds groups of other data."""
     assert role.config.recording.path is not None
     path = role.config.recording.path
     header = await asyncio.to_thread(check_recording, role.config)
@@ -68,10 +63,7 @@ def check_recording(config: RunConfig) -> Header:
 
 
 def keep_length(path: Path, header: Header, count: int, epochs: int | None) -> None:
-    """Refuse a recording of several passes whose length has changed: a group is found by its id modulo the length.
-
-    A run with one pass may continue with a recording that has grown. `path` is written when a second pass is planned.
-    """
+    """Refuse a changed length where there are several passes: a group is found by its id modulo the length."""
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Length) if path.exists() else None
         if kept is None and epochs != 1:
@@ -93,22 +85,21 @@ class Recorded:
     """The groups of a recording by their place, read in order; after the last one the first comes again."""
 
     def __init__(self, path: Path, count: int) -> None:
-        self._path, self.count, self._next = path, count, count
+        self._path, self.count, self._at = path, count, count
         self._groups: Iterator[RecordedGroup] = iter(())
-        self._held: tuple[int, RecordedGroup] | None = None
+        self._group: RecordedGroup | None = None  # the one at `_at`
 
     def group(self, place: int) -> RecordedGroup:
         """Return the group at a place, from 0; going back means reading from the first one again."""
         index = place % self.count
-        if self._held is not None and self._held[0] == index:
-            return self._held[1]
-        if index < self._next:
-            self._groups, self._next = read_groups(self._path), 0
-        group = next(itertools.islice(self._groups, index - self._next, None), None)
-        if group is None:
+        if index < self._at:
+            self._groups, self._at = read_groups(self._path), -1
+        if index > self._at:
+            self._group = next(itertools.islice(self._groups, index - self._at - 1, None), None)
+            self._at = index
+        if self._group is None:
             raise WireError(f"{self._path}: the recording has become shorter than its {self.count} groups")
-        self._next, self._held = index + 1, (index, group)
-        return group
+        return self._group
 
 
 class Player:
@@ -130,7 +121,7 @@ class Player:
             await self._admit_all()
 
     async def _admit_all(self) -> None:
-        pause = _FIRST_PAUSE
+        pause = FIRST_PAUSE
         while not self._role.stop.is_set():
             version = self._versions.version
             if self._end is not None and self._cursor >= self._end:
@@ -139,7 +130,7 @@ class Player:
             outcome = await self._admit()
             self._role.status.update(admitted=self._cursor, of=self._recorded.count, admission=outcome.value)
             waited = outcome is AdmitOutcome.FULL and not await self._versions.wait(version, pause)
-            pause = min(2 * pause, _LONGEST_PAUSE) if waited else _FIRST_PAUSE
+            pause = min(2 * pause, LONGEST_PAUSE) if waited else FIRST_PAUSE
 
     async def _admit(self) -> AdmitOutcome:
         group = await asyncio.to_thread(self._recorded.group, self._cursor)
@@ -156,14 +147,13 @@ class Player:
         )
         self._cursor = answer.cursor
         if answer.outcome is AdmitOutcome.TOO_MANY_DEAD:
-            what = f"max_dead is {config.max_dead}, and so many letters are there: nothing more is admitted"
-            raise Refused(what, "`streamrl dead ls` shows them")
+            raise await too_many_dead(self._ledger, config.max_dead)
         return answer.outcome
 
     async def _finish(self, epochs: int) -> None:
         """Store that the data ends at the cursor; after Redis went back, admit the lost groups again."""
         done = await self._ledger.finish(self._cursor, epochs)
-        await self._versions.wait(self._versions.version, _IDLE_PAUSE if done else _LONGEST_PAUSE)
+        await self._versions.wait(self._versions.version, IDLE_PAUSE if done else LONGEST_PAUSE)
         self._cursor = (await self._ledger.state()).cursor
 
 

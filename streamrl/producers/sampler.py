@@ -58,17 +58,12 @@ class TurnJournal:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """One sample to be made. `id` is unique among those being made, `affinity` as in `Request`.
-
-    `seed` names the random numbers that it is drawn with; empty: the engine's. `journal` is None outside of a run.
-    """
-
     prompt: Prompt
-    id: str
-    affinity: str = ""
+    id: str  # unique among the samples being made
+    affinity: str = ""  # as in `Request`
     greedy: bool = False
-    seed: str = ""
-    journal: TurnJournal | None = None
+    seed: str = ""  # names the random numbers that it is drawn with; empty: the engine's
+    journal: TurnJournal | None = None  # None: outside of a run
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
         draw = config.drawing(evaluation=self.prompt.evaluation)

@@ -1,7 +1,6 @@
 """Texts that end a response (`Request.stop`): which token completes one, and what stands before it.
 
-Engines end a response early; this says where it ends. SGLang, for one, misses a text that is written with more tokens
-than its tokenizer would take.
+SGLang, for one, misses a text that is written with more tokens than its tokenizer would take.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Final
 
 from streamrl.engine import Completion, first_tokens
 
-# Tokens of a window besides one for each byte of the longest text: tokenizers write the first ones differently.
-_MORE: Final = 4
+_MORE: Final = 4  # tokens besides one for each byte of the longest text: the first are often written differently
 _PART: Final = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -39,7 +38,6 @@ from streamrl.wire import Prompt, decode, encode
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
-_STALE_SECONDS: Final = 10.0  # old weights up to that are how `max_staleness` works
 _LOOKAHEAD: Final = 4  # one more sample is leased for each so many slots, so that it is there before a slot is free
 DRAIN_SHARE: Final = 0.22  # of the run's drain time, for the requests in flight; the rest is for the roles behind
 
@@ -92,19 +90,13 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
 
 
 def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
-    """How many prompts a process may hold: `samples` are missing of those `held`, and a group each of those `unopened`.
-
-    Samples are counted, because a held-out prompt, or a group of which some exist, needs fewer.
-    """
+    """How many prompts to hold: `samples` are missing of those opened (seldom whole groups), a group of each other."""
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
     return held + max(0, math.ceil(free / group_size))
 
 
 class RolloutWorker:
-    """Serves two ledgers, training and held-out.
-
-    `behind` says how many steps the weights are behind the published ones, `news` returns when that may have changed.
-    """
+    """`behind`: how many steps the weights are behind the published ones; `news` returns when that may have changed."""
 
     def __init__(
         self,
@@ -122,7 +114,6 @@ class RolloutWorker:
         self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
         self._numbers = count()
         self._missing = self._opened = 0
-        self._fresh_at: float | None = time.monotonic()
         self._leases = Leases(
             [role.ledgers.train, role.ledgers.evaluation],
             "prompts",
@@ -191,14 +182,7 @@ class RolloutWorker:
         self._role.say_blocked(why, self._leases.renew_meanwhile if slow else None)
 
     def _is_stale(self) -> bool:
-        behind, now = self._behind(), time.monotonic()
-        stale = behind > self._config.max_staleness
-        if not stale:
-            self._fresh_at = now
-        elif self._fresh_at is not None and now - self._fresh_at >= _STALE_SECONDS:
-            self._fresh_at = None
-            extra = {"steps_behind": behind, "max_staleness": self._config.max_staleness}
-            logger.warning("has taken no prompts for a while: the weights are too old", extra=extra)
+        stale = self._behind() > self._config.max_staleness
         self._role.status["stale"] = int(stale)
         return stale
 
@@ -220,11 +204,9 @@ class RolloutWorker:
                 payload = encode(await self._sampler.sample(self._order(lease, prompt, sample)))
             except (Unreachable, RetryLater):
                 raise
-            except (DataError, WireError) as error:
-                why, detail = error.message, ""
-                break
-            except DeadlineExceeded as error:
-                await self._engine.health()  # a hanging engine must not turn prompts into dead letters
+            except (DataError, WireError, DeadlineExceeded) as error:
+                if isinstance(error, DeadlineExceeded):
+                    await self._engine.health()  # a hanging engine must not turn prompts into dead letters
                 why, detail = error.message, ""
                 break
             except Exception as error:  # noqa: BLE001  (a healthy engine's error belongs to the request)

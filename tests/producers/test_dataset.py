@@ -157,7 +157,7 @@ def test_all_bad_lines_are_named_by_kind(tmp_path, chat_tokenizer):
     parts = caught.value.message.split("; ")
     assert parts[0].startswith(f"{path}:2: no JSON: ")
     assert parts[0].endswith("(also 5, 6, 7, 8, 9 and 2 more)")
-    assert parts[1] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20 (also 13)"
+    assert parts[1] == f"{path}:3: the prompt has 21 tokens, data.max_prompt_tokens is 20, model.context 24 (also 13)"
     assert parts[2] == f"{path}:4: needs either `prompt` (text) or `messages` (chat)"
     assert parts[3].startswith(f"{path}:12: the chat template of tiny-chat refuses the messages")
     assert len(parts) == 4
@@ -198,7 +198,7 @@ def test_the_first_lines_are_examined_without_a_tokenizer_if_they_are_short_text
 
 def test_a_prompt_as_long_as_the_context_and_a_chat_the_template_refuses(tmp_path, chat_tokenizer):
     path = write(tmp_path / "p.jsonl", {"prompt": "a" * 23})
-    with pytest.raises(DataError, match=r":1: .*no room in model.context 24"):
+    with pytest.raises(DataError, match=r":1: .*tokens, .* model.context 24"):
         load_prompts(path, chat_tokenizer, PromptLimits(30, 24))
     path = write(tmp_path / "q.jsonl", {"messages": [{"role": "robot", "content": "a"}]})
     with pytest.raises(DataError, match=r":1: .*no robots"):

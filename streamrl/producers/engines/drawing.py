@@ -17,11 +17,9 @@ def sample(
     cut: Mapping[int, Request] | None = None,
     own: Mapping[int, torch.Generator] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row from softmax(logits / temperature); at temperature 0 take the most probable one.
+    """One token per row by inverting the cumulative distribution in fp64: one of probability 0 is never drawn.
 
-    Inverse of the cumulative distribution in fp64, one uniform number per row: a token of probability 0 is never drawn.
-    The rows of `cut` draw from a part of the distribution, those of `own` with a generator of their own. Returns tokens
-    and log-probabilities (of temperature 1 where it is 0); NaN logits give a NaN log-probability.
+    Returns tokens and log-probabilities (of temperature 1 where it is 0); NaN logits give a NaN log-probability.
     """
     scores = logits.float()
     if temperature is not None:
@@ -46,8 +44,7 @@ def sample(
 def truncated(logprobs: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     """Log-probabilities (rows, vocabulary) of what `min_p`, `top_k` and then `top_p` leave of each row, which sum to 1.
 
-    Of equally probable tokens the one with the lower id goes first, so `top_k` keeps exactly that many. `top_p` keeps
-    the fewest tokens that reach its share of what the others left, at least one.
+    Equally probable tokens go by id. `top_p` keeps the fewest, at least one, that reach its share of what is left.
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:

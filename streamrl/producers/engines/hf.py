@@ -1,9 +1,7 @@
 """The Hugging Face engine: any causal language model, in this process.
 
-Three threads: the event loop's, which owns requests and futures; the decode thread, which owns model and cache; a
-control thread, which asks the decode thread to stand still and then loads, swaps or frees weights. Results cross to
-the event loop in batches, one `call_soon_threadsafe` per decode step; requests that start in one turn of the event loop
-reach the decoder together.
+Three threads: the event loop's owns requests and futures, the decode thread model and cache; the control thread asks
+the decode thread to stand still, and then loads, swaps or frees weights. Requests and results cross in batches.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -37,10 +34,9 @@ LOAD_SECONDS = 1800.0
 
 
 class HfEngine(Generator):
-    """An engine on transformers; replicas need different seeds. `Unreachable`: it is not started, closed, or dead.
+    """`Unreachable`: it is not started, closed, or dead, after which the supervisor starts the process again.
 
-    A control or a decode step that does not end within a deadline is its death, also when its caller has left. A dead
-    engine stays dead: its process ends, and the supervisor starts it again.
+    A control or a decode step that does not end within a deadline is its death, also when its caller has left.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -194,11 +190,9 @@ class HfEngine(Generator):
         passed, self._looked_at = min(now - self._looked_at, 4 * WATCH_SECONDS), now
         self._still = self._still + passed if busy and steps == self._steps else 0.0
         self._steps = steps
-        failure = self._decoder.failure
-        if failure is None and self._still >= self._longest_step:
-            failure = DeadlineExceeded(f"no decode step ended within {self._longest_step:g} s")
-        if failure is not None:
-            self._fail(failure)
+        self._failure = self._decoder.failure
+        if self._failure is None and self._still >= self._longest_step:
+            self._failure = DeadlineExceeded(f"no decode step ended within {self._longest_step:g} s")
 
     async def _run(self, seconds: float, work: Callable[..., _T], *args: Any) -> _T:
         """On the control thread. A cancelled caller stops neither the work (a model half changed) nor its deadline."""
@@ -214,18 +208,10 @@ class HfEngine(Generator):
                     raise Unreachable("the engine was closed")
                 return future.result()
             except DeadlineExceeded as error:  # also of the decode step that the work waits for
-                self._fail(error)
+                self._failure = self._failure or error
                 raise _death(error) from error
 
-        task = self._loop.create_task(result())
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(partial(_log_failure, work.__name__))
-            raise
-
-    def _fail(self, cause: BaseException) -> None:
-        self._failure = self._failure or cause
+        return await asyncio.shield(result())
 
     # --- control thread --------------------------------------------------------------------------------------------
 
@@ -257,11 +243,6 @@ class HfEngine(Generator):
                 logger.warning("engine closed after its death")
             self._decoder.stop()
         return ended
-
-
-def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 
 
 def _death(failure: BaseException) -> Unreachable:

@@ -122,10 +122,7 @@ def _obstacle(model: Any, context: int) -> str:
 
 
 def _trial(model: Any) -> float:
-    """The largest error of a log-probability of three short responses.
-
-    Sliding windows are narrowed meanwhile, so that prompts and responses are longer than they are.
-    """
+    """The largest error of a log-probability of three short responses, which are longer than the sliding windows."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
     prompts = [tuple(token % vocabulary for token in range(3, 3 + length)) for length in (1, 3, 6)]

@@ -1,11 +1,9 @@
 """Static-slot decoding of an unmodified Hugging Face causal language model.
 
-Up to `slots` sequences are decoded together, one token each per step. Their keys and values stay where they are
-(`SlotCache`); a step runs over the first slots, as many as needed, and attends over the longest of them rounded up to
-16. A free slot in between computes values that are not read; when an eighth is free and no job waits, the last
-sequences move into the gaps. Prompts that come together and are equal are computed once. A sliding window is a mask.
-
-`SlotBatch` has no threads; `SlotDecoder` drives it.
+Up to `slots` sequences are decoded together, one token each per step. Their keys and values stay in their slot, the
+token at position p in row p; a step runs over the first slots, as many as needed, and attends over the longest of them
+rounded up to 16. What a free slot in between computes is not read. Prompts that come together and are equal are
+computed once. A sliding window is a mask. `SlotBatch` has no threads; `SlotDecoder` drives it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -74,9 +72,6 @@ class Job:
             self._runs.append((len(self.tokens), version))
 
 
-Deliver: TypeAlias = Callable[[list[Job]], None]
-
-
 # ---- keys and values
 
 
@@ -124,12 +119,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of `slots` sequences in `layers` layers, at most `context` tokens each.
-
-    Each layer holds two tensors of shape (slots, key-value heads, capacity, head size). A sequence lives in one slot,
-    its token at position p in row p. The forward pass writes and reads them through `Cache.update`; `prefill` and
-    `decode` announce which slots the next pass is about. Capacity grows by doubling with the longest sequence.
-    """
+    """Per layer (slots, key-value heads, capacity, head size); capacity doubles with the longest, up to `context`."""
 
     def __init__(self, layers: int, slots: int, context: int) -> None:
         super().__init__(layers=[SlotLayer(slots) for _ in range(layers)])
@@ -209,13 +199,7 @@ def attention_kinds(config: Any) -> set[str]:
 
 class SlotBatch:
     def __init__(
-        self,
-        model: Any,
-        *,
-        slots: int,
-        context: int,
-        stop_tokens: frozenset[int],
-        generator: torch.Generator,
+        self, model: Any, *, slots: int, context: int, stop_tokens: frozenset[int], generator: torch.Generator
     ) -> None:
         self.slots, self.context = slots, context
         self.version = self.tokens_sampled = 0
@@ -390,8 +374,7 @@ class SlotBatch:
             return
         sources = [slot for slot in range(active, self._high) if self._rows[slot] is not None]
         targets = [slot for slot in range(active) if self._rows[slot] is None]
-        length = max(row.length for _, row in self._active())
-        self._cache.move(sources, targets, min(length, self._cache.get_max_length()))
+        self._cache.move(sources, targets, max(row.length for _, row in self._active()))
         for values in (self._token, self._position, self._taken):
             values[targets] = values[sources]
         for source, target in zip(sources, targets, strict=True):
@@ -417,14 +400,12 @@ def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 
 
 class SlotDecoder:
-    """The decode loop of one model, in a thread of its own. `deliver` gets the jobs that ended, in any thread.
+    """The decode loop of one model, in a thread that owns the batch from `start` on, except inside `exclusive`.
 
-    `submit` and `discard` are called by the event loop's thread, everything else by one control thread at a time. The
-    batch belongs to the thread from `start` on, except inside `exclusive`. Free slots are filled, in the order of
-    arrival, when an eighth of all is free or nothing runs: prompts are computed in batches.
+    The event loop's thread calls `submit` and `discard`, one control thread everything else.
     """
 
-    def __init__(self, batch: SlotBatch, deliver: Deliver, patience: float) -> None:
+    def __init__(self, batch: SlotBatch, deliver: Callable[[list[Job]], None], patience: float) -> None:
         self._batch, self._deliver, self._patience = batch, deliver, patience
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -471,10 +452,8 @@ class SlotDecoder:
         """Hold the loop between two steps; nestable. `Unreachable`: it is dead. `DeadlineExceeded`: a step hangs."""
         with self._changed:
             self._holds += 1
-            self._changed.notify_all()
+            in_time = self._changed.wait_for(lambda: self._parked or self.failure is not None, self._patience)
         try:
-            with self._changed:
-                in_time = self._changed.wait_for(lambda: self._parked or self.failure is not None, self._patience)
             if self.failure is not None:
                 raise Unreachable(f"the decode loop died: {self.failure!r}") from self.failure
             if not in_time:
@@ -582,6 +561,7 @@ class SlotDecoder:
             self._discarded = set()
 
     def _next_jobs(self) -> list[Job]:
+        """In the order of arrival, when an eighth of the slots is free or nothing runs: prefill works in batches."""
         active = self._batch.active
         free = self._batch.slots - active
         if not self._waiting or not (8 * free >= self._batch.slots or active == 0):

