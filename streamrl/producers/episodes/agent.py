@@ -149,10 +149,7 @@ async def _attend(session: EpisodeSession, door: AgentDoor, process: KeptProcess
 async def start_agent(
     agent: AgentConfig, folder: Path, variables: Mapping[str, str], secret: str, beside: Sequence[Path] = ()
 ) -> KeptProcess:
-    """Start the command in `folder/work`, or where the configuration says. It prints into `folder/output`.
-
-    Arguments that name files in `beside` or in the working directory of this process are found from any directory.
-    """
+    """Start the command; arguments that name files in `beside` or the working directory are found from anywhere."""
     work = agent.directory or folder / "work"
     if agent.directory is None:
         work.mkdir()

@@ -26,10 +26,7 @@ _RESTORING: Final = frozenset({"get_state", "set_state"})  # no tools either, if
 
 
 async def act(chat: Chat, messages: list[Message], done: Callable[[], bool] = lambda: False) -> None:
-    """Let the model call tools until it answers without a call; `messages` grows by what was said.
-
-    A reply that was cut off ends it as well, and so does a tool after which `done()` is true.
-    """
+    """Let the model call tools until a reply has no call or is cut off, or `done()`; `messages` grows with it."""
     while not done():
         reply = await chat(messages)
         messages.append(reply.message)

@@ -20,10 +20,7 @@ CUT: Final = "\ufdd0"  # Unicode will never assign it
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text.
-
-    A malformed call becomes part of its message's content, as it was sampled: a template would fail on it or change it.
-    """
+    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text."""
     return [_spell(dict(message)) for message in messages]
 
 
@@ -66,7 +63,7 @@ def _spell(message: Message) -> Message:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             found = json_object(arguments)
-            if found is None or not function.get("name"):
+            if found is None or not function.get("name"):  # as it was sampled: a template would fail on it or change it
                 message["content"] += ("\n" if message["content"] else "") + arguments
                 continue
             arguments = found

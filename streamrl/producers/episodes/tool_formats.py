@@ -46,18 +46,12 @@ def _hermes(text: str, _tools: Sequence[ToolSchema]) -> Reading:
 
 
 def _qwen_xml(text: str, tools: Sequence[ToolSchema]) -> Reading:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, of Qwen3-Coder.
-
-    Values are not quoted, so the schema says which are text; without one, what is JSON is read as JSON.
-    """
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, of Qwen3-Coder."""
     return _blocks(text, lambda body: _tagged(body, tools))
 
 
 def _llama_json(text: str, _tools: Sequence[ToolSchema]) -> Reading:
-    """`{"name": …, "parameters": {…}}` and nothing else, several with `;` between them, of Llama 3.
-
-    An answer may be JSON as well: without `<|python_tag|>` only objects with a name and parameters are calls.
-    """
+    """`{"name": …, "parameters": {…}}` and nothing else, several with `;` between them, of Llama 3."""
     body = text.strip()
     tagged = body.startswith(_PYTHON_TAG)
     rest = body.removeprefix(_PYTHON_TAG)
@@ -71,6 +65,7 @@ def _llama_json(text: str, _tools: Sequence[ToolSchema]) -> Reading:
             end = len(rest)
         raw, rest = rest[:end], rest[end:]
         name, arguments = _named(json_object(raw), ("parameters", "arguments"))
+        # An answer may be JSON as well.
         if arguments is None and not tagged and not re.match(r'\{\s*"name"\s*:\s*"', raw):
             return text, []
         calls.append(WrittenCall(raw, name, arguments))
@@ -163,7 +158,7 @@ def _types(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
 
 
 def _value(text: str, kind: object) -> Any:
-    if kind == "string":
+    if kind == "string":  # values are not quoted
         return text
     found = json_object(f'{{"value": {text}}}')
     return text if found is None or set(found) != {"value"} else found["value"]
@@ -177,9 +172,7 @@ def _python_call(body: str, node: ast.expr) -> WrittenCall:
     try:
         if node.args or not all(keyword.arg for keyword in node.keywords):
             raise ValueError("arguments have names")
-        arguments: dict[str | None, Any] = {
-            keyword.arg: ast.literal_eval(_Words().visit(keyword.value)) for keyword in node.keywords
-        }
+        arguments = {each.arg: ast.literal_eval(_Words().visit(each.value)) for each in node.keywords}
         return WrittenCall(raw, name, json_object(json.dumps(arguments)))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return WrittenCall(raw, name)

@@ -65,11 +65,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """A tool from a function with annotations and a Google docstring.
-
-        Raises:
-            PluginError: there is no docstring, or a parameter has no annotation, or one that JSON has no words for.
-        """
+        """A tool from a function with a Google docstring and annotations that JSON has words for, else PluginError."""
         name = name or str(getattr(function, "__name__", type(function).__name__))
         doc = inspect.getdoc(function)
         if not doc:
@@ -172,10 +168,7 @@ class Toolbox:
         return not inspect.isfunction(tool.function) or bool(tool.function.__closure__)
 
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
-        """Run one call within `deadline` seconds after it gets a slot, with an answer of at most `longest` characters.
-
-        What goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
-        """
+        """Run one call within `deadline` seconds after it gets a slot; what goes wrong is told to the model."""
         begun = time.monotonic()
         outcome, text = await self._outcome(call, deadline)
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": cut(utf8(text), longest)}
@@ -234,7 +227,6 @@ class LeftBehind:
         return len(self._going_on)
 
     def add(self, work: asyncio.Future[Any], what: str) -> None:
-        """Keep `work` until its end, which nobody awaits, also not the end of the process."""
         work.add_done_callback(self._ended)
         if work.done():
             return

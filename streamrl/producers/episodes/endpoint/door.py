@@ -1,12 +1,9 @@
 """The calls of one sample's agent: which of them is a new turn, which is a repeat, and which is no part of the record.
 
-A client that lost an answer sends the same body again. Such a call is a repeat, and gets the answer of the first one,
-if its SDK says so (`x-stainless-retry-count` above 0), if it has the `Idempotency-Key` of the first one, or if all who
-asked before have left without an answer. Any other call with the same body is a turn of its own: an agent may sample
-several times from one conversation.
-
-All replies that the agent got are kept, except those to auxiliary calls (a title, a summary for people), whose header
-`X-Streamrl-Auxiliary` says `1`. A reply that was rewarded is always kept.
+A call with the same body is a repeat, and gets the answer of the first one, if its SDK says so (above 0 in
+`x-stainless-retry-count`), if it has the same `Idempotency-Key`, or if all who asked before left without an answer. Any
+other is a turn of its own. A reply that nobody got, or to an auxiliary call (`X-Streamrl-Auxiliary: 1`), is dropped
+unless it was rewarded or continued.
 """
 
 from __future__ import annotations
@@ -35,15 +32,12 @@ _ALWAYS_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it.
-
-    `turns` are the numbers of its answers, also of those that are lost because another one failed.
-    """
+    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
 
     auxiliary: bool
     task: asyncio.Task[list[SampledTurn]] = field(init=False)
     clients: list[Gone] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # also of answers that are lost because another one failed
     heard: bool = False
 
     @property
@@ -58,9 +52,7 @@ class PendingCall:
 class AgentDoor:
     """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed.
 
-    A call far above the `context` of the model is not tokenized, which would hold the event loop. `called` is set by
-    the first call, `busy` while calls are read and answered, `idle` while none is; `over` when the session refused a
-    call for good: a limit was reached, or its engine failed.
+    `busy` is set while calls are read and answered; `over` when the session refused a call for good.
     """
 
     def __init__(self, session: EpisodeSession, most: int, context: int, ignored: Collection[str] = ()) -> None:
@@ -115,7 +107,7 @@ class AgentDoor:
 
     def _check_length(self, body: bytes) -> None:
         self.check_open()
-        if len(body) > self._longest:
+        if len(body) > self._longest:  # to tokenize it would hold the event loop
             raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
