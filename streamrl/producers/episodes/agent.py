@@ -49,12 +49,7 @@ class AgentFailed(StreamrlError):
 
 
 class AgentEpisode(Episode):
-    """Runs `episode.agent.command` once for each sample.
-
-    Exit code 0 ends the episode. Any other says that the agent failed, unless a limit had ended the episode already:
-    before the first reply that fails the episode, afterwards `episode.agent.failed` decides. At the end the process is
-    killed with all that it has started, also when this process dies.
-    """
+    """Runs `episode.agent.command` for each sample; an exit code other than 0, before a limit: the agent failed."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.episode.agent is not None

@@ -79,10 +79,6 @@ class NextTurn:
     ids: Int32Array
     agreed: int
 
-    @property
-    def new(self) -> Sequence[Message]:
-        return self.messages[self.agreed :]
-
 
 class History:
     """The tree of one sample, whose branches may begin with the ids of `prompt`; `forks` counts branches less 1."""

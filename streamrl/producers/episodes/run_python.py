@@ -20,7 +20,14 @@ _SILENT: Final = "(the program printed nothing)"
 
 
 def python_tool(settings: SandboxSettings | None = None) -> Tool:
-    """How a program ends is its answer, so such a call is `ok`; the outcome `error` means that the sandbox failed."""
+    """The tool `run_python(code: str)`; `open` it before the first episode.
+
+    How a program ends is its answer, so the outcome of such a call is `ok`. The outcome `error` means that the sandbox
+    failed, which is logged. At most one program for each processor of this process runs at a time.
+
+    Args:
+        settings: limits and isolation; None: the defaults of the reward `code`.
+    """
     settings = settings or SandboxSettings()
     sandbox, interpreter = settings.sandbox(), settings.interpreter()
 

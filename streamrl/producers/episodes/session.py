@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
 from streamrl.wire import PROMPT, Float32Array, Int32Array, Sample, SampleScore, StopReason, ToolUse
 
+_T = TypeVar("_T")
 _REFUSED_SECONDS: Final = 0.1  # each call waits so long after one that found the end, or a conversation too long
 _CLOSE_SECONDS: Final = 1.0  # how long the end of an episode waits for what was cancelled
 
@@ -90,7 +91,8 @@ class EpisodeSession:
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
         self._version = 0
-        most = config.episode.max_turns
+        self.limits: EpisodeConfig = config.episode
+        most = self.limits.max_turns
         self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode, self.end)
         self.part = self.clock.part
@@ -99,10 +101,6 @@ class EpisodeSession:
         self.posted: float | None = None  # the score that an agent sent for the episode
         self.overflowed = False  # the newest conversation was too long
         self.generating = self.dropped = self.auxiliary = 0
-
-    @property
-    def limits(self) -> EpisodeConfig:
-        return self._config.episode
 
     @property
     def forks(self) -> int:
@@ -204,7 +202,7 @@ class EpisodeSession:
             if self.journal.restores:
                 results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
             else:
-                results = await _together([self._answer(call, toolbox) for call in calls])
+                results = await together([self._answer(call, toolbox) for call in calls])
         for call, result in zip(calls, results, strict=True):
             self.used(call.id, result.use)
         return [result.message for result in results]
@@ -216,7 +214,7 @@ class EpisodeSession:
 
     async def _run(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
         deadline, longest = self.limits.tool_deadline, self.limits.max_tool_response
-        return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
+        return await together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
@@ -415,7 +413,7 @@ class EpisodeSession:
         calls = [call for message in place.messages for call in message.get("tool_calls") or ()]
         names = {call.get("id"): (call.get("function") or {}).get("name") for call in calls}
         uses = []
-        for message in place.new:
+        for message in place.messages[place.agreed :]:
             if message.get("role") == "tool":
                 call_id = message.get("tool_call_id")
                 name = names.get(call_id) or message.get("name") or ""
@@ -427,7 +425,7 @@ class EpisodeSession:
         return now - before.ended_at if before is not None and before.sampled else 0.0
 
 
-async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+async def together(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     with unwrapped():
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]

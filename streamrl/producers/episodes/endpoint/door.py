@@ -16,10 +16,9 @@ from hashlib import blake2b
 from secrets import token_hex
 from typing import Final, TypeAlias
 
-from streamrl.errors import unwrapped
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, refuse
-from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn
+from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn, together
 from streamrl.score import finite
 from streamrl.wire import Outcome, ToolUse
 
@@ -34,6 +33,7 @@ _ALWAYS_BYTES: Final = 1 << 16
 class PendingCall:
     """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
 
+    key: bytes
     auxiliary: bool
     task: asyncio.Task[list[SampledTurn]] = field(init=False)
     clients: list[Gone] = field(default_factory=list)
@@ -60,7 +60,6 @@ class AgentDoor:
         self._places = asyncio.Semaphore(most)
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
         self._waiting = 0
-        self._asked: dict[bytes, list[PendingCall]] = {}
         self._calls: list[PendingCall] = []
         self._closed = False
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
@@ -87,12 +86,15 @@ class AgentDoor:
         option, why = self._session.refused(call.options)
         refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
-        known = self._asked.setdefault(key, [])
-        asked = _repeated(known, headers)
+        # A repeat of one that failed may fare better.
+        asked = _repeated([asked for asked in self._calls if asked.key == key and not asked.failed], headers)
         if asked is None:
             left = self._session.turns_left  # with none the episode ends, as for any call
             refuse("n", 1 <= left < call.answers, (), f"the episode has {left} turn(s) left (episode.max_turns)")
-            asked = self._begin(call, headers, known)
+            asked = PendingCall(key, headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
+            sampling = together(self._sample(call, asked) for _ in range(call.answers))
+            asked.task = asyncio.create_task(sampling, name="agent-call")
+            self._calls.append(asked)
         asked.clients.append(gone)
         return asked
 
@@ -133,21 +135,6 @@ class AgentDoor:
         self._session.check_overflow()
         unheard = {number for asked in self._calls if asked.left or asked.failed for number in asked.turns}
         self._session.drop({number for asked in self._calls if asked.auxiliary for number in asked.turns}, unheard)
-
-    def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
-        asked = PendingCall(headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
-        asked.task = asyncio.create_task(self._sampled(call, asked), name="agent-call")
-        # a repeat of one that failed may fare better
-        asked.task.add_done_callback(lambda _: known.remove(asked) if asked.failed else None)
-        known.append(asked)
-        self._calls.append(asked)
-        return asked
-
-    async def _sampled(self, call: AgentCall, asked: PendingCall) -> list[SampledTurn]:
-        with unwrapped():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(call, asked)) for _ in range(call.answers)]
-        return [task.result() for task in tasks]
 
     async def _sample(self, call: AgentCall, asked: PendingCall) -> SampledTurn:
         try:
