@@ -1,8 +1,4 @@
-"""Models that the `renderers` package knows: its classes write the ids of a family and read its calls by hand.
-
-It knows a model by its exact name on the hub. For a copy in a directory, or a fine-tuned model, the tool format names
-the class.
-"""
+"""Models that the `renderers` package knows by their names on the hub; for others the tool format names a class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """OpenAI messages as templates read them: text, and arguments of calls as objects.
 
-Control tokens that a tool or an environment spells out stay text: otherwise its answer could forge a turn. Where such a
-text begins, it gets a mark after its first character. Before a text becomes ids it is cut at its marks, and no piece
-spells a control token.
+Control tokens that a tool or an environment spells out stay text, else its answer could forge a turn: each gets a mark
+after its first character, and a text is cut at its marks before it becomes ids.
 """
 
 from __future__ import annotations

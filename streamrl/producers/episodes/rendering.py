@@ -26,8 +26,7 @@ CallStatus: TypeAlias = Literal["ok", "malformed"]
 class ToolCall:
     """A call that the policy wrote; `raw` is its text as sampled.
 
-    A `malformed` call is no JSON object with a name and arguments, or has no end. Its `name` is what could be read of
-    it or empty, its `arguments` are empty, and a tool error answers it.
+    Of a `malformed` call the `name` is what could be read of it, its `arguments` are empty, and a tool error answers.
     """
 
     id: str

@@ -1,8 +1,4 @@
-"""How models write calls of tools in their text, and what can be read of it.
-
-A call that cannot be read is `malformed` and keeps its text, so that a tool error answers it. Text that only looks a
-little like a call is content.
-"""
+"""How models write calls of tools in their text. Text that only looks a little like a call is content."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from streamrl.producers.episodes.rendering import ToolCall, ToolSchema
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """One call as read: `arguments` is None when it is malformed."""
+    """One call as read: `arguments` is None when it is malformed; its text is kept, so that a tool error answers it."""
 
     raw: str
     name: str = ""

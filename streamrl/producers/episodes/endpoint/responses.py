@@ -40,7 +40,7 @@ class _Item(msgspec.Struct):
 
     @property
     def spoken(self) -> bool:
-        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
+        return self.type in _SPOKEN and (self.type != "message" or self.role == "assistant")
 
 
 class _Text(msgspec.Struct, forbid_unknown_fields=True):
