@@ -111,7 +111,8 @@ class AgentEpisode(Episode):
         session.check_overflow()
         if session.stop is not None:
             raise EpisodeOver(session.stop)
-        return f"the agent {self._agent.command[0]} {cause_of_end(process)}" if process.code else ""
+        printed = f"; it printed last:\n{process.tail}" if process.tail else " and printed nothing"
+        return f"the agent {self._agent.command[0]} ended ({process.end}){printed}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
         known = dataclasses.asdict(task)
@@ -161,11 +162,6 @@ async def start_agent(
         where = f"{_COMMAND_HINT}; episode.agent.directory: an existing one"
         raise PluginError(f"the agent {program} cannot be started in {work}: {error}", where) from error
     return process
-
-
-def cause_of_end(process: KeptProcess) -> str:
-    tail = process.tail
-    return f"ended ({process.end}); it printed last:\n{tail}" if tail else f"ended ({process.end}) and printed nothing"
 
 
 def _resolved(argument: str, places: Sequence[Path]) -> str:

@@ -194,11 +194,8 @@ class History:
         return node is not None and node.ended is not None and self.turns[node.ended].children > 0
 
     def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
+        """The root of the tree of these tools, and the nodes of the first messages, as many as are known."""
         _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
-        return self._follow(root, messages)
-
-    def _follow(self, root: _Node, messages: Sequence[Message]) -> list[_Node]:
-        """The root, and the nodes of the first messages, as many as are known."""
         path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
@@ -209,8 +206,8 @@ class History:
 
     def _alike(self, messages: Sequence[Message], tools: Sequence[ToolSchema], path: list[_Node]) -> list[_Node]:
         """The path to the last known reply, with other tools if these change nothing of what stands before it."""
-        for others, root in list(self._roots.values()):
-            other = self._follow(root, messages)
+        for others, _ in list(self._roots.values()):
+            other = self._walk(messages, others)
             at = _last_reply(other, len(messages))
             if at > _last_reply(path, len(messages)):
                 before = messages[: at - 1]

@@ -145,12 +145,10 @@ def _tagged(body: str, tools: Sequence[ToolSchema]) -> tuple[str, dict[str, Any]
 
 
 def _types(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = function.get("parameters", {}).get("properties", {})
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}
-    return {}
+    functions = [tool.get("function", tool) for tool in tools]
+    called: dict[str, Any] = next((function for function in functions if function.get("name") == name), {})
+    properties = called.get("parameters", {}).get("properties", {})
+    return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}
 
 
 def _value(text: str, kind: object) -> Any:

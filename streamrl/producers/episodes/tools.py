@@ -193,28 +193,22 @@ class Toolbox:
             return "ok", as_text(value)
         except EpisodeOver:
             raise
-        except Exception as error:  # noqa: BLE001 (the model is told)
+        except Exception as error:  # the model is told
             if isinstance(error, TimeoutError) and limit.expired():
                 logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
                 return "timeout", f"error: no answer within {deadline:g} s"
-            return "error", _told(tool, error)
+            why = f"{type(error).__name__}: {error}"
+            detail = error if logger.isEnabledFor(logging.DEBUG) else None
+            logger.info("a tool failed", extra={"tool": tool.name, "why": why}, exc_info=detail)
+            return "error", f"error: {why}"
 
 
 ToolsLike: TypeAlias = Toolbox | Sequence[Callable[..., Any] | Tool | ToolSchema]
 """What is taken as tools: functions, tools, or schemas whose calls the episode answers itself."""
 
 
-def _told(tool: Tool, error: Exception) -> str:
-    detail = error if logger.isEnabledFor(logging.DEBUG) else None
-    logger.info("a tool failed", extra={"tool": tool.name, "why": f"{type(error).__name__}: {error}"}, exc_info=detail)
-    return f"error: {type(error).__name__}: {error}"
-
-
 def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
-    if tool.arguments is None:
-        return arguments
-    checked = msgspec.convert(arguments, tool.arguments)
-    return {name: getattr(checked, name) for name in tool.arguments.__struct_fields__}
+    return arguments if tool.arguments is None else msgspec.structs.asdict(msgspec.convert(arguments, tool.arguments))
 
 
 class LeftBehind:
