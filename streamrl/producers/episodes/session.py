@@ -140,9 +140,8 @@ class EpisodeSession:
             place = open_turn.place
             try:
                 asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
-                completion, ends = await self._completion(
-                    place, open_turn.longest, options, reply_key(place.ids, asked)
-                )
+                key = reply_key(place.ids, asked)
+                completion, ends = await self._completion(place, open_turn.longest, options, key)
             except BaseException:
                 self._turns -= 1
                 raise

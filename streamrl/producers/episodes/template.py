@@ -1,7 +1,6 @@
 """Chats by the chat template of a Hugging Face tokenizer.
 
-To extend a chat, the template writes it twice, with the new messages and without, and only the text after the sampled
-turn becomes ids. That is right if the longer text begins with the shorter one, which is checked each time.
+To extend a chat, it is written with and without the new messages; only the text after the sampled turn becomes ids.
 """
 
 from __future__ import annotations

@@ -241,8 +241,7 @@ class LeftBehind:
         return Counter(what for what, since in self._going_on.values() if since <= before)
 
 
-left_behind: Final = LeftBehind()
-"""Of this process, as its threads are."""
+left_behind: Final = LeftBehind()  # of this process, as its threads are
 
 
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> Any:

@@ -56,8 +56,7 @@ class SteppedEpisode(Episode):
         invalid_reward: of a reply that is no action.
     """
 
-    whole_text: ClassVar = False
-    """Whether the environment gets all text of a reply, its thinking and calls of tools as well."""
+    whole_text: ClassVar = False  # whether the environment gets all text of a reply, its thinking and calls as well
 
     def __init__(self, rewards: StepRewards, pattern: str | None = None, invalid_reward: float = 0.0) -> None:
         self._per_turn = one_of("rewards", rewards, get_args(StepRewards)) == "turns"

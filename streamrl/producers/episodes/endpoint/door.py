@@ -50,10 +50,7 @@ class PendingCall:
 
 
 class AgentDoor:
-    """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed.
-
-    `busy` is set while calls are read and answered; `over` when the session refused a call for good.
-    """
+    """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed."""
 
     def __init__(self, session: EpisodeSession, most: int, context: int, ignored: Collection[str] = ()) -> None:
         self._session = session
@@ -62,6 +59,7 @@ class AgentDoor:
         self._waiting = 0
         self._calls: list[PendingCall] = []
         self._closed = False
+        # `busy` is set while calls are read and answered, `over` when the session refused a call for good.
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
         self.idle.set()
         self.ignored = ignored
