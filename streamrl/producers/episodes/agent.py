@@ -49,12 +49,7 @@ class AgentFailed(StreamrlError):
 
 
 class AgentEpisode(Episode):
-    """Runs `episode.agent.command` once for each sample.
-
-    Exit code 0 ends the episode. Any other says that the agent failed, unless a limit had ended the episode already:
-    before the first reply that fails the episode, afterwards `episode.agent.failed` decides. At the end the process is
-    killed with all that it has started, also when this process dies.
-    """
+    """Runs `episode.agent.command` for each sample; an exit code other than 0, before a limit: the agent failed."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.episode.agent is not None
@@ -116,7 +111,8 @@ class AgentEpisode(Episode):
         session.check_overflow()
         if session.stop is not None:
             raise EpisodeOver(session.stop)
-        return f"the agent {self._agent.command[0]} {cause_of_end(process)}" if process.code else ""
+        printed = f"; it printed last:\n{process.tail}" if process.tail else " and printed nothing"
+        return f"the agent {self._agent.command[0]} ended ({process.end}){printed}" if process.code else ""
 
     def _write_task(self, task: Task, folder: Path) -> None:
         known = dataclasses.asdict(task)
@@ -149,10 +145,7 @@ async def _attend(session: EpisodeSession, door: AgentDoor, process: KeptProcess
 async def start_agent(
     agent: AgentConfig, folder: Path, variables: Mapping[str, str], secret: str, beside: Sequence[Path] = ()
 ) -> KeptProcess:
-    """Start the command in `folder/work`, or where the configuration says. It prints into `folder/output`.
-
-    Arguments that name files in `beside` or in the working directory of this process are found from any directory.
-    """
+    """Start the command; arguments that name files in `beside` or the working directory are found from anywhere."""
     work = agent.directory or folder / "work"
     if agent.directory is None:
         work.mkdir()
@@ -169,11 +162,6 @@ async def start_agent(
         where = f"{_COMMAND_HINT}; episode.agent.directory: an existing one"
         raise PluginError(f"the agent {program} cannot be started in {work}: {error}", where) from error
     return process
-
-
-def cause_of_end(process: KeptProcess) -> str:
-    tail = process.tail
-    return f"ended ({process.end}); it printed last:\n{tail}" if tail else f"ended ({process.end}) and printed nothing"
 
 
 def _resolved(argument: str, places: Sequence[Path]) -> str:

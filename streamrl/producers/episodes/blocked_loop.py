@@ -28,10 +28,7 @@ _LIBRARIES: Final = (
 
 @contextlib.contextmanager
 def naming_what_blocks(tell: Tell | None = None, seconds: float = NAMED_SECONDS) -> Iterator[None]:
-    """Log the file and line of a user's code that holds this event loop for `seconds`, once for each line.
-
-    `tell` is called with the same in words and with how long it lasts, in another thread, again and again meanwhile.
-    """
+    """Log each line of a user's code that holds this event loop for `seconds`; `tell` hears of it in another thread."""
     ended = threading.Event()
     arguments = (ended, threading.get_ident(), asyncio.get_running_loop(), seconds, tell)
     threading.Thread(target=_watch, args=arguments, name="episode-watch", daemon=True).start()

@@ -23,10 +23,7 @@ class EpisodeOver(StreamrlError):
 
 
 class EpisodeClock:
-    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not.
-
-    `end` hears of each end within a part, whatever the user's code makes of it.
-    """
+    """Runs from its construction. `late` says what the time ran out for, in words; empty: it did not."""
 
     def __init__(self, config: EpisodeConfig, end: Callable[[StopReason], None]) -> None:
         self._say_end = end
@@ -59,7 +56,7 @@ class EpisodeClock:
             async with self._until(self._deadline if name == "scoring" else self._end, name):
                 yield
         except EpisodeOver as over:
-            self._say_end(over.stop)
+            self._say_end(over.stop)  # whatever the user's code makes of it
             raise
         finally:
             self._parts -= 1

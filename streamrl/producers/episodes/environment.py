@@ -26,10 +26,7 @@ _RESTORING: Final = frozenset({"get_state", "set_state"})  # no tools either, if
 
 
 async def act(chat: Chat, messages: list[Message], done: Callable[[], bool] = lambda: False) -> None:
-    """Let the model call tools until it answers without a call; `messages` grows by what was said.
-
-    A reply that was cut off ends it as well, and so does a tool after which `done()` is true.
-    """
+    """Let the model call tools until a reply has no call or is cut off, or `done()`; `messages` grows with it."""
     while not done():
         reply = await chat(messages)
         messages.append(reply.message)
@@ -101,7 +98,9 @@ class EnvironmentEpisode(Episode):
         """Its methods as tools. They are described once for each class, because that takes milliseconds."""
         kind = type(environment)
         if kind not in self._described:
-            tools = map(Tool.of, public_methods(environment))
+            names = [name for name in dir(kind) if not name.startswith("_") and name not in _no_tools(kind)]
+            methods = [getattr(environment, name) for name in names if callable(getattr(kind, name))]
+            tools = [Tool.of(method) for method in methods if inspect.isroutine(method)]
             self._described[kind] = [replace(tool, function=getattr(kind, tool.name)) for tool in tools]
         return [replace(tool, function=getattr(environment, tool.name)) for tool in self._described[kind]]
 
@@ -110,13 +109,6 @@ def check_environment(kind: type[Any]) -> None:
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in _no_tools(kind):
             Tool.of(MethodType(method, kind))
-
-
-def public_methods(environment: Any) -> list[Callable[..., Any]]:
-    hidden = _no_tools(type(environment))
-    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in hidden]
-    found = [getattr(environment, name) for name in names if callable(getattr(type(environment), name))]
-    return [method for method in found if inspect.isroutine(method)]
 
 
 def _no_tools(kind: type[Any]) -> frozenset[str]:

@@ -1,10 +1,8 @@
 """The tree that is being recorded: which branch a conversation extends, and where it forks.
 
-Messages are nodes of a tree, known by the node before them and by what they say (JSON arguments in one spelling, and
-not the ids of calls). A reply that comes back without its reasoning is the same message: many clients drop what they do
-not know. A node is where a reply was sampled (`opened`), or it is such a reply (`ended`). Each list of tools has a
-tree. Ids decide what is recorded: a conversation that cannot be extended is rendered as a whole, and continues the
-longest branch whose ids it begins with.
+Messages are nodes of a tree, known by the node before them and by what they say, without ids of calls; a reply also
+without its reasoning, which many clients drop. Each list of tools has a tree. Ids decide what is recorded: a
+conversation that cannot be extended is rendered as a whole, and continues the longest branch whose ids it begins with.
 """
 
 from __future__ import annotations
@@ -66,16 +64,13 @@ class RecordedTurn:
 class _Node:
     message: Message | None = None
     children: dict[bytes, _Node] = field(default_factory=dict)
-    opened: int | None = None
-    ended: int | None = None
+    opened: int | None = None  # the turn that a reply was sampled after
+    ended: int | None = None  # the turn of the sampled reply that this is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextTurn:
-    """Where a reply to a conversation will be recorded: after turn `parent`, and `observed` ids if there are any.
-
-    `ids` are everything before the reply, and `agreed` messages were recorded before.
-    """
+    """Where a reply will be recorded: after turn `parent` and `observed` ids; `agreed` messages are recorded."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...]
@@ -83,10 +78,6 @@ class NextTurn:
     observed: list[int]
     ids: Int32Array
     agreed: int
-
-    @property
-    def new(self) -> Sequence[Message]:
-        return self.messages[self.agreed :]
 
 
 class History:
@@ -103,8 +94,7 @@ class History:
         while turn >= 0:
             pieces.append(self.turns[turn].ids)
             turn = self.turns[turn].parent
-        pieces.append(self._prompt if turn == PROMPT else self._prompt[:0])
-        return np.concatenate(pieces[::-1])
+        return np.concatenate([self._prompt if turn == PROMPT else self._prompt[:0], *pieces[::-1]])
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> NextTurn:
         """Find where a conversation goes on; changes nothing. DataError: the messages cannot be rendered."""
@@ -138,10 +128,7 @@ class History:
         away: float = 0.0,
         stopped: str = "",
     ) -> int:
-        """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn.
-
-        `stopped` is the text that ended the reply and is not in it: some agents put it back (smolagents), and go on.
-        """
+        """Add the observed turn of a place, if it has one, and the reply. Return the number of the sampled turn."""
         self.forks += self._continued_before(place.parent)
         node = self._node(place)
         parent = place.parent
@@ -157,6 +144,7 @@ class History:
         said_so_far = (*place.messages, reply.message)
         number = self._add(RecordedTurn(parent, completion.tokens, completion, conversation=said_so_far))
         said = _Node(reply.message, ended=number)
+        # Some agents (smolagents) put back the text that ended the reply.
         spoken = [reply.message, {**reply.message, "content": f"{reply.message['content']}{stopped}"}]
         for key in {_key({**message, **bare}) for message in spoken for bare in ({}, {"reasoning_content": None})}:
             if not self._goes_on(node.children.get(key)):
@@ -169,10 +157,7 @@ class History:
         return self.forks + sum(n - (not self._continued_before(parent)) for parent, n in parents.items())
 
     def drop(self, turns: Collection[int]) -> set[int]:
-        """Take out `turns`, as far as nothing continued them and they have no reward; return those that are gone.
-
-        What was observed for them alone goes, too. The tree takes no more turns.
-        """
+        """Take out `turns` that nothing continued or rewarded, and what was observed for them; the sampled ones."""
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
             if not turn.children and (not turn.sampled or (number in turns and turn.reward is None)):
@@ -209,11 +194,8 @@ class History:
         return node is not None and node.ended is not None and self.turns[node.ended].children > 0
 
     def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
+        """The root of the tree of these tools, and the nodes of the first messages, as many as are known."""
         _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
-        return self._follow(root, messages)
-
-    def _follow(self, root: _Node, messages: Sequence[Message]) -> list[_Node]:
-        """The root, and the nodes of the first messages, as many as are known."""
         path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
@@ -224,8 +206,8 @@ class History:
 
     def _alike(self, messages: Sequence[Message], tools: Sequence[ToolSchema], path: list[_Node]) -> list[_Node]:
         """The path to the last known reply, with other tools if these change nothing of what stands before it."""
-        for others, root in list(self._roots.values()):
-            other = self._follow(root, messages)
+        for others, _ in list(self._roots.values()):
+            other = self._walk(messages, others)
             at = _last_reply(other, len(messages))
             if at > _last_reply(path, len(messages)):
                 before = messages[: at - 1]
@@ -280,15 +262,9 @@ def _key(message: Message) -> bytes:
     content = _content(message.get("content"))
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()  # as many agents do with what the model wrote
-    said = {
-        "role": message.get("role"),
-        "content": content,
-        "reasoning": message.get("reasoning_content") or None,
-        "calls": calls,
-        "answers": message.get("tool_call_id"),
-        "name": message.get("name"),
-    }
-    return _digest(said)
+    reasoning = message.get("reasoning_content") or None
+    said = [message.get(name) for name in ("role", "tool_call_id", "name")]
+    return _digest([*said, content, reasoning, calls])
 
 
 def _content(content: Any) -> Any:

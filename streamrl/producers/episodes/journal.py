@@ -1,14 +1,9 @@
 """The record of one episode, from which another process goes on when this one dies.
 
-The record is a memo: what was sampled after some tokens, and how some calls of tools were answered. A process that goes
-on runs the user's code again. Each of its questions takes the next recorded answer to the same question, and each
-answer is used once; a question without an answer is asked.
-
-If the tools are deterministic, each call of one has an entry. If an environment can restore its state, all calls of a
-reply have one entry, no recorded tool runs again, and with the last recorded answers the environment gets the state
-that it had after them. If it leaves its record before, the sample begins again (`BeginAgain`).
-
-Other episodes begin again; then the record holds no more than how often that happened.
+A process that goes on runs the user's code again. Each question takes the next recorded answer to the same question,
+once; one without an answer is asked. If the tools are deterministic, each call of one has an entry. If an environment
+can restore its state, all calls of a reply have one, and with the last recorded answers it gets the state after them;
+if it leaves its record before, the sample begins again (`BeginAgain`). Of other episodes only restarts are counted.
 """
 
 from __future__ import annotations
@@ -75,11 +70,7 @@ def reply_key(ids: Int32Array, options: Mapping[str, Any]) -> bytes:
 
 
 class EpisodeJournal:
-    """The record of one episode in `store`; None: nothing is kept.
-
-    More than `most_turns` replies are not recorded: an episode that goes another way in each process, until the process
-    dies, would never be found to be the cause. `replayed` turns came from the record; `restarts`: it began again.
-    """
+    """The record of one episode in `store`; None: nothing is kept. `replayed` turns came from it."""
 
     def __init__(self, store: TurnJournal | None, *, deterministic: bool, most_turns: int) -> None:
         self._store, self._deterministic, self._most_turns = store, deterministic, most_turns
@@ -189,7 +180,7 @@ class EpisodeJournal:
         self._turns += isinstance(entry, ReplyEntry)
         if self._size + len(self._state) > _MOST_BYTES:
             why = f"its record would have more than {_MOST_BYTES} bytes"
-        if self._turns > self._most_turns:
+        if self._turns > self._most_turns:  # else one that kills each process would never be found to be the cause
             why = "it has more turns than an episode may have: it went another way in each process"
         if not why:
             await self._store.turn(payload, state)

@@ -1,8 +1,4 @@
-"""Models that the `renderers` package knows: its classes write the ids of a family and read its calls by hand.
-
-It knows a model by its exact name on the hub. For a copy in a directory, or a fine-tuned model, the tool format names
-the class.
-"""
+"""Models that the `renderers` package knows by their names on the hub; for others the tool format names a class."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ _NAMES_RESULTS: Final = frozenset({"gpt-oss", "gemma4"})  # families that write 
 
 
 def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer:
-    """That of the `renderers` package if it knows the model or `tool_format` names one, else its chat template's.
-
-    `DataError`: the model has no chat template; `ConfigError`: `tool_format` does not fit it.
-    """
+    """DataError: the model has no chat template; ConfigError: `tool_format` does not fit it."""
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
 
 

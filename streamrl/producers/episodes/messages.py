@@ -1,8 +1,7 @@
 """OpenAI messages as templates read them: text, and arguments of calls as objects.
 
-Control tokens that a tool or an environment spells out stay text: otherwise its answer could forge a turn. Where such a
-text begins, it gets a mark after its first character. Before a text becomes ids it is cut at its marks, and no piece
-spells a control token.
+Control tokens that a tool or an environment spells out stay text, else its answer could forge a turn: each gets a mark
+after its first character, and a text is cut at its marks before it becomes ids.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ CUT: Final = "\ufdd0"  # Unicode will never assign it
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text.
-
-    A malformed call becomes part of its message's content, as it was sampled: a template would fail on it or change it.
-    """
+    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text."""
     return [_spell(dict(message)) for message in messages]
 
 
@@ -66,7 +62,7 @@ def _spell(message: Message) -> Message:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             found = json_object(arguments)
-            if found is None or not function.get("name"):
+            if found is None or not function.get("name"):  # as it was sampled: a template would fail on it or change it
                 message["content"] += ("\n" if message["content"] else "") + arguments
                 continue
             arguments = found

@@ -26,10 +26,7 @@ _UNTOOLED: Final = [MESSAGES[0], *MESSAGES[3:]]
 
 
 def examine(renderer: ChatRenderer) -> str:
-    """Record the probe as an episode does; the first turn that cannot be extended, in words. Empty: all can.
-
-    The policy is taken to write what the renderer writes for its messages, up to the first end of a turn.
-    """
+    """Record the probe as an episode does; the first turn that cannot be extended, in words. Empty: all can."""
     try:
         return _examine(renderer, MESSAGES, TOOLS)
     except DataError:

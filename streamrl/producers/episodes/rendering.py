@@ -26,8 +26,7 @@ CallStatus: TypeAlias = Literal["ok", "malformed"]
 class ToolCall:
     """A call that the policy wrote; `raw` is its text as sampled.
 
-    A `malformed` call is no JSON object with a name and arguments, or has no end. Its `name` is what could be read of
-    it or empty, its `arguments` are empty, and a tool error answers it.
+    Of a `malformed` call the `name` is what could be read of it, its `arguments` are empty, and a tool error answers.
     """
 
     id: str
@@ -79,14 +78,10 @@ class ChatRenderer(Protocol):
     def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
         """Only the ids to append to `ids` for the messages `new`; None: that changes what stands before them (a fork).
 
-        `ids` are exactly those of `messages`, and the last `sampled` of them are of the last one. Their end of turn may
-        lack when the length was cut: then the result begins with it.
+        The last `sampled` of `ids` are of the last message. If its length was cut, the result begins with its end.
         """
         ...
 
     def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
-        """A sampled turn in parts; never fails, whatever the policy wrote. Without `tools` calls stay text.
-
-        Models whose prompt opens the thinking need `prompt`, the ids before the turn.
-        """
+        """A sampled turn in parts; never fails. Without `tools` calls stay text. The `prompt` may open the thinking."""
         ...

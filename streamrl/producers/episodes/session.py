@@ -1,19 +1,14 @@
-"""`EpisodeSession`: one sample that is being made: limits, deadlines, engine calls, record.
-
-```
-messages -> History.place -> ids -> Engine.generate -> History.record -> Reply          (one sampled turn)
-```
-"""
+"""One sample that is being made. A turn: messages -> History.place -> Engine.generate -> History.record -> Reply."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -34,6 +29,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.score import Score, finite
 from streamrl.wire import PROMPT, Float32Array, Int32Array, Sample, SampleScore, StopReason, ToolUse
 
+_T = TypeVar("_T")
 _REFUSED_SECONDS: Final = 0.1  # each call waits so long after one that found the end, or a conversation too long
 _CLOSE_SECONDS: Final = 1.0  # how long the end of an episode waits for what was cancelled
 
@@ -49,22 +45,17 @@ class ContextOverflow(EpisodeOver):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
-    """One reply of the policy, with its sampled `tokens`, the end of turn included; `number` is that of its turn.
-
-    `cut`, where `finish` is `length`, is the limit that cut it off: `max_tokens`, `max_sampled_tokens` or
-    `context_overflow`. `prompt_tokens` come before it. `text` is all of it, its thinking and calls of tools as they
-    were written, without special tokens. `stopped` ended it and is not in `reply`.
-    """
+    """One reply of the policy; `text` is all of it, its thinking and calls as written, without special tokens."""
 
     reply: Reply
-    number: int
+    number: int  # of its turn
     finish: Finish
     prompt_tokens: int
-    tokens: Int32Array
+    tokens: Int32Array  # the end of turn included
     logprobs: Float32Array
-    cut: StopReason | None
+    cut: StopReason | None  # the limit that cut it off, where `finish` is `length`
     text: str
-    stopped: str = ""
+    stopped: str = ""  # the text that ended it, which is not in `reply`
     pieces: Sequence[str] = ()
 
 
@@ -76,12 +67,7 @@ class _OpenTurn:
 
 
 class EpisodeSession:
-    """One sample being made; several turns may be sampled at the same time.
-
-    `stop` is None until a limit is reached or `end` is called; then no more turns are sampled (`EpisodeOver`). `fault`
-    is the error of the engine or the ledger that ended it, whatever the user's code made of it. `posted` is the score
-    that an agent sent for the episode. `overflowed`: the newest conversation was too long.
-    """
+    """One sample being made; several turns may be sampled at the same time. After a `stop` none is sampled."""
 
     def __init__(
         self,
@@ -105,19 +91,16 @@ class EpisodeSession:
         self._working: dict[asyncio.Future[None], asyncio.Task[Any]] = {}
         self._closed = self._refused = False
         self._version = 0
-        most = config.episode.max_turns
+        self.limits: EpisodeConfig = config.episode
+        most = self.limits.max_turns
         self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode, self.end)
         self.part = self.clock.part
         self.stop: StopReason | None = None
-        self.fault: BaseException | None = None
-        self.posted: float | None = None
-        self.overflowed = False
+        self.fault: BaseException | None = None  # of the engine or the ledger, whatever the user's code made of it
+        self.posted: float | None = None  # the score that an agent sent for the episode
+        self.overflowed = False  # the newest conversation was too long
         self.generating = self.dropped = self.auxiliary = 0
-
-    @property
-    def limits(self) -> EpisodeConfig:
-        return self._config.episode
 
     @property
     def forks(self) -> int:
@@ -142,19 +125,8 @@ class EpisodeSession:
     ) -> SampledTurn:
         """Sample the message that follows the conversation, and record it. Cancelling records nothing of this turn.
 
-        Args:
-            messages: the whole conversation.
-            tools: schemas of the tools that the model may call.
-            max_tokens: of this reply; `sampling.max_new_tokens` is the upper limit and the default.
-            most_calls: calls of tools that are read, the others are left out; 0: they stay text; None: all.
-            options: what this reply has instead of what the run says (`stop`, `json_schema`, `temperature`, ... of
-                `streamrl.engine.Request`), none that is `refused`.
-
-        Raises:
-            ContextOverflow: the messages leave no room in `model.context`; the episode may go on.
-            EpisodeOver: a limit of the episode is reached, or it has ended.
-            DataError: the messages cannot be rendered, or an option is refused.
-            Unreachable: no engine answers.
+        At most `most_calls` calls of tools are read; 0: they stay text; None: all. `options` of `engine.Request`
+        replace those of the run. Errors: as `Chat.__call__`, also DataError: an option is `refused`; Unreachable.
         """
         option, why = self.refused(options)
         if option:
@@ -168,9 +140,8 @@ class EpisodeSession:
             place = open_turn.place
             try:
                 asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
-                completion, ends = await self._completion(
-                    place, open_turn.longest, options, reply_key(place.ids, asked)
-                )
+                key = reply_key(place.ids, asked)
+                completion, ends = await self._completion(place, open_turn.longest, options, key)
             except BaseException:
                 self._turns -= 1
                 raise
@@ -201,15 +172,13 @@ class EpisodeSession:
         return replace(reply, content=ends.before(reply.content, tokens), reasoning=reasoning), text, stopped
 
     def refused(self, options: Mapping[str, Any]) -> tuple[str, str]:
-        """The option of a reply that it cannot have, and why; empty: it can have all.
-
-        The log-probabilities of what is trained must be those that it was sampled with.
-        """
+        """The option of a reply that it cannot have, and why; empty: it can have all."""
         kind = self._config.engine.kind
         if "json_schema" in options and kind not in SERVER_KINDS:
             return "response_format", f"engine.kind {kind} keeps no reply to a schema; vllm and sglang do"
         if self._order.prompt.evaluation or self._order.greedy:
             return "", ""
+        # The log-probabilities of what is trained must be those that it was sampled with.
         draw = self._config.sampling.model_copy(update={name: options[name] for name in OPTIONS & options.keys()})
         if draw.temperature == 0:
             return "temperature", "at 0 all samples of a group are alike, which trains nothing"
@@ -232,7 +201,7 @@ class EpisodeSession:
             if self.journal.restores:
                 results = await self.journal.answers(calls_key(calls), partial(self._run, calls, toolbox))
             else:
-                results = await _together([self._answer(call, toolbox) for call in calls])
+                results = await together([self._answer(call, toolbox) for call in calls])
         for call, result in zip(calls, results, strict=True):
             self.used(call.id, result.use)
         return [result.message for result in results]
@@ -244,7 +213,7 @@ class EpisodeSession:
 
     async def _run(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
         deadline, longest = self.limits.tool_deadline, self.limits.max_tool_response
-        return await _together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
+        return await together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
@@ -352,12 +321,9 @@ class EpisodeSession:
         return min(limits, key=lambda limit: limit[0])
 
     def _check_open(self) -> None:
-        if self.fault is not None:
+        if self.fault is not None or self._closed or self.stop is not None:
             self._refused = True
-            raise self.fault
-        if self._closed or self.stop is not None:
-            self._refused = True
-            raise EpisodeOver(self.stop or "completed")
+            raise self.fault or EpisodeOver(self.stop or "completed")
 
     @asynccontextmanager
     async def _owned(self) -> AsyncIterator[None]:
@@ -446,7 +412,7 @@ class EpisodeSession:
         calls = [call for message in place.messages for call in message.get("tool_calls") or ()]
         names = {call.get("id"): (call.get("function") or {}).get("name") for call in calls}
         uses = []
-        for message in place.new:
+        for message in place.messages[place.agreed :]:
             if message.get("role") == "tool":
                 call_id = message.get("tool_call_id")
                 name = names.get(call_id) or message.get("name") or ""
@@ -458,7 +424,7 @@ class EpisodeSession:
         return now - before.ended_at if before is not None and before.sampled else 0.0
 
 
-async def _together(calls: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+async def together(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     with unwrapped():
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]

@@ -1,8 +1,6 @@
 """Chats by the chat template of a Hugging Face tokenizer.
 
-A template writes text and knows no tokens. Sampled ids stay all the same: to extend a chat, the template writes it
-twice, with the new messages and without, and only the text after the sampled turn becomes ids. That is right if the
-longer text begins with the shorter one, which is checked each time.
+To extend a chat, it is written with and without the new messages; only the text after the sampled turn becomes ids.
 """
 
 from __future__ import annotations
@@ -149,15 +147,12 @@ class TemplateRenderer(ChatRenderer):
         return self._close if held.endswith(self._close) else None
 
     def _tail_ids(self, tail: str, *, closed: bool) -> list[int]:
-        """Ids of what follows a sampled turn, without the end of that turn when it is `closed` already.
-
-        An end is always tokenized before it, since some tokenizers write a text differently where it begins.
-        """
+        """Ids of what follows a sampled turn, without the end of that turn when it is `closed` already."""
         if not self._stops:
             return self._ids(tail)
         written = next((text for text in self._stops if tail.startswith(text)), None)
         end = written or next(iter(self._stops))
-        ids = self._ids(tail if written else end + tail)
+        ids = self._ids(tail if written else end + tail)  # some tokenizers write a text differently where it begins
         at = ids.index(self._stops[end])
         return ids[at + 1 :] if closed or not written else ids[at:]
 

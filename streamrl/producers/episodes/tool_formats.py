@@ -1,8 +1,4 @@
-"""How models write calls of tools in their text, and what can be read of it.
-
-A call that cannot be read is `malformed` and keeps its text, so that a tool error answers it. Text that only looks a
-little like a call is content.
-"""
+"""How models write calls of tools in their text. Text that only looks a little like a call is content."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from streamrl.producers.episodes.rendering import ToolCall, ToolSchema
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """One call as read: `arguments` is None when it is malformed."""
+    """One call as read: `arguments` is None when it is malformed; its text is kept, so that a tool error answers it."""
 
     raw: str
     name: str = ""
@@ -46,18 +42,12 @@ def _hermes(text: str, _tools: Sequence[ToolSchema]) -> Reading:
 
 
 def _qwen_xml(text: str, tools: Sequence[ToolSchema]) -> Reading:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, of Qwen3-Coder.
-
-    Values are not quoted, so the schema says which are text; without one, what is JSON is read as JSON.
-    """
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, of Qwen3-Coder."""
     return _blocks(text, lambda body: _tagged(body, tools))
 
 
 def _llama_json(text: str, _tools: Sequence[ToolSchema]) -> Reading:
-    """`{"name": …, "parameters": {…}}` and nothing else, several with `;` between them, of Llama 3.
-
-    An answer may be JSON as well: without `<|python_tag|>` only objects with a name and parameters are calls.
-    """
+    """`{"name": …, "parameters": {…}}` and nothing else, several with `;` between them, of Llama 3."""
     body = text.strip()
     tagged = body.startswith(_PYTHON_TAG)
     rest = body.removeprefix(_PYTHON_TAG)
@@ -71,6 +61,7 @@ def _llama_json(text: str, _tools: Sequence[ToolSchema]) -> Reading:
             end = len(rest)
         raw, rest = rest[:end], rest[end:]
         name, arguments = _named(json_object(raw), ("parameters", "arguments"))
+        # An answer may be JSON as well.
         if arguments is None and not tagged and not re.match(r'\{\s*"name"\s*:\s*"', raw):
             return text, []
         calls.append(WrittenCall(raw, name, arguments))
@@ -154,16 +145,14 @@ def _tagged(body: str, tools: Sequence[ToolSchema]) -> tuple[str, dict[str, Any]
 
 
 def _types(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = function.get("parameters", {}).get("properties", {})
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}
-    return {}
+    functions = [tool.get("function", tool) for tool in tools]
+    called: dict[str, Any] = next((function for function in functions if function.get("name") == name), {})
+    properties = called.get("parameters", {}).get("properties", {})
+    return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}
 
 
 def _value(text: str, kind: object) -> Any:
-    if kind == "string":
+    if kind == "string":  # values are not quoted
         return text
     found = json_object(f'{{"value": {text}}}')
     return text if found is None or set(found) != {"value"} else found["value"]
@@ -177,9 +166,7 @@ def _python_call(body: str, node: ast.expr) -> WrittenCall:
     try:
         if node.args or not all(keyword.arg for keyword in node.keywords):
             raise ValueError("arguments have names")
-        arguments: dict[str | None, Any] = {
-            keyword.arg: ast.literal_eval(_Words().visit(keyword.value)) for keyword in node.keywords
-        }
+        arguments = {each.arg: ast.literal_eval(_Words().visit(each.value)) for each in node.keywords}
         return WrittenCall(raw, name, json_object(json.dumps(arguments)))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return WrittenCall(raw, name)

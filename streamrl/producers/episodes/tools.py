@@ -65,11 +65,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """A tool from a function with annotations and a Google docstring.
-
-        Raises:
-            PluginError: there is no docstring, or a parameter has no annotation, or one that JSON has no words for.
-        """
+        """A tool from a function with a Google docstring and annotations that JSON has words for, else PluginError."""
         name = name or str(getattr(function, "__name__", type(function).__name__))
         doc = inspect.getdoc(function)
         if not doc:
@@ -172,10 +168,7 @@ class Toolbox:
         return not inspect.isfunction(tool.function) or bool(tool.function.__closure__)
 
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
-        """Run one call within `deadline` seconds after it gets a slot, with an answer of at most `longest` characters.
-
-        What goes wrong is told to the model. `EpisodeOver` only if the tool raises it.
-        """
+        """Run one call within `deadline` seconds after it gets a slot; what goes wrong is told to the model."""
         begun = time.monotonic()
         outcome, text = await self._outcome(call, deadline)
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": cut(utf8(text), longest)}
@@ -200,28 +193,22 @@ class Toolbox:
             return "ok", as_text(value)
         except EpisodeOver:
             raise
-        except Exception as error:  # noqa: BLE001 (the model is told)
+        except Exception as error:  # the model is told
             if isinstance(error, TimeoutError) and limit.expired():
                 logger.warning("a tool took too long", extra={"tool": tool.name, "seconds": deadline})
                 return "timeout", f"error: no answer within {deadline:g} s"
-            return "error", _told(tool, error)
+            why = f"{type(error).__name__}: {error}"
+            detail = error if logger.isEnabledFor(logging.DEBUG) else None
+            logger.info("a tool failed", extra={"tool": tool.name, "why": why}, exc_info=detail)
+            return "error", f"error: {why}"
 
 
 ToolsLike: TypeAlias = Toolbox | Sequence[Callable[..., Any] | Tool | ToolSchema]
 """What is taken as tools: functions, tools, or schemas whose calls the episode answers itself."""
 
 
-def _told(tool: Tool, error: Exception) -> str:
-    detail = error if logger.isEnabledFor(logging.DEBUG) else None
-    logger.info("a tool failed", extra={"tool": tool.name, "why": f"{type(error).__name__}: {error}"}, exc_info=detail)
-    return f"error: {type(error).__name__}: {error}"
-
-
 def _checked(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
-    if tool.arguments is None:
-        return arguments
-    checked = msgspec.convert(arguments, tool.arguments)
-    return {name: getattr(checked, name) for name in tool.arguments.__struct_fields__}
+    return arguments if tool.arguments is None else msgspec.structs.asdict(msgspec.convert(arguments, tool.arguments))
 
 
 class LeftBehind:
@@ -234,7 +221,6 @@ class LeftBehind:
         return len(self._going_on)
 
     def add(self, work: asyncio.Future[Any], what: str) -> None:
-        """Keep `work` until its end, which nobody awaits, also not the end of the process."""
         work.add_done_callback(self._ended)
         if work.done():
             return
@@ -255,8 +241,7 @@ class LeftBehind:
         return Counter(what for what, since in self._going_on.values() if since <= before)
 
 
-left_behind: Final = LeftBehind()
-"""Of this process, as its threads are."""
+left_behind: Final = LeftBehind()  # of this process, as its threads are
 
 
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> Any:

@@ -583,7 +583,7 @@ async def test_a_stream_that_its_client_has_left_is_dropped(serve, monkeypatch):
     served.engine.open.clear()
     stream = await served.ask([asked("hurry")], stream=True)
     await stream.close()
-    await until(lambda: all(pending.left for known in served.door._asked.values() for pending in known))
+    await until(lambda: all(pending.left for pending in served.door._calls))
     served.engine.open.set()
     await served.ask()
     assert (await served.said())[0] == ["six"]

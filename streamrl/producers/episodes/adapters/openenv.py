@@ -1,8 +1,4 @@
-"""An environment of an OpenEnv server as an episode: `reset(seed=)` and `step(action)` over a WebSocket.
-
-It speaks the protocol of `openenv.core.EnvClient` (0.10), which is JSON, by itself: the package pins `mcp<2`, and a
-replica needs no part of it. The replies are stepped as text, so that all tokens are sampled by the session.
-"""
+"""An environment of an OpenEnv server as an episode. It speaks `EnvClient` 0.10 by itself: the package pins `mcp<2`."""
 
 from __future__ import annotations
 

@@ -33,19 +33,12 @@ StepRewards = Literal["turns", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
-    """What an environment did with one reply.
+    """What an environment did with one reply."""
 
-    Attributes:
-        answer: the messages that follow; a text is one of the user.
-        reward: of the reply; None: there is none.
-        stop: why the episode ends here; None: it goes on.
-        said: what the reply is replaced with in the conversation; None: it stays as it was sampled.
-    """
-
-    answer: str | list[Message]
+    answer: str | list[Message]  # the messages that follow; a text is one of the user
     reward: float | None = None
     stop: StopReason | None = None
-    said: str | None = None
+    said: str | None = None  # what the reply is replaced with in the conversation; None: it stays as it was sampled
 
 
 Blocking: TypeAlias = Generator[EnvironmentStep, Any, None]
@@ -63,8 +56,7 @@ class SteppedEpisode(Episode):
         invalid_reward: of a reply that is no action.
     """
 
-    whole_text: ClassVar = False
-    """Whether the environment gets all text of a reply, its thinking and calls of tools as well."""
+    whole_text: ClassVar = False  # whether the environment gets all text of a reply, its thinking and calls as well
 
     def __init__(self, rewards: StepRewards, pattern: str | None = None, invalid_reward: float = 0.0) -> None:
         self._per_turn = one_of("rewards", rewards, get_args(StepRewards)) == "turns"
@@ -76,11 +68,7 @@ class SteppedEpisode(Episode):
 
     @abstractmethod
     def play(self, task: Task, max_turns: int) -> Blocking | NonBlocking:
-        """Make an environment, step it with each text that is sent, and close it, whatever happens.
-
-        The first answer is the conversation before the first reply; a text is appended to what the user says last. A
-        generator that is not async runs in a thread of its own, which an environment may bind things to.
-        """
+        """Make an environment, step it with each text that is sent, and close it. The first answer opens the chat."""
 
     def found(self, reply: str) -> str | None:
         """What the last match of the pattern found; None: it is not in the reply."""

@@ -1,8 +1,4 @@
-"""A taskset of verifiers v1 as an episode: `Agent.run(task)` for each sample, scored by the rewards of the task.
-
-What asks the policy is the harness of verifiers, often a program of its own. So verifiers gets the endpoint of agents
-as its model, with one key for each sample, and the tokens of each call are sampled and recorded by the session.
-"""
+"""A taskset of verifiers v1 as an episode. Its harness, often a program, gets the endpoint of agents as its model."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ class AnthropicMessages(shared.AgentApi):
         shared.refuse("prefill", asked.messages[-1].role == "assistant", ignored)
         messages: list[Message] = [{"role": "system", "content": text_of(asked.system)}] if asked.system else []
         for message in asked.messages:
-            messages += _spoken(message.content) if message.role == "assistant" else _answers(message.content)
+            given = message.content
+            parts = given if isinstance(given, list) else [{"type": "text", "text": given or ""}]
+            messages += [_spoken(parts)] if message.role == "assistant" else _answers(parts)
         choice = asked.tool_choice or {}
         return shared.AgentCall(
             messages,
@@ -106,9 +108,7 @@ class AnthropicMessages(shared.AgentApi):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _spoken(content: shared.Content) -> list[Message]:
-    if not isinstance(content, list):
-        return [assistant(content or "", [])]
+def _spoken(content: list[dict[str, Any]]) -> Message:
     calls = [
         (str(part.get("id", "")), str(part.get("name", "")), _arguments(part.get("input")))
         for part in content
@@ -116,13 +116,11 @@ def _spoken(content: shared.Content) -> list[Message]:
     ]
     reasoning = "".join(str(part.get("thinking", "")) for part in content if part.get("type") == "thinking")
     others = [part for part in content if part.get("type") not in ("tool_use", "thinking")]
-    return [assistant(text_of(others), calls, reasoning)]
+    return assistant(text_of(others), calls, reasoning)
 
 
-def _answers(content: shared.Content) -> list[Message]:
+def _answers(content: list[dict[str, Any]]) -> list[Message]:
     """A message of the user: the results of tools in it come first, each as a message of its own."""
-    if not isinstance(content, list):
-        return [{"role": "user", "content": content or ""}]
     results: list[Message] = [
         {"role": "tool", "tool_call_id": str(part.get("tool_use_id", "")), "content": text_of(part.get("content"))}
         for part in content

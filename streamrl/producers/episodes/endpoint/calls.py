@@ -40,10 +40,7 @@ class CallRefused(StreamrlError):
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """What an agent asks for: the next message of a conversation. `most_calls` and `options` as in `sampled`.
-
-    `usage` asks for a last event with the counts of tokens.
-    """
+    """What an agent asks for: the next message of a conversation. `most_calls` and `options` as in `sampled`."""
 
     messages: list[Message]
     tools: list[ToolSchema]
@@ -51,7 +48,7 @@ class AgentCall:
     max_tokens: int | None = None
     most_calls: int | None = None
     stream: bool = False
-    usage: bool = False
+    usage: bool = False  # a last event with the counts of tokens
     options: Mapping[str, Any] = field(default_factory=dict)
     answers: int = 1
     logprobs: bool = False

@@ -1,7 +1,4 @@
-"""OpenAI's `POST /v1/chat/completions`.
-
-With `tool_choice: none` calls of tools are not read: they stay text. `parallel_tool_calls: false` gives the first call.
-"""
+"""OpenAI's `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """The calls of one sample's agent: which of them is a new turn, which is a repeat, and which is no part of the record.
 
-A client that lost an answer sends the same body again. Such a call is a repeat, and gets the answer of the first one,
-if its SDK says so (`x-stainless-retry-count` above 0), if it has the `Idempotency-Key` of the first one, or if all who
-asked before have left without an answer. Any other call with the same body is a turn of its own: an agent may sample
-several times from one conversation.
-
-All replies that the agent got are kept, except those to auxiliary calls (a title, a summary for people), whose header
-`X-Streamrl-Auxiliary` says `1`. A reply that was rewarded is always kept.
+A call with the same body is a repeat, and gets the answer of the first one, if its SDK says so (above 0 in
+`x-stainless-retry-count`), if it has the same `Idempotency-Key`, or if all who asked before left without an answer. Any
+other is a turn of its own. A reply that nobody got, or to an auxiliary call (`X-Streamrl-Auxiliary: 1`), is dropped
+unless it was rewarded or continued.
 """
 
 from __future__ import annotations
@@ -19,10 +16,9 @@ from hashlib import blake2b
 from secrets import token_hex
 from typing import Final, TypeAlias
 
-from streamrl.errors import unwrapped
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, refuse
-from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn
+from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn, together
 from streamrl.score import finite
 from streamrl.wire import Outcome, ToolUse
 
@@ -35,15 +31,13 @@ _ALWAYS_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it.
+    """A call that is being answered; `heard` when a client got the answer. `clients` are those that wait for it."""
 
-    `turns` are the numbers of its answers, also of those that are lost because another one failed.
-    """
-
+    key: bytes
     auxiliary: bool
     task: asyncio.Task[list[SampledTurn]] = field(init=False)
     clients: list[Gone] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # also of answers that are lost because another one failed
     heard: bool = False
 
     @property
@@ -56,21 +50,16 @@ class PendingCall:
 
 
 class AgentDoor:
-    """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed.
-
-    A call far above the `context` of the model is not tokenized, which would hold the event loop. `called` is set by
-    the first call, `busy` while calls are read and answered, `idle` while none is; `over` when the session refused a
-    call for good: a limit was reached, or its engine failed.
-    """
+    """Answers the calls of one sample's agent, at most `most` at the same time; options in `ignored` are not obeyed."""
 
     def __init__(self, session: EpisodeSession, most: int, context: int, ignored: Collection[str] = ()) -> None:
         self._session = session
         self._places = asyncio.Semaphore(most)
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
         self._waiting = 0
-        self._asked: dict[bytes, list[PendingCall]] = {}
         self._calls: list[PendingCall] = []
         self._closed = False
+        # `busy` is set while calls are read and answered, `over` when the session refused a call for good.
         self.called, self.busy, self.idle, self.over = (asyncio.Event() for _ in range(4))
         self.idle.set()
         self.ignored = ignored
@@ -95,12 +84,15 @@ class AgentDoor:
         option, why = self._session.refused(call.options)
         refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
-        known = self._asked.setdefault(key, [])
-        asked = _repeated(known, headers)
+        # A repeat of one that failed may fare better.
+        asked = _repeated([asked for asked in self._calls if asked.key == key and not asked.failed], headers)
         if asked is None:
             left = self._session.turns_left  # with none the episode ends, as for any call
             refuse("n", 1 <= left < call.answers, (), f"the episode has {left} turn(s) left (episode.max_turns)")
-            asked = self._begin(call, headers, known)
+            asked = PendingCall(key, headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
+            sampling = together(self._sample(call, asked) for _ in range(call.answers))
+            asked.task = asyncio.create_task(sampling, name="agent-call")
+            self._calls.append(asked)
         asked.clients.append(gone)
         return asked
 
@@ -115,7 +107,7 @@ class AgentDoor:
 
     def _check_length(self, body: bytes) -> None:
         self.check_open()
-        if len(body) > self._longest:
+        if len(body) > self._longest:  # to tokenize it would hold the event loop
             raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:
@@ -141,21 +133,6 @@ class AgentDoor:
         self._session.check_overflow()
         unheard = {number for asked in self._calls if asked.left or asked.failed for number in asked.turns}
         self._session.drop({number for asked in self._calls if asked.auxiliary for number in asked.turns}, unheard)
-
-    def _begin(self, call: AgentCall, headers: Mapping[str, str], known: list[PendingCall]) -> PendingCall:
-        asked = PendingCall(headers.get("X-Streamrl-Auxiliary", "").strip() == "1")
-        asked.task = asyncio.create_task(self._sampled(call, asked), name="agent-call")
-        # a repeat of one that failed may fare better
-        asked.task.add_done_callback(lambda _: known.remove(asked) if asked.failed else None)
-        known.append(asked)
-        self._calls.append(asked)
-        return asked
-
-    async def _sampled(self, call: AgentCall, asked: PendingCall) -> list[SampledTurn]:
-        with unwrapped():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(call, asked)) for _ in range(call.answers)]
-        return [task.result() for task in tasks]
 
     async def _sample(self, call: AgentCall, asked: PendingCall) -> SampledTurn:
         try:

@@ -1,7 +1,4 @@
-"""OpenAI's `POST /v1/responses`, as far as an agent with functions needs it. What is ignored or refused: as in chat.
-
-The conversation is in `input`, each time as a whole: nothing is stored, so `previous_response_id` is refused.
-"""
+"""OpenAI's `POST /v1/responses`; nothing is stored, so `previous_response_id` is refused. Options are as in chat."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class _Item(msgspec.Struct):
 
     @property
     def spoken(self) -> bool:
-        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
+        return self.type in _SPOKEN and (self.type != "message" or self.role == "assistant")
 
 
 class _Text(msgspec.Struct, forbid_unknown_fields=True):

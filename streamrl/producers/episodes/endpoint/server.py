@@ -8,10 +8,8 @@ POST /v1/messages/count_tokens
 GET  /v1/models
 POST /v1/streamrl/reward      {"reward": 0.5} for the episode; with "turn": N for a sampled turn
 ```
-The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. Errors have the
-shape of the API: 400 cannot be done or too long for the context, 401 wrong key, 408 slow body, 410 the episode has
-ended, 413 body too long, 503 the engine failed. A streamed answer is sampled first, and then sent as its events; until
-then the stream gets comments, so that no client and no proxy takes it for dead. What fails later is its last event.
+The key of a request (`Authorization: Bearer KEY`, or `x-api-key`) says which sample it belongs to. A streamed answer is
+sampled first, and then sent as its events; until then comments keep clients and proxies from taking it for dead.
 """
 
 from __future__ import annotations
