@@ -17,7 +17,6 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request
 from streamrl.http import Lost
 from streamrl.producers.engines.hf import HfEngine
-from streamrl.producers.engines.slots import Job
 from streamrl.servers.dialect import Chunk
 from streamrl.servers.request import Response, read_response
 from streamrl.servers.server import Server
@@ -158,13 +157,7 @@ class HeardEngine(HfEngine):
     async def abort(self) -> None:
         """End all requests with what they have."""
         self._flush()
-        decoder = self._serving()
-
-        def take() -> list[Job]:
-            with decoder.exclusive():
-                return decoder.take()
-
-        self._resolve(await self._run(self._patience, take))
+        self._resolve(await self._run(self._patience, self._serving().close))
 
 
 class HeardServer(Server):
