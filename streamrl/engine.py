@@ -108,7 +108,7 @@ class Completion:
     # `Request.top_p` and others cut), shape (sampled tokens,).
     logprobs: Float32Array
     runs: Runs  # `[(first token, version), ...]`, the first run starts at 0, both numbers grow; empty when no token
-    finish: Finish  # `stop`: an end-of-sequence token or a text of `Request.stop`; `length`: limit or context reached
+    finish: Finish  # `stop`: end of sequence or a text of `Request.stop`; `length`: limit or context; `abort`: given up
     seconds: float  # from the call of `generate` to its result
     cached_tokens: int = 0  # prompt tokens whose keys and values the engine still had; 0 from engines that do not say
 

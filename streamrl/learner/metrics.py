@@ -207,7 +207,7 @@ class StepLoggers:
                 )
         self._loggers: dict[str, TensorBoard | Tracker] = {}
         self._free = Semaphore(_MOST_WAITING)
-        self._too_slow = False
+        self._left_out = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loggers")
         for name in self._names:
             self._executor.submit(self._try, name, partial(self._open, name, config, run_dir))
@@ -216,12 +216,16 @@ class StepLoggers:
         """Queue the figures of a step and return at once."""
         if self._names and self._free.acquire(blocking=False):
             self._executor.submit(self._send, step, figures(line))
-        elif self._names and not self._too_slow:  # once: one that hangs would be in the log at every step
-            self._too_slow = True
-            logger.warning("loggers are too slow: lines are left out", extra={"step": step, "loggers": [*self._names]})
+        elif self._names:
+            if not self._left_out:  # once: one that hangs would be in the log at every step
+                extra = {"step": step, "loggers": [*self._names]}
+                logger.warning("loggers are too slow: lines are left out", extra=extra)
+            self._left_out += 1
 
     def close(self) -> None:
         """Write what is left, for at most `_CLOSE_SECONDS`; it may block."""
+        if self._left_out:
+            logger.warning("lines of steps are not in the loggers", extra={"lines": self._left_out})
         if self._names:
             try:
                 self._executor.submit(self._close).result(_CLOSE_SECONDS)

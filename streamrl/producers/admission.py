@@ -79,15 +79,16 @@ class Admitter:
         return await self._ledger.admit(cursor=group_id, prompt=prompt, version=version, **asdict(self._terms))
 
 
-async def too_many_dead(ledger: Ledger, max_dead: int) -> Refused:
+async def too_many_dead(ledger: Ledger, max_dead: int, *, recorded: bool = False) -> Refused:
+    """What to say; of a recording nothing can be generated anew, so letters can only be dropped."""
     letters = await ledger.dead_letters()
     causes = by_cause(letters)
     most = f"; most of them: {causes[0].newest.why}" if causes else ""
     kind, option = ("held-out ", " --eval") if ledger.evaluation else ("", "")
+    mend = "`streamrl dead drop all`" if recorded else f"fix the cause, `streamrl dead replay all{option}` (or `drop`)"
     return Refused(
         f"{len(letters)} dead {kind}letters, max_dead is {max_dead}: nothing more is admitted{most}",
-        f"`streamrl dead ls{option}` shows them; fix the cause, `streamrl dead replay all{option}` (or `drop`), or"
-        " raise max_dead, then `streamrl up --resume`",
+        f"`streamrl dead ls{option}` shows them; {mend}, or raise max_dead, then `streamrl up --resume`",
     )
 
 

@@ -147,7 +147,7 @@ class Player:
         )
         self._cursor = answer.cursor
         if answer.outcome is AdmitOutcome.TOO_MANY_DEAD:
-            raise await too_many_dead(self._ledger, config.max_dead)
+            raise await too_many_dead(self._ledger, config.max_dead, recorded=True)
         return answer.outcome
 
     async def _finish(self, epochs: int) -> None:

@@ -90,7 +90,7 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
 
 
 def lease_width(held: int, unopened: int, samples: int, slots: int, group_size: int) -> int:
-    """How many prompts to hold: `samples` are missing of those opened (seldom whole groups), a group of each other."""
+    """How many prompts to hold: `samples` are missing of those opened (seldom whole groups), all of the others."""
     free = slots + math.ceil(slots / _LOOKAHEAD) - samples - unopened * group_size
     return held + max(0, math.ceil(free / group_size))
 

@@ -44,6 +44,8 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
         except Lost:  # it may be starting; the client pauses between its attempts
             if loop.time() >= end:
                 raise
+    if external:
+        await _check_ready(client, dialect)
     about = dialect.read_about(answers)
     logger.info("engine server", extra={"url": client.url, "server": dialect.kind, "version": about.version})
     vocabulary, positions = await asyncio.to_thread(_sizes, config.model)
@@ -61,11 +63,10 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     if external and not dialect.fixed:
         await _let_go(client, dialect)
     limits = RequestLimits(context, vocabulary or UNKNOWN_VOCABULARY)
-    prompt = (probe or (1,))[:4]
-    if max(prompt) >= limits.vocabulary:
+    if max(probe or (1,)) >= limits.vocabulary:
         said = f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}"
         raise ConfigError(said, "set model.tokenizer to that of model.path")
-    await _try_out(client, dialect, config, prompt, limits)
+    await _try_out(client, dialect, config, (probe or (1,))[:4], limits)
     return limits
 
 
@@ -90,6 +91,15 @@ def _probe(model: ModelConfig) -> tuple[int, ...] | None:
     except (OSError, ValueError, ImportError) as error:
         logger.warning("no tokenizer to compare the server with", extra={"why": str(error)})
         return None
+
+
+async def _check_ready(client: HttpClient, dialect: Dialect) -> None:
+    """Workers send nothing to a server that does not say that it is ready; one that is paused says 503."""
+    try:
+        await client.call(dialect.ready, _ABOUT_SECONDS, retry=False)
+    except BadAnswer as error:
+        if error.status != 503:
+            raise
 
 
 async def _let_go(client: HttpClient, dialect: Dialect) -> None:

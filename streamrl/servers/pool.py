@@ -25,11 +25,11 @@ from typing_extensions import override
 from streamrl.config import RunConfig
 from streamrl.config.base import is_loopback
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
-from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError, WireError
-from streamrl.http import BadAnswer, BadRequest, HttpClient, Lost
+from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError
+from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
 from streamrl.servers.kinds import make_dialect
-from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
+from streamrl.servers.request import Response, read_response
 from streamrl.waits import first_of
 from streamrl.weight_sync.manifest import decode
 
@@ -123,28 +123,29 @@ class AnnouncedEngine:
     def listen(self, now: float) -> None:
         """Note when a token came, or none could come; to be called often."""
         sampled = sum(len(response.tokens) for response in self._responses.values())
-        if not self._responses or sampled != self._sampled or not self.usable:
+        stands = self.blocked or self.fields.get("state") != "ready"
+        if not self._responses or sampled != self._sampled or stands:
             self._sampled, self.heard_at = sampled, now
 
     async def knock(self) -> None:
-        """Find out whether it takes requests. Any answer is a sign of life: it may have a long prompt to read."""
+        """Find out whether it takes requests. That it does is a sign of life too: it may have a long prompt to read."""
         try:
             await self._client.call(self._dialect.ready, _CONNECT_SECONDS, retry=False)
-        except (BadAnswer, BadRequest, WireError) as error:
-            self.answers = isinstance(error, BadAnswer) and error.status == 503  # while its weights change
         except StreamrlError as error:
-            if not self._told:
-                extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
-                logger.warning("an engine does not answer", extra=extra)
-            self._told = True
-            return
-        else:
-            self.answers, self._told = True, False
+            if not (isinstance(error, BadAnswer) and error.status == 503):  # that is said while its weights change
+                if not isinstance(error, Lost):  # a gateway answers for it, or it is broken
+                    self.answers = False
+                if not self._told:
+                    extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
+                    logger.warning("an engine does not answer", extra=extra)
+                self._told = True
+                return
+        self.answers, self._told = True, False
         self.heard_at = asyncio.get_running_loop().time()
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. `Lost`: it died or gave up; `sent`: it gave no token, so it may have died of this."""
-        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]) or UNKNOWN_VOCABULARY)
+        limits = RequestLimits(int(self.fields["context"]), int(self.fields["vocabulary"]))
         response = Response(request, limits, self.version, self.life, self.fields["adapter"])
         self._responses[response.wire_id] = response
         cost = len(request.tokens) + response.longest

@@ -14,7 +14,7 @@ from streamrl.errors import StreamrlError, WireError
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.servers.dialect import Chunk, Dialect
 
-UNKNOWN_VOCABULARY = 1 << 31  # token ids are 32 bits; engines of an older streamrl announce 0 then
+UNKNOWN_VOCABULARY = 1 << 31  # token ids are 32 bits
 _TAIL_SECONDS = 0.5  # for what a server says after the last token; the response is whole without it
 
 

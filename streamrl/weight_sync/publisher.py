@@ -63,6 +63,7 @@ class Publisher:
         self._store = store_of(config.transport, run_dir)
         self._older = 2 if config.pulled else 1
         create_root(self._store)
+        self._unread: set[str] = set()  # folders of versions before this start that may be whole
         self._kept: list[Manifest] = self._leftover()
         self._last: dict[str, torch.Tensor] = {}  # the newest version, as long as the next one may be a delta of it
         self.manifest: Manifest
@@ -133,6 +134,9 @@ class Publisher:
         self._last = whole
         self.manifest, self.density = manifest, density
         self._kept.append(manifest)
+        for name in self._unread:  # the first version of a life is whole: it needs none of them
+            self._remove(name)
+        self._unread.clear()
         extra = {"version": version, "epoch": epoch, "step": step, "bytes": manifest.total_bytes}
         logger.info("weights published", extra=extra)
         return data
@@ -143,7 +147,9 @@ class Publisher:
 
     def holds_newest(self) -> bool:
         """Whether the newest version and all it builds on are still there for engines that join now."""
-        return bool(self._kept) and all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in self._chain())
+        chain = self._chain() if self._kept else []
+        there = all((self.root / kept.folder / MANIFEST_FILE).exists() for kept in chain)
+        return bool(chain) and chain[0].base is None and there
 
     def _next_base(self) -> Pair | None:
         """The version that the next one may be a delta of; None: it is written whole."""
@@ -216,7 +222,6 @@ class Publisher:
     def _leftover(self) -> list[Manifest]:
         """Remove what earlier publishers left, except the newest version and what it builds on, and return those."""
         known: dict[Pair, Manifest] = {}
-        unread = False
         for name in [entry.name for entry in self.root.iterdir()]:
             pair = parse_folder(name)
             if name.startswith(DRAFT):
@@ -227,11 +232,10 @@ class Publisher:
                 except (WeightsError, FileNotFoundError, NotADirectoryError):  # nobody can read it
                     self._remove(name)
                 except OSError as error:  # it may be whole: a shared file system fails for a moment
-                    unread = True
+                    self._unread.add(name)
                     logger.warning("weights not read", extra={"folder": str(self.root / name), "error": str(error)})
         self._kept = [known[pair] for pair in sorted(known)]
-        if not unread:  # the newest version may build on older ones by way of one that was not read
-            self._remove_older()
+        self._remove_older()
         return self._kept
 
     def _chain(self) -> list[Manifest]:
@@ -244,6 +248,8 @@ class Publisher:
 
     def _remove_older(self) -> None:
         """Remove what is neither new nor what the newest version builds on."""
+        if self._unread:  # it may build on older ones by way of one of these
+            return
         needed = {kept.pair for kept in self._chain() + self._kept[-self._older :]} if self._kept else set()
         for kept in self._kept:
             if kept.pair not in needed:

@@ -72,7 +72,7 @@ async def test_a_server_that_does_not_fit_the_run(toy, tiny_dir, change, says, h
     assert hint in error.hint
 
 
-ABOUT = ["/about 404", "/about junk", "/about html", "/about 500"]
+ABOUT = ["/about 404", "/about junk", "/about html", "/about 500", "/ready 404", "/ready 500"]
 GENERATE = ["/generate 404", "/generate 403", "/generate html", "/generate 400"]
 
 
@@ -90,6 +90,13 @@ async def test_log_probabilities_that_are_missing(toy, tiny_dir, monkeypatch):
     whole = dialect.chunk
     monkeypatch.setattr(dialect, "chunk", lambda message, received: whole({}, received=received))
     assert "no chunk of a toy" in (await refused(toy, run_of(tiny_dir), dialect=dialect)).message
+
+
+async def test_a_tokenizer_of_another_model(toy, tiny_dir, monkeypatch):
+    monkeypatch.setattr(check, "_sizes", lambda _: (max(toy.about["probe"]), 64))
+    error = await refused(toy, run_of(tiny_dir))
+    assert "ids above the vocabulary" in error.message
+    assert "model.tokenizer" in error.hint
 
 
 async def test_a_server_that_wants_a_key(toy, tiny_dir):

@@ -107,6 +107,7 @@ def test_figures():
     assert dialect().read_metrics(
         "sglang:num_queue_reqs 2\nsglang:num_running_reqs NaN\nvllm:num_requests_running x"
     ) == ServerMetrics(waiting=2)
+    assert dialect().read_metrics("vllm:kv_cache_usage_perc 0.25\n") == ServerMetrics(cache_use=0.25)
     assert dialect().read_metrics(None) == ServerMetrics()
 
 

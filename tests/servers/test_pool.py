@@ -324,6 +324,19 @@ async def test_an_engine_that_samples_or_is_blocked_needs_no_sign_of_life(redis_
         assert len((await answer(task)).tokens) == 40
 
 
+async def test_an_engine_that_is_silent_behind_a_gateway_costs_its_requests_a_try_elsewhere(redis_run, soon):
+    toys = [Toy(free=False), Toy()]
+    async with field(redis_run, *toys) as made:
+        await made.beat("engine.1", state="starting")
+        await until(lambda: made.pool.load().servers == 1)
+        task = made.ask()
+        await toys[0].started(1)
+        toys[0].faults["/ready"] = [404] * 999
+        await made.beat("engine.1", state="ready")
+        assert (await answer(task)).tokens.tolist() == [1, 2, 3, 4, 5, 6]
+        assert made.pool.figures() == {"lost_calls": 1}
+
+
 async def test_of_two_engines_that_were_cut_off_the_second_one_has_time_to_come_back_too(redis_run, soon):
     toys = [Toy(free=False), Toy(free=False)]
     async with field(redis_run, *toys) as made:

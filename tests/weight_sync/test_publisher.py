@@ -169,6 +169,13 @@ def test_a_start_removes_nothing_that_a_file_system_fails_to_read(tmp_path, monk
         patch.setattr(Path, "read_bytes", failing_read)
         second = Publisher(config, "r", tmp_path)
     assert folders(second) == ["v-1-1", "v-1-2", "v-1-3"]
+    with pytest.raises(ConfigError):
+        second.publish(epoch=2, version=4, step=4, tensors=[("a", torch.tensor([torch.nan]))])
+    assert folders(second) == ["v-1-1", "v-1-2", "v-1-3"]
+    second.publish(epoch=2, version=5, step=5, tensors=[("a", torch.zeros(10000))])
+    second.publish(epoch=2, version=6, step=6, tensors=[("a", torch.ones(10000))])
+    second.publish(epoch=2, version=7, step=7, tensors=[("a", torch.zeros(10000))])
+    assert not {"v-1-1", "v-1-2", "v-1-3"} & set(folders(second))
 
 
 def test_the_supervisor_gives_the_memory_of_an_ended_run_back_without_torch(tmp_path):

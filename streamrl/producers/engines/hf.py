@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -34,9 +35,10 @@ LOAD_SECONDS = 1800.0
 
 
 class HfEngine(Generator):
-    """`Unreachable`: it is not started, closed, or dead, after which the supervisor starts the process again.
+    """An engine on transformers; replicas need different seeds. `Unreachable`: it is not started, closed, or dead.
 
-    A control or a decode step that does not end within a deadline is its death, also when its caller has left.
+    A dead one stays dead: the supervisor starts its process again. A control or a decode step that does not end within
+    a deadline is its death, also when its caller has left.
     """
 
     def __init__(self, config: RunConfig, seed: int) -> None:
@@ -211,7 +213,12 @@ class HfEngine(Generator):
                 self._failure = self._failure or error
                 raise _death(error) from error
 
-        return await asyncio.shield(result())
+        task = self._loop.create_task(result())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(_log_failure, work.__name__))
+            raise
 
     # --- control thread --------------------------------------------------------------------------------------------
 
@@ -243,6 +250,11 @@ class HfEngine(Generator):
                 logger.warning("engine closed after its death")
             self._decoder.stop()
         return ended
+
+
+def _log_failure(control: str, task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a control of the engine failed", extra={"control": control, "error": str(error)})
 
 
 def _death(failure: BaseException) -> Unreachable:

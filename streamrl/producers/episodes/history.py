@@ -100,7 +100,7 @@ class History:
         """Find where a conversation goes on; changes nothing. DataError: the messages cannot be rendered."""
         if not messages:
             raise DataError("a conversation without messages")
-        path = self._walk(messages, tools)
+        path = self._walk(messages, self._root(tools))
         node = path[-1]
         if len(path) == len(messages) + 1 and node.opened is not None:  # the same request again
             return self._placed(messages, tools, node.opened, [], len(messages))
@@ -157,7 +157,7 @@ class History:
         return self.forks + sum(n - (not self._continued_before(parent)) for parent, n in parents.items())
 
     def drop(self, turns: Collection[int]) -> set[int]:
-        """Take out `turns` that nothing continued or rewarded, and what was observed for them; the sampled ones."""
+        """Take out `turns` that nothing continued or rewarded, and what was observed for them; returns sampled ones."""
         gone: set[int] = set()
         for number, turn in reversed(list(enumerate(self.turns))):  # children come after their parents
             if not turn.children and (not turn.sampled or (number in turns and turn.reward is None)):
@@ -193,9 +193,11 @@ class History:
         """Whether a reply was continued: the conversation that did so finds its next turn by this node."""
         return node is not None and node.ended is not None and self.turns[node.ended].children > 0
 
-    def _walk(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[_Node]:
-        """The root of the tree of these tools, and the nodes of the first messages, as many as are known."""
-        _, root = self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))
+    def _root(self, tools: Sequence[ToolSchema]) -> _Node:
+        return self._roots.setdefault(_digest(list(tools)), (tuple(tools), _Node()))[1]
+
+    def _walk(self, messages: Sequence[Message], root: _Node) -> list[_Node]:
+        """The root of a tree, and the nodes of the first messages, as many as are known."""
         path = [root]
         for message in messages:
             following = path[-1].children.get(_key(message))
@@ -206,8 +208,8 @@ class History:
 
     def _alike(self, messages: Sequence[Message], tools: Sequence[ToolSchema], path: list[_Node]) -> list[_Node]:
         """The path to the last known reply, with other tools if these change nothing of what stands before it."""
-        for others, _ in list(self._roots.values()):
-            other = self._walk(messages, others)
+        for others, root in self._roots.values():
+            other = self._walk(messages, root)
             at = _last_reply(other, len(messages))
             if at > _last_reply(path, len(messages)):
                 before = messages[: at - 1]
@@ -216,7 +218,7 @@ class History:
         return path
 
     def _node(self, place: NextTurn) -> _Node:
-        path = self._walk(place.messages, place.tools)
+        path = self._walk(place.messages, self._root(place.tools))
         node = path[-1]
         for message in place.messages[len(path) - 1 :]:
             node.children[_key(message)] = following = _Node(dict(message))

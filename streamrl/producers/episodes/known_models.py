@@ -27,7 +27,10 @@ _NAMES_RESULTS: Final = frozenset({"gpt-oss", "gemma4"})  # families that write 
 
 
 def renderer_of(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer:
-    """DataError: the model has no chat template; ConfigError: `tool_format` does not fit it."""
+    """That of the `renderers` package if it knows the model or `tool_format` names one, else its chat template's.
+
+    `DataError`: the model has no chat template; `ConfigError`: `tool_format` does not fit it.
+    """
     return known_renderer(tokenizer, tool_format) or TemplateRenderer(tokenizer, tool_format)
 
 

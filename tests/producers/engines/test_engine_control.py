@@ -311,7 +311,9 @@ async def test_a_control_that_fails_after_its_caller_has_left_is_logged(start, m
     with pytest.raises(asyncio.CancelledError):
         await task
     free.set()
-    await until(lambda: "it does not fit" in caplog.text)
+    await until(lambda: caplog.records)
+    [record] = caplog.records
+    assert (record.control, record.error) == ("apply", "it does not fit")
 
 
 async def test_a_version_is_the_pair_of_epoch_and_number(start):
