@@ -167,7 +167,7 @@ async def test_killed_learner_loses_nothing(run, point):
 async def test_killed_five_times_in_a_row(run):
     async with run.play():
         for step in range(5):
-            point = ("policy:Actor.apply_update:after:2", "saving:Checkpoints.remove_older:before:1")[step % 2]
+            point = ("policy:Actor.apply_update:after:2", "checkpoint:Checkpoints.remove_older:before:1")[step % 2]
             assert await run.learn(f"streamrl.learner.{point}") == -signal.SIGKILL, run.log()
             await run.audit()
         assert await run.learn() == 0, run.log()
