@@ -45,7 +45,7 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
             if loop.time() >= end:
                 raise
     if external:
-        await _check_ready(client, dialect)
+        await check_ready(client, dialect, _ABOUT_SECONDS)
     about = dialect.read_about(answers)
     logger.info("engine server", extra={"url": client.url, "server": dialect.kind, "version": about.version})
     vocabulary, positions = await asyncio.to_thread(_sizes, config.model)
@@ -93,10 +93,10 @@ def _probe(model: ModelConfig) -> tuple[int, ...] | None:
         return None
 
 
-async def _check_ready(client: HttpClient, dialect: Dialect) -> None:
-    """Workers send nothing to a server that does not say that it is ready; one that is paused says 503."""
+async def check_ready(client: HttpClient, dialect: Dialect, seconds: float) -> None:
+    """Raise what `HttpClient.call` raises, unless the server is ready or says 503, as it does while it is paused."""
     try:
-        await client.call(dialect.ready, _ABOUT_SECONDS, retry=False)
+        await client.call(dialect.ready, seconds, retry=False)
     except BadAnswer as error:
         if error.status != 503:
             raise

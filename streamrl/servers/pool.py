@@ -28,6 +28,7 @@ from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestL
 from streamrl.errors import DeadlyRequest, RetryLater, StreamrlError, Unreachable, WeightsError
 from streamrl.http import BadAnswer, HttpClient, Lost
 from streamrl.queues.ledgers import Ledgers
+from streamrl.servers.check import check_ready
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.request import Response, read_response
 from streamrl.waits import first_of
@@ -130,16 +131,15 @@ class AnnouncedEngine:
     async def knock(self) -> None:
         """Find out whether it takes requests. That it does is a sign of life too: it may have a long prompt to read."""
         try:
-            await self._client.call(self._dialect.ready, _CONNECT_SECONDS, retry=False)
+            await check_ready(self._client, self._dialect, _CONNECT_SECONDS)
         except StreamrlError as error:
-            if not (isinstance(error, BadAnswer) and error.status == 503):  # that is said while its weights change
-                if not isinstance(error, Lost):  # a gateway answers for it, or it is broken
-                    self.answers = False
-                if not self._told:
-                    extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
-                    logger.warning("an engine does not answer", extra=extra)
-                self._told = True
-                return
+            if not isinstance(error, Lost):  # a gateway answers for it, or it is broken
+                self.answers = False
+            if not self._told:
+                extra = {"engine": self.name, "url": self.url, "why": error.message, "hint": error.hint}
+                logger.warning("an engine does not answer", extra=extra)
+            self._told = True
+            return
         self.answers, self._told = True, False
         self.heard_at = asyncio.get_running_loop().time()
 

@@ -64,7 +64,8 @@ class Publisher:
         self._older = 2 if config.pulled else 1
         create_root(self._store)
         self._unread: set[str] = set()  # folders of versions before this start that may be whole
-        self._kept: list[Manifest] = self._leftover()
+        self._kept: list[Manifest] = []  # versions that can be read, the oldest first
+        self._clean_up()
         self._last: dict[str, torch.Tensor] = {}  # the newest version, as long as the next one may be a delta of it
         self.manifest: Manifest
         self.density: float | None
@@ -219,8 +220,8 @@ class Publisher:
         hint = self._store.hint if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return CannotCreate(f"cannot write the weights to {draft}: {error}", hint)
 
-    def _leftover(self) -> list[Manifest]:
-        """Remove what earlier publishers left, except the newest version and what it builds on, and return those."""
+    def _clean_up(self) -> None:
+        """Remove what earlier publishers left, except the newest version and what it builds on."""
         known: dict[Pair, Manifest] = {}
         for name in [entry.name for entry in self.root.iterdir()]:
             pair = parse_folder(name)
@@ -236,7 +237,6 @@ class Publisher:
                     logger.warning("weights not read", extra={"folder": str(self.root / name), "error": str(error)})
         self._kept = [known[pair] for pair in sorted(known)]
         self._remove_older()
-        return self._kept
 
     def _chain(self) -> list[Manifest]:
         """The newest version and what it builds on, the oldest first; there must be a version."""
