@@ -37,6 +37,20 @@ async def life_seed(role: Role) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RequestImage:
+    """An encoded image, for which `count` tokens of its request stand from `begin` on.
+
+    Engines that count the tokens themselves are sent one token `placeholder` in their place.
+    """
+
+    sha256: str  # of `data`, in hexadecimal
+    data: bytes
+    begin: int
+    count: int
+    placeholder: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One response to be sampled."""
 
@@ -65,6 +79,8 @@ class Request:
     # The response is JSON that fits it, and its log-probabilities are those without the tokens that do not fit; for
     # engines in `streamrl.config.base.SERVER_KINDS` only.
     json_schema: str = ""
+    images: tuple[RequestImage, ...] = ()  # in the order of their tokens
+    forbidden: tuple[int, ...] = ()  # tokens that are never sampled, and have no probability: those of images
 
     @property
     def cuts(self) -> bool:

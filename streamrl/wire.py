@@ -4,7 +4,7 @@ A message is a map with a `type` tag and a schema version `v`. Arrays travel as 
 (`int32` for token ids, `float32` for log-probabilities), so that any language can read them and a sampled token
 costs 8 bytes. Sizes are checked before anything is decoded. Unknown fields are ignored. An unknown
 schema version is a `WireError`, and the message goes to the dead letters. Schema 1 is without turns and has no `v`;
-a sample with turns is of schema 2, so that a program that knows no turns refuses it.
+a sample with turns is of schema 2, what has images of schema 3, so that a program that does not know them refuses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from streamrl.errors import WireError
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
+TURNS: Final = 2
+"""The schema of a sample with turns and without images."""
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_TOKENS: Final = 1 << 22
 MAX_TURNS: Final = 4096
@@ -32,6 +34,8 @@ NOTHING: Final = -2
 
 _Packed: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKENS)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=16 << 20)]
+_Blobs: TypeAlias = Annotated[list[bytes], msgspec.Meta(max_length=MAX_TURNS)]
+_Sha256: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
 
 _INT32: Final = np.dtype("<i4")
@@ -46,6 +50,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     `tokens` are the ids that the engine gets; `text` is for people. `messages` is set when the line of the data set has
     chat messages. Rewards get `answer` and `metadata` unchanged. `line` is the line of the data set, from 0.
     `evaluation` marks held-out prompts, which are scored and never trained.
+
+    `images` are the SHA-256 sums of its images, in hexadecimal, in the order in which they stand in `tokens`, and
+    `processor` is the fingerprint of what counted their tokens. `blobs` are the bytes of the small ones among them
+    (`streamrl.images.store`).
     """
 
     v: int = 1
@@ -56,6 +64,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     metadata: dict[str, Any] = {}
     line: _Count = 0
     evaluation: bool = False
+    images: Annotated[list[_Sha256], msgspec.Meta(max_length=MAX_TURNS)] = []
+    blobs: _Blobs = []
+    processor: str = ""
 
     @property
     def token_ids(self) -> Int32Array:
@@ -113,8 +124,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     what it adds. Either they were sampled: then `sampled` counts them, and they are the next ones in the arrays of the
     sample. Or they were not: then `observed` (int32) holds them, what opens the next sampled turn included. `finish`
     is that of a sampled turn. `reward` is for the actions up to this turn. `model_seconds` (the wait for a
-    place in the engine included) and `tool_seconds` add up to the time of the turn. `media` are SHA-256 sums in
-    hexadecimal.
+    place in the engine included) and `tool_seconds` add up to the time of the turn. `media` are the images that an
+    observed turn adds, as those of `Prompt`.
     `cached` counts the tokens before a sampled turn whose keys and values the engine still had. `messages` of a sampled
     turn are what was said since the sampled turn that its branch had before, the reply last. The first one of a branch
     that begins with an observed turn has the whole conversation; one that continues the prompt has the reply alone.
@@ -127,7 +138,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: Literal["", "stop", "length", "abort"] = ""
     reward: float | None = None
     tools: list[ToolUse] = []
-    media: list[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]] = []
+    media: list[_Sha256] = []
     model_seconds: float = 0.0
     tool_seconds: float = 0.0
     cached: _Count = 0
@@ -161,7 +172,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     sampled turn. Versions do not go back within a turn; turns of other branches may have been sampled meanwhile.
     `score` is what the episode gave itself, for the reward `episode`. `replayed` turns came from the journal of a
     process that died; `restarts` counts the times that such an episode had to begin again. `dropped` and `auxiliary`
-    count sampled turns that are no part of it: ones that its agent did not use, and ones beside its work.
+    count sampled turns that are no part of it: ones that its agent did not use, and ones beside its work. `blobs` are
+    the bytes of the small images among the `media` of its turns.
     """
 
     v: int = 1
@@ -180,6 +192,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     restarts: _Count = 0
     dropped: _Count = 0
     auxiliary: _Count = 0
+    blobs: _Blobs = []
+
+    @property
+    def images(self) -> list[str]:
+        """Those of all turns, in their order."""
+        return [name for turn in self.turns for name in turn.media]
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -217,8 +235,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
 def _begins(sample: Sample, count: int) -> frozenset[int]:
     """First tokens of the sampled turns; ValueError for turns that form no tree or do not fit the arrays."""
-    if sample.v < SCHEMA:
-        raise ValueError(f"a sample with turns needs schema version {SCHEMA}")
+    if sample.v < TURNS:
+        raise ValueError(f"a sample with turns needs schema version {TURNS}")
     begins, begin = [], 0
     for number, turn in enumerate(sample.turns):
         if turn.parent >= number:

@@ -22,6 +22,7 @@ from streamrl.config.base import (
     ServerKind,
     ServerUrl,
     Size,
+    StoreUrl,
 )
 from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
@@ -65,6 +66,10 @@ class ModelConfig(Section):
         default_factory=dict, description="arguments of the chat template, `enable_thinking: false` for example"
     )
     system_prompt: str | None = Field(None, description="put before each chat that begins with no system message")
+    image_processor: dict[str, Any] = Field(
+        default_factory=dict,
+        description="settings of a vision-language model's image processor that replace its own, `size` for example",
+    )
 
     @property
     def renders(self) -> bool:
@@ -82,6 +87,19 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens")
     long_prompts: Literal["refuse", "drop"] = Field(
         "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
+    )
+
+
+class ImagesConfig(Section):
+    """What prompts, tools and agents may show to a vision-language model (docs/guides/images.md)."""
+
+    largest: Size = Field(8 << 20, description="bytes of one encoded image, at most")
+    pixels: Positive = Field(1 << 24, description="width times height of one image, at most")
+    inline: Natural = Field(
+        16 << 10, description="images of up to so many bytes travel with their group through Redis; larger are files"
+    )
+    url: StoreUrl | None = Field(
+        None, description="store for these files (s3://, gs://, a directory); empty: the run directory"
     )
 
 
@@ -340,6 +358,7 @@ class RunConfig(Section):
     redis: RedisConfig = Field(default_factory=RedisConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

@@ -16,14 +16,18 @@ import numpy.typing as npt
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
+from streamrl.images.vision import Vision, vision_of
 from streamrl.wire import Int32Array
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer (`backend`): prompts to ids, sampled ids to text; `name` is for messages."""
+    """A Hugging Face tokenizer (`backend`): prompts to ids, sampled ids to text; `name` is for messages.
 
-    def __init__(self, backend: Any, name: str, model: ModelConfig | None = None) -> None:
-        self.backend, self.name, self.model = backend, name, model or ModelConfig()
+    `vision` is the image side of its model, None for a model that takes text alone.
+    """
+
+    def __init__(self, backend: Any, name: str, model: ModelConfig | None = None, vision: Vision | None = None) -> None:
+        self.backend, self.name, self.model, self.vision = backend, name, model or ModelConfig(), vision
 
     @classmethod
     def load(cls, config: ModelConfig) -> Tokenizer:
@@ -44,7 +48,7 @@ class Tokenizer:
                 backend.chat_template = config.chat_template.read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"model.chat_template {config.chat_template} cannot be read: {error}") from error
-        return cls(backend, name, config)
+        return cls(backend, name, config, vision_of(config, backend))
 
     @property
     def template(self) -> str:
