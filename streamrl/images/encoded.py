@@ -65,7 +65,9 @@ def accept(data: bytes, limits: ImagesConfig) -> EncodedImage:
     except UnidentifiedImageError as error:
         what = f"{len(data):,} bytes that are no image of a known format"
         raise DataError(what, f"known are {', '.join(_FORMATS)}") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise DataError(f"an image that is too large: {error}", f"images.pixels is {limits.pixels:,}") from error
+    except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"an image that cannot be decoded: {error}") from error
     if image.format not in _KEPT or image.mode != "RGB" or turned:
         kept = io.BytesIO()

@@ -74,7 +74,10 @@ class Vision(ABC):
             raise DataError(what, "each image needs one place in the text, and the template has to write it")
         whole = pieces[0]
         for size, piece in zip(sizes, pieces[1:], strict=True):
-            whole += self.expansion(size) + piece
+            try:
+                whole += self.expansion(size) + piece
+            except ValueError as error:  # Qwen takes no image that is 200 times as long as wide
+                raise DataError(f"an image of {size[0]} x {size[1]} pixels that the model refuses: {error}") from error
         return whole
 
     def spans(self, ids: Sequence[int], sizes: Sequence[Size]) -> list[Span]:
