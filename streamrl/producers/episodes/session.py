@@ -266,7 +266,7 @@ class EpisodeSession:
         plain = len(turns) == 1 and turns[0].parent == PROMPT and turns[0].reward is None
         plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
         return Sample(
-            v=1 if plain else wire.SCHEMA,
+            v=1 if plain else wire.TURNS,
             tokens=wire.pack_int32(np.concatenate([reply.tokens for reply in replies])),
             logprobs=wire.pack_float32(np.concatenate([reply.logprobs for reply in replies])),
             runs=runs,
