@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ Size: TypeAlias = tuple[int, int]
 """Width and height of an encoded image."""
 Pixels: TypeAlias = dict[str, npt.NDArray[Any]]
 """Arguments of a model's forward pass."""
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 Span: TypeAlias = tuple[int, int]
 """First token and number of tokens."""
 _KEPT_BYTES: Final = 256 << 20
@@ -39,6 +40,7 @@ _KEPT_BYTES: Final = 256 << 20
 class Vision(ABC):
     """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled."""
 
+    modules: ClassVar[tuple[str, ...]]  # of the base model that see images alone
     axes = 1  # of its rotary positions
     join_axis = 0  # along which the pixels of several images are put together
 
@@ -63,7 +65,7 @@ class Vision(ABC):
     def _process(self, image: Any) -> Pixels: ...
 
     @abstractmethod
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
         """Rotary positions of ids that begin at 0, shape (axes, n), and that of the token behind them."""
 
     def expand(self, text: str, sizes: Sequence[Size]) -> str:
@@ -109,6 +111,12 @@ class Vision(ABC):
                 self._kept.popitem(last=False)
             return made
 
+    def smallest(self) -> Pixels:
+        """Those of an image of one pixel."""
+        from PIL import Image
+
+        return self._process(Image.new("RGB", (1, 1)))
+
     def joined(self, pixels: Sequence[Pixels]) -> Pixels:
         """Those of several images, in the order in which they stand in the rows of a pass."""
         return {key: np.concatenate([each[key] for each in pixels], axis=self.join_axis) for key in pixels[0]}
@@ -121,6 +129,7 @@ class Vision(ABC):
 class GridVision(Vision):
     """Qwen: an image is a grid of tokens, numbered by row and column; text goes on behind the longer side."""
 
+    modules = ("visual",)
     axes = 3
 
     @override
@@ -135,7 +144,7 @@ class GridVision(Vision):
         return {key: np.asarray(found[key]) for key in ("pixel_values", "image_grid_thw")}
 
     @override
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
         places = np.empty((3, len(ids)), dtype=np.int64)
         tokens, end, position = np.asarray(ids), 0, 0
         starts = np.flatnonzero(tokens == self.token_id)
@@ -158,6 +167,7 @@ class GridVision(Vision):
 class TileVision(Vision):
     """Idefics3 and SmolVLM: an image is rows of tiles and the whole, each of so many tokens between marks."""
 
+    modules = ("vision_model", "connector")
     join_axis = 1
 
     def __init__(self, described: dict[str, Any], backend: Any, processor: Any) -> None:
@@ -188,7 +198,7 @@ class TileVision(Vision):
         return {key: np.asarray(found[key]) for key in ("pixel_values", "pixel_attention_mask")}
 
     @override
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
         del pixels
         return np.arange(len(ids))[None], len(ids)
 
@@ -199,12 +209,12 @@ _FAMILIES: Final[dict[str, type[Vision]]] = {
 }
 
 
-def vision_of(model: ModelConfig, backend: Any) -> Vision | None:
-    """The image side of a model with this tokenizer; None: it takes text alone.
+def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
+    """The image side of a model, with this tokenizer or the one that it names; None: it takes text alone.
 
     `ConfigError`: images go into it in a way that is not known here, or its image processor cannot be loaded.
     """
-    from transformers import AutoImageProcessor
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     described = _described(model)
     if "vision_config" not in described:
@@ -214,6 +224,7 @@ def vision_of(model: ModelConfig, backend: Any) -> Vision | None:
         what = f"{model.path} is a vision-language model of the kind {described.get('model_type')!r}"
         raise ConfigError(f"{what}, whose images are not known", f"known are {', '.join(_FAMILIES)}")
     try:
+        backend = backend or AutoTokenizer.from_pretrained(model.tokenizer or model.path)
         processor = AutoImageProcessor.from_pretrained(model.path, backend="pil", **model.image_processor)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         what = f"the image processor of {model.path} cannot be loaded: {str(error).partition(chr(10))[0]}"

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import RunConfig
+from streamrl.images.vision import vision_of
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.model import LogProbModel
 from streamrl.learner.model_loading import SMALL, load_rows, prepare
@@ -39,7 +40,8 @@ class FrozenReference(ShardedModel):
         learner, path = config.learner, config.learner.reference.path or config.model.path
         key = "learner.reference.path" if learner.reference.path else "model.path"
         base, rows = load_rows(config.model.model_copy(update={"path": path}), ranks, key)
-        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
+        vision = vision_of(config.model.model_copy(update={"path": path}))
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk, vision=vision)
         model.requires_grad_(requires_grad=False)
         # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
         own = learner.model_copy(update={"checkpoint_activations": False, "offload": ()})
