@@ -11,11 +11,12 @@ Models are known by family, because each expands and numbers the tokens of an im
 from __future__ import annotations
 
 import hashlib
+import io
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -23,9 +24,9 @@ import numpy.typing as npt
 import orjson
 from typing_extensions import override
 
-from streamrl.config import ModelConfig
+from streamrl.config import ImagesConfig, ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.images.encoded import decode
+from streamrl.images.encoded import EncodedImage, accept, decode
 
 Size: TypeAlias = tuple[int, int]
 """Width and height of an encoded image."""
@@ -55,7 +56,7 @@ class Vision(ABC):
         self.processed = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
-        self._expansion_ids = lru_cache(4096)(self._ids_of_expansion)
+        self.tokens_of = lru_cache(4096)(self._tokens_of)
 
     @abstractmethod
     def expansion(self, size: Size) -> str:
@@ -86,7 +87,7 @@ class Vision(ABC):
         """Where the images stand in token ids. `DataError`: not these images are there."""
         listed, found, at = list(ids), [], 0
         for size in sizes:
-            wanted = self._expansion_ids(size)
+            wanted = self.tokens_of(size)
             while listed[at : at + len(wanted)] != wanted:
                 try:
                     at = listed.index(wanted[0], at + 1)
@@ -111,17 +112,20 @@ class Vision(ABC):
                 self._kept.popitem(last=False)
             return made
 
-    def smallest(self) -> Pixels:
-        """Those of an image of one pixel."""
+    @cached_property
+    def smallest(self) -> EncodedImage:
+        """An image of one pixel."""
         from PIL import Image
 
-        return self._process(Image.new("RGB", (1, 1)))
+        written = io.BytesIO()
+        Image.new("RGB", (1, 1)).save(written, format="PNG")
+        return accept(written.getvalue(), ImagesConfig())
 
     def joined(self, pixels: Sequence[Pixels]) -> Pixels:
         """Those of several images, in the order in which they stand in the rows of a pass."""
         return {key: np.concatenate([each[key] for each in pixels], axis=self.join_axis) for key in pixels[0]}
 
-    def _ids_of_expansion(self, size: Size) -> list[int]:
+    def _tokens_of(self, size: Size) -> list[int]:
         ids: list[int] = self._backend(self.expansion(size), add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.images.vision import Vision
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, microbatch
 from streamrl.learner.model import Backbone, exact_products
 from streamrl.learner.ranks import Ranks
@@ -89,7 +90,8 @@ def checked(
     batch = _samples(limits, longest, module.vocabulary)
     alone = replace(limits, shared=0, packed=False)
     share = _ROUTED if any("expert" in name for name in module.model.config.get_text_config().to_dict()) else 1.0
-    segments = [(index, Segment.of_answer(sample.prompt, sample.tokens)) for index, sample in enumerate(batch)]
+    answers = [Segment.of_answer(sample.prompt, sample.tokens, sample.images) for sample in batch]
+    segments = list(enumerate(answers))
     why, causal, same = "", True, True
     with exact_products():
         try:
@@ -130,18 +132,32 @@ def _samples(limits: RowLimits, longest: int, vocabulary: int) -> Sequence[Train
 
     def sample(prompt: int, count: int) -> TrainSample:
         ids = random.integers(0, vocabulary, prompt + count, dtype=np.int32)
+        if limits.vision is not None:
+            ids[np.isin(ids, limits.vision.forbidden)] = 0
         none = np.zeros(count, dtype=np.float32)
         return TrainSample(0, ids[:prompt], ids[prompt:], none, none.astype(np.int64), 0.0, none)
 
     whole = sample(1, length)
     half = replace(whole, **{name: getattr(whole, name)[: -(-length // 2)] for name in _ARRAYS})
-    first = sample(prompt, min(5 * width // 8, limits.longest - prompt))
+    first = _shown(sample(prompt, min(5 * width // 8, limits.longest - prompt)), limits.vision)
     group, room = [first], width - prompt - last - len(first.tokens) + 1
     while room > 0:
         count = min(max(1, width // 16), limits.longest - prompt, room)
-        group.append(replace(sample(prompt, count + 1), prompt=first.prompt))
+        group.append(replace(sample(prompt, count + 1), prompt=first.prompt, images=first.images, blobs=first.blobs))
         room -= count
     return [whole, half, *group, sample(1, last)]
+
+
+def _shown(sample: TrainSample, vision: Vision | None) -> TrainSample:
+    """With an image at the beginning of the prompt, if the model takes one and that has room for it."""
+    if vision is None:
+        return sample
+    image = vision.smallest
+    ids = np.asarray(vision.tokens_of((image.width, image.height)), dtype=np.int32)
+    if len(ids) >= len(sample.prompt):
+        return sample
+    prompt = np.concatenate([ids, sample.prompt[len(ids) :]])
+    return replace(sample, prompt=prompt, images=(image.sha256,), blobs={image.sha256: image.data})
 
 
 _ARRAYS: Final = ("tokens", "logprobs", "steps", "advantages")

@@ -115,7 +115,9 @@ class ShardedModel:
     def _images(self, part: Microbatch) -> dict[str, Tensors]:
         if self.vision is None or not (part.images or self.ranks.world > 1):
             return {}
-        pixels = [self.vision.pixels(name, data) for name, data in part.images] or [self.vision.smallest()]
+        smallest = self.vision.smallest
+        shown = part.images or [(smallest.sha256, smallest.data)]
+        pixels = [self.vision.pixels(name, data) for name, data in shown]
         joined = {key: self._to_device(array) for key, array in self.vision.joined(pixels).items()}
         return {"pixels" if part.images else "unseen": joined}
 
