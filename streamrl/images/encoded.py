@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -118,6 +118,15 @@ def from_url(url: object) -> bytes:
 def data_url(data: bytes) -> str:
     kind = "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
     return f"data:image/{kind}{_MARK}{base64.b64encode(data).decode()}"
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The images in chat messages, in the order in which they stand in the tokens."""
+    return [part for message in messages for part in image_parts(message.get("content"))]
+
+
+def names_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [part["sha256"] for part in images_of(messages)]
 
 
 def image_parts(content: object) -> Iterator[Mapping[str, Any]]:
