@@ -16,6 +16,8 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DeadlineExceeded
+from streamrl.images.store import ImageStore
+from streamrl.producers.sample_images import SampleImages
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease
@@ -110,8 +112,17 @@ class Sampler(ABC):
 
 
 class SingleTurn(Sampler):
-    def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Generator,
+        tokenizer: Tokenizer,
+        name: str = "",
+        *,
+        store: ImageStore | None = None,
+    ) -> None:
         self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
+        self._store = store or ImageStore.nowhere(config.images)
 
     @override
     def capacity(self, slots: int) -> int:
@@ -135,12 +146,16 @@ class SingleTurn(Sampler):
         )
 
     async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
+        images = SampleImages(order.prompt, self._tokenizer.vision, self._store)
+        await images.open()
+        ids = order.prompt.token_ids
         request = Request(
             id=order.id,
-            tokens=order.prompt.token_ids,
+            tokens=ids,
             max_new_tokens=self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens,
             affinity=order.affinity,
             **options,
+            **images.of_request(ids, order.prompt.images),
         )
         limit = self._config.lease.max_hold
         try:
