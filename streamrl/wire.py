@@ -68,6 +68,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     blobs: _Blobs = []
     processor: str = ""
 
+    def __post_init__(self) -> None:
+        if self.images and self.v < SCHEMA:
+            raise ValueError(f"a prompt with images needs schema version {SCHEMA}")
+
     @property
     def token_ids(self) -> Int32Array:
         return unpack_int32(self.tokens)
@@ -235,8 +239,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
 
 def _begins(sample: Sample, count: int) -> frozenset[int]:
     """First tokens of the sampled turns; ValueError for turns that form no tree or do not fit the arrays."""
-    if sample.v < TURNS:
-        raise ValueError(f"a sample with turns needs schema version {TURNS}")
+    needed = SCHEMA if sample.images else TURNS
+    if sample.v < needed:
+        raise ValueError(f"a sample with {'images' if sample.images else 'turns'} needs schema version {needed}")
     begins, begin = [], 0
     for number, turn in enumerate(sample.turns):
         if turn.parent >= number:

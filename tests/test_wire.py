@@ -85,8 +85,8 @@ def test_no_bytes_raise_anything_but_wire_error(data):
 def test_foreign_type_and_unknown_schema_are_named():
     with pytest.raises(WireError, match="not a sample"):
         wire.decode(wire.encode(SampleScore(value=1.0)), Sample)
-    newer = msgspec.msgpack.encode({"type": "sample", "v": 3, "chunks": []})
-    with pytest.raises(WireError, match="schema version 3"):
+    newer = msgspec.msgpack.encode({"type": "sample", "v": 4, "chunks": []})
+    with pytest.raises(WireError, match="schema version 4"):
         wire.decode(newer, Sample)
     with pytest.raises(WireError, match="schema version 9"):
         wire.decode(wire.encode(SampleScore(v=9, value=1.0)), SampleScore)
@@ -210,3 +210,26 @@ def test_malformed_episodes_are_wire_errors(change: dict[str, object]):
     fields = msgspec.msgpack.decode(wire.encode(EPISODE))
     with pytest.raises(WireError):
         wire.decode(msgspec.msgpack.encode(fields | change), Sample)
+
+
+HASH = "0f" * 32
+
+
+def test_images_come_back_and_need_a_program_that_knows_them():
+    """A program of schema 2 refuses what has images, instead of training it without them."""
+    prompt = Prompt(v=3, tokens=wire.pack_int32([1, 2]), images=[HASH], blobs=[b"png"], processor="f")
+    assert wire.decode(wire.encode(prompt), Prompt) == prompt
+    turns = [EPISODE.turns[0], msgspec.structs.replace(EPISODE.turns[1], media=[HASH]), *EPISODE.turns[2:]]
+    seen = msgspec.structs.replace(EPISODE, v=3, turns=turns, blobs=[b"png"])
+    assert wire.decode(wire.encode(seen), Sample) == seen
+    assert seen.images == [HASH]
+    for message, old in ((prompt, 1), (prompt, 2), (seen, 2)):
+        with pytest.raises(ValueError, match="images needs schema version 3"):
+            msgspec.structs.replace(message, v=old)
+
+
+def test_text_is_on_the_wire_what_it_was_before_images():
+    plain = Prompt(tokens=wire.pack_int32([1, 2]), text="ab")
+    assert set(msgspec.msgpack.decode(wire.encode(plain))) == {"type", "tokens", "text"}
+    assert {"blobs", "images"}.isdisjoint(msgspec.msgpack.decode(wire.encode(EPISODE)))
+    assert EPISODE.v == 2
