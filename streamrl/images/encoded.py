@@ -115,6 +115,17 @@ def from_url(url: object) -> bytes:
         raise DataError(f"an image whose base64 is broken: {error}") from error
 
 
+def is_shown(part: object) -> bool:
+    """Whether a part of a message is an image, from outside or as it is inside."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def url_of(part: Mapping[str, Any]) -> Any:
+    """Of an `image_url`, which should be a text."""
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, Mapping) else url
+
+
 def data_url(data: bytes) -> str:
     kind = "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
     return f"data:image/{kind}{_MARK}{base64.b64encode(data).decode()}"

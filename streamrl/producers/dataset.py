@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -41,13 +41,11 @@ class PromptLimits:
     context: int  # prompt plus response
     vocabulary: int | None = None  # ids at or above it are of another model's tokenizer; None: not known, not checked
     drop: bool = False  # longer prompts are left out
-    chats: bool = False  # a text becomes a message of an episode
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int | None = None) -> PromptLimits:
         data = config.data
-        drop, chats = data.long_prompts == "drop", config.episode.kind is not None
-        return cls(data.max_prompt_tokens, config.model.context, vocabulary, drop=drop, chats=chats)
+        return cls(data.max_prompt_tokens, config.model.context, vocabulary, drop=data.long_prompts == "drop")
 
     def exceeded_by(self, tokens: int) -> bool:
         return tokens > self.max_prompt_tokens or tokens >= self.context
@@ -108,8 +106,7 @@ def load_prompts(
     data, faults = PromptSet(path, [], ""), _Faults(path)
     lines = islice(_lines(path, digest), count)
     while raw := list(islice(lines, _CHUNK)):
-        rows = _with_images(faults.parse(raw), images, faults, chats=limits.chats)
-        for row, text, tokens in _tokenize(rows, tokenizer, faults):
+        for row, text, tokens in _tokenize(faults.parse(raw, images), tokenizer, faults):
             if limits.drop and limits.exceeded_by(tokens.size):
                 data.dropped += 1
                 continue
@@ -154,7 +151,7 @@ def examine_prompts(
 class _Line:
     line: int
     record: dict[str, Any]
-    images: list[EncodedImage] = field(default_factory=list)
+    images: list[EncodedImage]
 
 
 class _Faults:
@@ -172,11 +169,12 @@ class _Faults:
             kind = re.sub(r"\d+", "", error.message.partition(":")[0])
             self._kinds.setdefault(kind, (error, []))[1].append(line + 1)
 
-    def parse(self, lines: Iterable[tuple[int, bytes]]) -> list[_Line]:
+    def parse(self, lines: Iterable[tuple[int, bytes]], images: PromptImages | None = None) -> list[_Line]:
         rows = []
         for number, raw in lines:
             with self.at(number):
-                rows.append(_Line(number, _parse(raw)))
+                record = _parse(raw)
+                rows.append(_Line(number, *(images.of(record) if images else (record, []))))
         return rows
 
     def check(self) -> None:
@@ -231,14 +229,6 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 def _is_turn(turn: Any) -> bool:
     return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
-
-
-def _with_images(rows: Iterable[_Line], images: PromptImages, faults: _Faults, *, chats: bool) -> list[_Line]:
-    found = []
-    for row in rows:
-        with faults.at(row.line):
-            found.append(_Line(row.line, *images.of(row.record, chats=chats)))
-    return found
 
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:

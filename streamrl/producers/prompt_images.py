@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamrl.errors import DataError
-from streamrl.images.encoded import EncodedImage, accept, from_url
+from streamrl.images.encoded import EncodedImage, accept, from_url, is_shown, url_of
 from streamrl.images.store import ImageStore
 from streamrl.images.vision import Vision
 
-_KEPT: Final = 64  # of files that several lines in a row may name
+_KEPT: Final = 16  # of files that several lines in a row may name
 _LONGEST_NAME: Final = 200
 _HINT: Final = 'name files from the directory of the data file, or write data: URLs: {"images": ["a.png"]}'
 
@@ -28,23 +28,18 @@ class PromptImages:
         self._folder, self._vision, self._store = path.parent, vision, store
         self._file = lru_cache(_KEPT)(self._read)
 
-    def of(self, record: dict[str, Any], *, chats: bool) -> tuple[dict[str, Any], list[EncodedImage]]:
+    def of(self, record: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage]]:
         """The line with its images as they are inside, and these in the order in which they stand in its tokens.
 
-        `DataError`: one cannot be used, they do not fit the line, or the model takes text alone. `chats`: the text of a
-        `prompt` becomes a message, which has no placeholders.
+        `DataError`: one cannot be used, they do not fit the line, or the model takes text alone.
         """
         messages, given = record.get("messages"), record.get("images")
-        if not given and not any(map(_is_image, _parts(messages))):
+        if not given and not any(map(_shows, messages or ())):
             return record, []
         if self._vision is None:
             raise DataError("images, and the model takes text alone", "set model.path to a vision-language model")
         if not isinstance(given or [], list):
             raise DataError("`images` must be a list", _HINT)
-        if messages is None and chats:
-            raise DataError(
-                "`images` beside a `prompt`, in a run of episodes", 'give `messages` with {"type": "image"}'
-            )
         shown, left = [], iter(given or [])
         if messages is None:
             shown = [self._image(each) for each in left]
@@ -64,9 +59,9 @@ class PromptImages:
             return content
         parts = []
         for part in content:
-            if _is_image(part):
+            if is_shown(part):
                 shown.append(self._image(_given(part, left)))
-            parts.append(shown[-1].part if _is_image(part) else part)
+            parts.append(shown[-1].part if is_shown(part) else part)
         return parts
 
     def _image(self, given: object) -> EncodedImage:
@@ -91,19 +86,12 @@ class PromptImages:
 
 def _given(part: Mapping[str, Any], left: Iterator[Any]) -> Any:
     if part["type"] == "image_url":
-        url = part.get("image_url")
-        return url.get("url") if isinstance(url, Mapping) else url
+        return url_of(part)
     try:
         return next(left)
     except StopIteration:
         raise DataError("more places for images than `images`", _HINT) from None
 
 
-def _parts(messages: Any) -> Iterator[Any]:
-    for message in messages or ():
-        if isinstance(message["content"], list):
-            yield from message["content"]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+def _shows(message: Mapping[str, Any]) -> bool:
+    return isinstance(message["content"], list) and any(map(is_shown, message["content"]))

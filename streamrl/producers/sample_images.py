@@ -10,20 +10,30 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from streamrl.config import RunConfig
 from streamrl.engine import RequestImage
 from streamrl.errors import DataError
-from streamrl.images.encoded import EncodedImage, accept, data_url, from_url, image_parts, images_of, known
+from streamrl.images.encoded import (
+    EncodedImage,
+    accept,
+    data_url,
+    from_url,
+    image_parts,
+    images_of,
+    is_shown,
+    known,
+    url_of,
+)
 from streamrl.images.store import ImageStore
 from streamrl.images.vision import Vision
 from streamrl.wire import Int32Array, Prompt
 
-_SHOWN: Final = ("image", "image_url")
 _HINT: Final = "take a vision-language model for model.path, or leave the images out"
 
 
 class SampleImages:
-    def __init__(self, prompt: Prompt, vision: Vision | None, store: ImageStore) -> None:
-        self._prompt, self._vision, self._store = prompt, vision, store
+    def __init__(self, config: RunConfig, prompt: Prompt, vision: Vision | None, store: ImageStore | None) -> None:
+        self._prompt, self._vision, self._store = prompt, vision, store or ImageStore.nowhere(config.images)
         self._known: dict[str, EncodedImage] = {}
         self._urls: dict[str, EncodedImage] = {}
         self._decoding = asyncio.Lock()
@@ -50,7 +60,7 @@ class SampleImages:
         """The messages with all images in the form of inside. `DataError`: one cannot be used."""
         return [
             {**message, "content": [await self._canonical(part) for part in message["content"]]}
-            if any(map(_is_image, _parts(message)))
+            if isinstance(message.get("content"), list) and any(map(is_shown, message["content"]))
             else message
             for message in messages
         ]
@@ -83,7 +93,7 @@ class SampleImages:
         return [data for data in found if len(data) <= self._store.limits.inline]
 
     async def _canonical(self, part: Any) -> Any:
-        if not _is_image(part):
+        if not is_shown(part):
             return part
         if self._vision is None:
             raise DataError(f"a message has a part of type {part['type']!r}, this model takes text", _HINT)
@@ -91,15 +101,14 @@ class SampleImages:
             if part.get("sha256") not in self._known:
                 raise DataError("an image that this sample does not have", "show it as image_url, with a data: URL")
             return self._known[part["sha256"]].part
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, Mapping) else given
+        url = str(url_of(part))
         async with self._decoding:  # an agent repeats all images in each call: each is decoded once
-            if not isinstance(url, str) or url not in self._urls:
-                self._urls[str(url)] = await asyncio.to_thread(self._accept, url)
-        image = self._known[self._urls[str(url)].sha256] = self._urls[str(url)]
-        return image.part
+            if url not in self._urls:
+                image = self._urls[url] = await asyncio.to_thread(self._accept, url)
+                self._known[image.sha256] = image
+        return self._urls[url].part
 
-    def _accept(self, url: object) -> EncodedImage:
+    def _accept(self, url: str) -> EncodedImage:
         image = accept(from_url(url), self._store.limits)
         self._store.keep({image.sha256: image.data})
         return image
@@ -108,12 +117,3 @@ class SampleImages:
         if not any(image_parts([part])):
             return part
         return {"type": "image_url", "image_url": {"url": data_url(self._known[part["sha256"]].data)}}
-
-
-def _parts(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _SHOWN

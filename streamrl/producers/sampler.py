@@ -66,6 +66,7 @@ class SampleOrder:
     greedy: bool = False
     seed: str = ""  # names the random numbers that it is drawn with; empty: the engine's
     journal: TurnJournal | None = None  # None: outside of a run
+    store: ImageStore | None = None  # of the large images; None: all of them travel
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
         draw = config.drawing(evaluation=self.prompt.evaluation)
@@ -112,17 +113,8 @@ class Sampler(ABC):
 
 
 class SingleTurn(Sampler):
-    def __init__(
-        self,
-        config: RunConfig,
-        engine: Generator,
-        tokenizer: Tokenizer,
-        name: str = "",
-        *,
-        store: ImageStore | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "") -> None:
         self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
-        self._store = store or ImageStore.nowhere(config.images)
 
     @override
     def capacity(self, slots: int) -> int:
@@ -146,16 +138,15 @@ class SingleTurn(Sampler):
         )
 
     async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
-        images = SampleImages(order.prompt, self._tokenizer.vision, self._store)
+        images = SampleImages(self._config, order.prompt, self._tokenizer.vision, order.store)
         await images.open()
-        ids = order.prompt.token_ids
         request = Request(
             id=order.id,
-            tokens=ids,
+            tokens=order.prompt.token_ids,
             max_new_tokens=self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens,
             affinity=order.affinity,
             **options,
-            **images.of_request(ids, order.prompt.images),
+            **images.of_request(order.prompt.token_ids, order.prompt.images),
         )
         limit = self._config.lease.max_hold
         try:

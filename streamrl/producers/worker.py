@@ -112,8 +112,8 @@ class RolloutWorker:
         config = self._config = role.config
         self._role, self._engine = role, engine
         self._behind, self._news, self._more = behind, news, figures
-        store = ImageStore.of(config, role.run_dir)
-        self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked, store=store)
+        self._store = ImageStore.of(config, role.run_dir)
+        self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
         self._numbers = count()
         self._missing = self._opened = 0
         self._leases = Leases(
@@ -232,4 +232,5 @@ class RolloutWorker:
             greedy=not evaluation and sample >= self._config.sampling.group_size,
             seed=seed_of(self._config, f"{group}/{sample}", evaluation=evaluation),
             journal=TurnJournal(lease, sample, self._leases.progressed),
+            store=self._store,
         )

@@ -75,7 +75,7 @@ class _Node:
 class NextTurn:
     """Where a reply will be recorded: after turn `parent` and `observed` ids; `agreed` messages are recorded.
 
-    `images` are those of `ids`, by their hash; the last ones, `media`, are those of the observed ids.
+    `images` are those of `ids`, by their hash, in the order of their tokens.
     """
 
     messages: tuple[Message, ...]
@@ -85,7 +85,6 @@ class NextTurn:
     ids: Int32Array
     agreed: int
     images: list[str]
-    media: list[str]
 
 
 class History:
@@ -107,13 +106,6 @@ class History:
             turn = self.turns[turn].parent
         return np.concatenate([self._prompt if turn == PROMPT else self._prompt[:0], *pieces[::-1]])
 
-    def images(self, turn: int) -> list[str]:
-        names: list[str] = []
-        while turn >= 0:
-            names = [*self.turns[turn].media, *names]
-            turn = self.turns[turn].parent
-        return self._images + names if turn == PROMPT else names
-
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> NextTurn:
         """Find where a conversation goes on; changes nothing. DataError: the messages cannot be rendered."""
         if not messages:
@@ -121,7 +113,7 @@ class History:
         path = self._walk(messages, self._root(tools))
         node = path[-1]
         if len(path) == len(messages) + 1 and node.opened is not None:  # the same request again
-            return self._placed(messages, tools, node.opened, [], agreed=len(messages), media=[])
+            return self._placed(messages, tools, node.opened, [], len(messages))
         path = self._alike(messages, tools, path)
         at = _last_reply(path, len(messages))
         ended = path[at].ended
@@ -131,12 +123,10 @@ class History:
                 known, tools or None, self.ids(ended).tolist(), messages[at:], sampled=len(self.turns[ended].ids)
             )
             if delta is not None:
-                return self._placed(messages, tools, ended, delta, agreed=len(path) - 1, media=names_of(messages[at:]))
+                return self._placed(messages, tools, ended, delta, len(path) - 1)
         whole = np.asarray(self._renderer.render(messages, tools or None), dtype=np.int32)
-        images = names_of(messages)
-        parent, kept, shown = self._continued(whole, images)
-        observed = whole[kept:].tolist()
-        return self._placed(messages, tools, parent, observed, agreed=len(path) - 1, media=images[shown:])
+        parent, kept = self._continued(whole, names_of(messages))
+        return self._placed(messages, tools, parent, whole[kept:].tolist(), len(path) - 1)
 
     def record(
         self,
@@ -157,7 +147,14 @@ class History:
                 observed = np.asarray(place.observed, dtype=np.int32)
                 said = place.messages[-1].get("role")
                 role: Role = said if said in get_args(Role) else "user"  # type: ignore[assignment]
-                turn = RecordedTurn(parent, observed, role=role, tools=list(uses), tool_seconds=away, media=place.media)
+                turn = RecordedTurn(
+                    parent,
+                    observed,
+                    role=role,
+                    tools=list(uses),
+                    tool_seconds=away,
+                    media=place.images[self._shown(parent) :],
+                )
                 node.opened = self._add(turn)
             parent = node.opened
         node.opened = parent
@@ -246,20 +243,20 @@ class History:
         return node
 
     def _placed(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema],
-        parent: int,
-        observed: list[int],
-        *,
-        agreed: int,
-        media: list[str],
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], parent: int, observed: list[int], agreed: int
     ) -> NextTurn:
         ids = np.concatenate([self.ids(parent), np.asarray(observed, dtype=np.int32)])
-        images = self.images(parent) + media
-        return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed, images, media)
+        return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed, names_of(messages))
 
-    def _continued(self, whole: Int32Array, images: list[str]) -> tuple[int, int, int]:
+    def _shown(self, turn: int) -> int:
+        """How many images stand in the branch up to a turn."""
+        shown = 0
+        while turn >= 0:
+            shown += len(self.turns[turn].media)
+            turn = self.turns[turn].parent
+        return shown + (len(self._images) if turn == PROMPT else 0)
+
+    def _continued(self, whole: Int32Array, images: list[str]) -> tuple[int, int]:
         """The last turn of the longest branch whose ids and images these begin with, and how many they are."""
         count, shown = len(self._prompt), len(self._images)
         ends = {NOTHING: (0, 0)}  # where in both the branch up to a turn ends, if they begin with that
@@ -274,7 +271,7 @@ class History:
             if alike and end + turn.sampled <= len(whole):
                 ends[number] = end, last
         parent = max(reversed(ends), key=lambda turn: (ends[turn][0], self._continued_before(turn)))
-        return parent, *ends[parent]
+        return parent, ends[parent][0]
 
     def _continued_before(self, parent: int) -> bool:
         """Whether one more turn after `parent` begins a branch besides the first."""

@@ -36,7 +36,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content; `DataError` when it holds something else."""
+    """The text of a message's content, without images of inside; `DataError` when it holds something else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
@@ -55,6 +55,8 @@ def content_of(content: object) -> str | list[dict[str, Any]]:
 def _part(part: object) -> str:
     if isinstance(part, str):
         return part
+    if any(image_parts([part])):
+        return ""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, Mapping) else None
     if isinstance(text, str):

@@ -18,7 +18,6 @@ from streamrl.config import EpisodeConfig, RunConfig
 from streamrl.config.episode import RUN_PYTHON
 from streamrl.engine import Generator
 from streamrl.errors import DataError, DeadlineExceeded, PluginError, RetryLater, StreamrlError, leaves
-from streamrl.images.store import ImageStore
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
 from streamrl.producers.episodes.blocked_loop import NAMED_SECONDS, Tell, naming_what_blocks
 from streamrl.producers.episodes.clock import EpisodeOver
@@ -53,21 +52,12 @@ class EpisodeFailed(StreamrlError):
 
 
 def sampler_of(
-    config: RunConfig,
-    engine: Generator,
-    tokenizer: Tokenizer,
-    name: str = "",
-    blocked: Tell | None = None,
-    *,
-    store: ImageStore | None = None,
+    config: RunConfig, engine: Generator, tokenizer: Tokenizer, name: str = "", blocked: Tell | None = None
 ) -> Sampler:
-    """What makes the samples of a run; `name` is that of the process, `blocked` as in `naming_what_blocks`.
-
-    `store` has the large images of the run; None: all of them travel.
-    """
+    """What makes the samples of a run; `name` is that of the process, `blocked` as in `naming_what_blocks`."""
     if config.episode.kind is None:
-        return SingleTurn(config, engine, tokenizer, name, store=store)
-    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name, blocked=blocked, store=store)
+        return SingleTurn(config, engine, tokenizer, name)
+    return EpisodeSampler(config, engine, tokenizer, episode_of(config), name, blocked=blocked)
 
 
 def episode_of(config: RunConfig) -> Episode:
@@ -136,9 +126,7 @@ class EpisodeSampler(Sampler):
         name: str = "",
         *,
         blocked: Tell | None = None,
-        store: ImageStore | None = None,
     ) -> None:
-        self._store = store
         self._config, self._engine, self._tokenizer, self._name = config, engine, tokenizer, name
         self._episode, self._what = episode, type(episode).__name__
         self._deterministic = config.episode.deterministic or episode.deterministic
@@ -212,13 +200,7 @@ class EpisodeSampler(Sampler):
     async def _played(self, order: SampleOrder) -> tuple[EpisodeSession, Score | None]:
         assert self._renderer is not None
         session = EpisodeSession(
-            self._config,
-            self._engine,
-            self._renderer,
-            self._tokenizer,
-            order,
-            deterministic=self._deterministic,
-            store=self._store,
+            self._config, self._engine, self._renderer, self._tokenizer, order, deterministic=self._deterministic
         )
         self._running.add(session)
         try:

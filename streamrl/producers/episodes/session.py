@@ -19,7 +19,6 @@ from streamrl.config.base import SERVER_KINDS
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Finish, Generator, Request, first_tokens, join_runs
 from streamrl.errors import DataError, DeadlyRequest, unwrapped
-from streamrl.images.store import ImageStore
 from streamrl.producers.episodes.clock import EpisodeClock, EpisodeOver
 from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
@@ -81,7 +80,6 @@ class EpisodeSession:
         order: SampleOrder,
         *,
         deterministic: bool = False,
-        store: ImageStore | None = None,
     ) -> None:
         self._config, self._engine, self._order = config, engine, order
         self._renderer, self._tokenizer = renderer, tokenizer
@@ -97,7 +95,7 @@ class EpisodeSession:
         self._version = 0
         self.limits: EpisodeConfig = config.episode
         most = self.limits.max_turns
-        self.images = SampleImages(order.prompt, tokenizer.vision, store or ImageStore.nowhere(config.images))
+        self.images = SampleImages(config, order.prompt, tokenizer.vision, order.store)
         self.journal = EpisodeJournal(order.journal, self.images, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode, self.end)
         self.part = self.clock.part
