@@ -62,6 +62,8 @@ def accept(data: bytes, limits: ImagesConfig) -> EncodedImage:
             raise DataError(f"an image with {frames} frames", "give one frame as an image of its own")
         turned = image.getexif().get(_ORIENTATION) not in _UPRIGHT
         image.load()
+    except DataError:  # it is a ValueError
+        raise
     except UnidentifiedImageError as error:
         what = f"{len(data):,} bytes that are no image of a known format"
         raise DataError(what, f"known are {', '.join(_FORMATS)}") from error
