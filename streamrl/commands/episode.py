@@ -158,6 +158,7 @@ def _kind_of(use: str, config: RunConfig) -> dict[str, Any]:
 
 
 async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenizer, list[Played]]:
+    from streamrl.images.store import ImageStore
     from streamrl.producers.dataset import PromptLimits, load_prompts
     from streamrl.producers.engines.hf import HfEngine
     from streamrl.producers.episodes.sampler import sampler_of
@@ -165,7 +166,8 @@ async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenize
 
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
-    data = await asyncio.to_thread(load_prompts, task, tokenizer, limits)
+    store = ImageStore.nowhere(config.images)
+    data = await asyncio.to_thread(load_prompts, task, tokenizer, limits, store=store)
     prompts = [decode(prompt, Prompt) for prompt in itertools.islice(data.prompts, limit)]
     engine = HfEngine(config, config.seed)
     try:

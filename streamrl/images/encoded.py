@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,6 +62,8 @@ def accept(data: bytes, limits: ImagesConfig) -> EncodedImage:
             raise DataError(f"an image with {frames} frames", "give one frame as an image of its own")
         turned = image.getexif().get(_ORIENTATION) not in _UPRIGHT
         image.load()
+    except DataError:  # it is a ValueError
+        raise
     except UnidentifiedImageError as error:
         what = f"{len(data):,} bytes that are no image of a known format"
         raise DataError(what, f"known are {', '.join(_FORMATS)}") from error
@@ -115,9 +117,29 @@ def from_url(url: object) -> bytes:
         raise DataError(f"an image whose base64 is broken: {error}") from error
 
 
+def is_shown(part: object) -> bool:
+    """Whether a part of a message is an image, from outside or as it is inside."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def url_of(part: Mapping[str, Any]) -> Any:
+    """Of an `image_url`, which should be a text."""
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, Mapping) else url
+
+
 def data_url(data: bytes) -> str:
     kind = "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
     return f"data:image/{kind}{_MARK}{base64.b64encode(data).decode()}"
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The images in chat messages, in the order in which they stand in the tokens."""
+    return [part for message in messages for part in image_parts(message.get("content"))]
+
+
+def names_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [part["sha256"] for part in images_of(messages)]
 
 
 def image_parts(content: object) -> Iterator[Mapping[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -23,6 +25,11 @@ class ImageStore:
     def of(cls, config: RunConfig, run_dir: Path) -> ImageStore:
         store = run_store(config.images.url, config, "images.url", FOLDER)
         return cls(config.images, store or Folder(run_dir / FOLDER))
+
+    @classmethod
+    def nowhere(cls, limits: ImagesConfig) -> ImageStore:
+        """For prompts that stay in this process: all of their images travel."""
+        return cls(limits.model_copy(update={"inline": sys.maxsize}), Folder(Path(os.devnull)))
 
     def keep(self, images: Mapping[str, bytes]) -> list[bytes]:
         """Write the large ones of these images, by name, once, and return the small ones, which have to travel."""

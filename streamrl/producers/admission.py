@@ -47,9 +47,11 @@ class Admitter:
     async def locate(self) -> None:
         """Read the cursor. `Refused`: the ledger holds groups of other data."""
         state = await self._ledger.state()
-        if state.fingerprint not in (None, self._terms.fingerprint):
+        if state.fingerprint is not None and state.fingerprint != self._terms.fingerprint:
             held_out = "held-out prompts or evaluation.samples"
             what = held_out if self._ledger.evaluation else "prompts, another seed or another group size"
+            if state.fingerprint.partition(" ")[2] != self._terms.fingerprint.partition(" ")[2]:
+                what = "images, or another image processor (model.path, model.image_processor, transformers)"
             hint = "restore them, or start a new run (--fresh, or another name)"
             raise Refused(f"this run was started with other {what}", hint)
         self.cursor = state.cursor

@@ -21,10 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from streamrl.config import RunConfig
+from streamrl.config import ImagesConfig, RunConfig
 from streamrl.errors import DataError, WireError
+from streamrl.images.encoded import EncodedImage
+from streamrl.images.store import ImageStore
+from streamrl.producers.prompt_images import PromptImages
 from streamrl.producers.tokenizer import Tokenizer
-from streamrl.wire import Int32Array, Prompt, encode, pack_int32
+from streamrl.wire import SCHEMA, Int32Array, Prompt, encode, pack_int32
 
 _LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
 _CHUNK: Final = 1024
@@ -50,12 +53,16 @@ class PromptLimits:
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded. `fingerprint` covers its bytes and the token ids; `dropped` are too long."""
+    """The prompts of one file, encoded. `fingerprint` covers its bytes, images and token ids; `dropped` are too long.
+
+    `processor` is the fingerprint of what made tokens of its images; empty: it has none.
+    """
 
     path: Path
     prompts: list[bytes]
     fingerprint: str
     dropped: int = 0
+    processor: str = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -81,24 +88,40 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def load_prompts(
-    path: Path, tokenizer: Tokenizer, limits: PromptLimits, *, evaluation: bool = False, count: int | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    *,
+    evaluation: bool = False,
+    count: int | None = None,
+    store: ImageStore | None = None,
 ) -> PromptSet:
     """Read, check and encode all prompts of a JSONL file, or the first `count`; `DataError` names all that is wrong.
 
     A `prompt` that is a list of messages, as in the data of verl, is read as `messages`. Other keys travel as metadata.
+    `store` keeps the large images; None: all of them travel.
     """
+    images = PromptImages(path, tokenizer.vision, store or ImageStore.nowhere(ImagesConfig()))
     digest = hashlib.blake2b(digest_size=16)
     data, faults = PromptSet(path, [], ""), _Faults(path)
     lines = islice(_lines(path, digest), count)
     while raw := list(islice(lines, _CHUNK)):
-        for row, text, tokens in _tokenize(faults.parse(raw), tokenizer, faults):
+        for row, text, tokens in _tokenize(faults.parse(raw, images), tokenizer, faults):
             if limits.drop and limits.exceeded_by(tokens.size):
                 data.dropped += 1
                 continue
             with faults.at(row.line):
                 _check_tokens(tokens, limits)
                 digest.update(tokens.tobytes())
-                data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation))
+                more: dict[str, Any] = {}
+                if row.images:
+                    assert tokenizer.vision is not None
+                    data.processor = tokenizer.vision.fingerprint
+                    names = [image.sha256 for image in row.images]
+                    digest.update("".join(names).encode())
+                    blobs = images.keep(row.images)
+                    more = {"v": SCHEMA, "images": names, "blobs": blobs, "processor": data.processor}
+                data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation, **more))
     faults.check()
     if not data.prompts:
         raise DataError(f"{path} has no prompts{' that are short enough' if data.dropped else ''}", _LINE_HINT)
@@ -106,7 +129,9 @@ def load_prompts(
     return data
 
 
-def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int) -> int:
+def examine_prompts(
+    path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int, images: ImagesConfig | None = None
+) -> int:
     """How many are dropped; errors as of `load_prompts`. The tokenizer (seconds) is loaded only where it may matter."""
     faults = _Faults(path)
     rows = faults.parse(islice(_lines(path, hashlib.blake2b()), count))
@@ -116,8 +141,9 @@ def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: Prom
     for row in rows:
         # A token has a byte or more, but for the special ones at the ends of a text.
         text = row.record.get("prompt")
-        if text is None or limits.exceeded_by(len(text.encode()) + _SPECIAL):
-            return load_prompts(path, tokenizer(), limits, count=count).dropped
+        if text is None or row.record.get("images") or limits.exceeded_by(len(text.encode()) + _SPECIAL):
+            store = ImageStore.nowhere(images or ImagesConfig())
+            return load_prompts(path, tokenizer(), limits, count=count, store=store).dropped
     return 0
 
 
@@ -125,6 +151,7 @@ def examine_prompts(path: Path, tokenizer: Callable[[], Tokenizer], limits: Prom
 class _Line:
     line: int
     record: dict[str, Any]
+    images: list[EncodedImage]
 
 
 class _Faults:
@@ -142,11 +169,12 @@ class _Faults:
             kind = re.sub(r"\d+", "", error.message.partition(":")[0])
             self._kinds.setdefault(kind, (error, []))[1].append(line + 1)
 
-    def parse(self, lines: Iterable[tuple[int, bytes]]) -> list[_Line]:
+    def parse(self, lines: Iterable[tuple[int, bytes]], images: PromptImages | None = None) -> list[_Line]:
         rows = []
         for number, raw in lines:
             with self.at(number):
-                rows.append(_Line(number, _parse(raw)))
+                record = _parse(raw)
+                rows.append(_Line(number, *(images.of(record) if images else (record, []))))
         return rows
 
     def check(self) -> None:
@@ -205,16 +233,19 @@ def _is_turn(turn: Any) -> bool:
 
 def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
     """The text and the ids of each prompt; a chat that the template refuses is a fault."""
-    texts = [(row, row.record["prompt"]) for row in rows if row.record.get("prompt") is not None]
-    chats: list[tuple[_Line, str]] = []
+    texts: list[tuple[_Line, str, str]] = []  # the text, and the same with all tokens of its images
+    chats: list[tuple[_Line, str, str]] = []
     for row in rows:
         with faults.at(row.line):
-            if row.record.get("prompt") is None:
-                chats.append((row, tokenizer.chat_text(row.record["messages"])))
+            text, written = row.record.get("prompt"), texts
+            if text is None:
+                text, written = tokenizer.chat_text(row.record["messages"]), chats
+            sizes = [(image.width, image.height) for image in row.images]
+            written.append((row, text, tokenizer.vision.expand(text, sizes) if tokenizer.vision else text))
     found: dict[int, tuple[_Line, str, Int32Array]] = {}
     for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
-        ids = tokenizer.encode([text for _, text in part], special=special)
-        found |= {row.line: (row, text, tokens) for (row, text), tokens in zip(part, ids, strict=True)}
+        ids = tokenizer.encode([expanded for _, _, expanded in part], special=special)
+        found |= {row.line: (row, text, tokens) for (row, text, _), tokens in zip(part, ids, strict=True)}
     return (found[row.line] for row in rows if row.line in found)
 
 
@@ -230,7 +261,7 @@ def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
         raise DataError(what, "the tokenizer is another model's: set model.tokenizer to that of model.path")
 
 
-def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool) -> bytes:
+def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool, **images: Any) -> bytes:
     record = row.record
     prompt = Prompt(
         tokens=pack_int32(tokens),
@@ -240,6 +271,7 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: boo
         metadata={key: value for key, value in record.items() if key not in ("prompt", "messages", "answer")},
         line=row.line,
         evaluation=evaluation,
+        **images,
     )
     try:
         return encode(prompt)
@@ -250,4 +282,5 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: boo
 def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:
     """Of file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
     options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(options, digest_size=16).hexdigest()
+    digest = hashlib.blake2b(options, digest_size=16).hexdigest()
+    return f"{digest} {data.processor}" if data.processor else digest

@@ -19,6 +19,7 @@ from typing import Final
 
 from streamrl.config import RunConfig
 from streamrl.errors import unwrapped
+from streamrl.images.store import ImageStore
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, DropGuard, SameFailureGuard, VersionWatcher
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
@@ -40,14 +41,17 @@ async def run_feeder(role: Role) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     vocabulary = await asyncio.to_thread(vocabulary_of, config.model)
     limits = PromptLimits.of(config, vocabulary)
-    data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits)
+    store = ImageStore.of(config, role.run_dir)
+    data = await asyncio.to_thread(load_prompts, config.data.train, tokenizer, limits, store=store)
     versions = VersionWatcher(role.ledgers.weights)
     training = Training(role, data, versions)
     await training.check()
     await versions.read()
     evaluation = None
     if config.evaluation.every and config.data.held_out is not None:
-        held_out = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
+        held_out = await asyncio.to_thread(
+            load_prompts, config.data.held_out, tokenizer, limits, evaluation=True, store=store
+        )
         evaluation = Evaluation(role, held_out, versions)
         await evaluation.start()
     role.ready()

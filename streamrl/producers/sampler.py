@@ -16,6 +16,8 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DeadlineExceeded
+from streamrl.images.store import ImageStore
+from streamrl.producers.sample_images import SampleImages
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease
@@ -64,6 +66,7 @@ class SampleOrder:
     greedy: bool = False
     seed: str = ""  # names the random numbers that it is drawn with; empty: the engine's
     journal: TurnJournal | None = None  # None: outside of a run
+    store: ImageStore | None = None  # of the large images; None: all of them travel
 
     def drawn(self, config: RunConfig, turn: int = 0) -> dict[str, Any]:
         draw = config.drawing(evaluation=self.prompt.evaluation)
@@ -135,12 +138,15 @@ class SingleTurn(Sampler):
         )
 
     async def _generate(self, order: SampleOrder, options: dict[str, Any]) -> Completion:
+        images = SampleImages(self._config, order.prompt, self._tokenizer.vision, order.store)
+        await images.open()
         request = Request(
             id=order.id,
             tokens=order.prompt.token_ids,
             max_new_tokens=self._config.drawing(evaluation=order.prompt.evaluation).max_new_tokens,
             affinity=order.affinity,
             **options,
+            **images.of_request(order.prompt.token_ids, order.prompt.images),
         )
         limit = self._config.lease.max_hold
         try:

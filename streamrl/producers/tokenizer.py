@@ -8,6 +8,8 @@ exactly these. Sampled ids are decoded for people and rewards only: text is neve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +81,29 @@ class Tokenizer:
         opened: bool = True,
     ) -> str:
         """A chat after the model's template, which may refuse it; `opened`: with what begins the model's next turn."""
-        from jinja2 import TemplateError
-
         if not self.backend.chat_template:
             what = f"the tokenizer of {self.name} has no chat template, so it cannot take `messages`"
             raise DataError(what, "give prompts as text (`prompt`), or take a chat model")
+        whole = self.with_system(messages)
+        if self.vision is not None and self._takes_parts_only:
+            whole = [{**message, "content": _in_parts(message.get("content"))} for message in whole]
+        return self._written(whole, tools, opened=opened)
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether the template finds no text in a content that is no list, as that of SmolVLM."""
+        with suppress(DataError):
+            return "Zebra" not in self._written([{"role": "user", "content": "Zebra"}], None, opened=True)
+        return True
+
+    def _written(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, opened: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
         try:
             text: str = self.backend.apply_chat_template(
-                [dict(message) for message in self.with_system(messages)],
+                [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=opened,
@@ -102,6 +119,10 @@ class Tokenizer:
         if prompt is None or (messages and messages[0].get("role") in ("system", "developer")):
             return messages
         return [{"role": "system", "content": prompt}, *messages]
+
+
+def _in_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
 
 
 def vocabulary_of(config: ModelConfig) -> int | None:

@@ -23,6 +23,7 @@ from typing import Final, Literal
 
 from streamrl.engine import Generator, life_seed
 from streamrl.errors import DataError, DeadlineExceeded, RetryLater, Unreachable, WireError, unwrapped
+from streamrl.images.store import ImageStore
 from streamrl.producers.episodes.sampler import sampler_of
 from streamrl.producers.meter import Meter
 from streamrl.producers.sampler import SampleOrder, TurnJournal, seed_of
@@ -111,6 +112,7 @@ class RolloutWorker:
         config = self._config = role.config
         self._role, self._engine = role, engine
         self._behind, self._news, self._more = behind, news, figures
+        self._store = ImageStore.of(config, role.run_dir)
         self._sampler = sampler_of(config, engine, tokenizer, role.name, self._say_blocked)
         self._numbers = count()
         self._missing = self._opened = 0
@@ -230,4 +232,5 @@ class RolloutWorker:
             greedy=not evaluation and sample >= self._config.sampling.group_size,
             seed=seed_of(self._config, f"{group}/{sample}", evaluation=evaluation),
             journal=TurnJournal(lease, sample, self._leases.progressed),
+            store=self._store,
         )

@@ -16,6 +16,7 @@ from streamrl.consumers.opening import models_of, open_scorer
 from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import DataError, DeadlineExceeded, StreamrlError, unwrapped
+from streamrl.images.store import ImageStore
 from streamrl.pass_at_k import at_k
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines.hf import HfEngine
@@ -49,7 +50,8 @@ async def measure_accuracy(
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
-    data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True)
+    store = ImageStore.nowhere(config.images)
+    data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)
     await engine.start()

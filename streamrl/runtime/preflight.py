@@ -163,7 +163,7 @@ def check_data(config: RunConfig) -> str:
 
     found = []
     for file in _files(config):
-        dropped = examine_prompts(file, tokenizer, PromptLimits.of(config), _LOOKED_AT)
+        dropped = examine_prompts(file, tokenizer, PromptLimits.of(config), _LOOKED_AT, config.images)
         found.append(f"{file} ({dropped} of the first {_LOOKED_AT} prompts are too long)" if dropped else str(file))
     return ", ".join(found)
 

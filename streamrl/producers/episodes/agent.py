@@ -99,6 +99,7 @@ class AgentEpisode(Episode):
         process = None
         try:
             async with session.part("start"):
+                task = dataclasses.replace(task, messages=session.images.outside(task.messages))
                 await asyncio.to_thread(self._write_task, task, folder)
                 process = await start_agent(self._agent, folder, self._variables(key, folder), key, self._beside)
                 await first_of(process.wait(), door.called.wait())

@@ -36,6 +36,8 @@ class Task:
     @classmethod
     def of(cls, prompt: Prompt) -> Task:
         """The task of a prompt; its messages are copies that may be changed."""
+        if prompt.images and not prompt.messages:
+            raise DataError("an episode on a `prompt` with `images`", 'give `messages` with parts {"type": "image"}')
         text, rendered = prompt.text, ""
         if prompt.messages:
             said = [message.get("content") for message in prompt.messages if message["role"] == "user"]

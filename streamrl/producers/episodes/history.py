@@ -19,6 +19,7 @@ import orjson
 
 from streamrl.engine import Completion
 from streamrl.errors import DataError
+from streamrl.images.encoded import names_of
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.wire import NOTHING, PROMPT, Int32Array, Role, ToolUse, Turn, pack_int32, utf8
 
@@ -38,6 +39,7 @@ class RecordedTurn:
     text: str = ""
     children: int = 0
     conversation: Sequence[Message] = ()
+    media: list[str] = field(default_factory=list)
 
     @property
     def sampled(self) -> bool:
@@ -53,6 +55,7 @@ class RecordedTurn:
             finish=done.finish if done else "",
             reward=self.reward,
             tools=self.tools,
+            media=self.media,
             model_seconds=round(done.seconds, 4) if done else 0.0,
             tool_seconds=round(self.tool_seconds, 4),
             cached=done.cached_tokens if done else 0,
@@ -70,7 +73,10 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextTurn:
-    """Where a reply will be recorded: after turn `parent` and `observed` ids; `agreed` messages are recorded."""
+    """Where a reply will be recorded: after turn `parent` and `observed` ids; `agreed` messages are recorded.
+
+    `images` are those of `ids`, by their hash, in the order of their tokens.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...]
@@ -78,13 +84,17 @@ class NextTurn:
     observed: list[int]
     ids: Int32Array
     agreed: int
+    images: list[str]
 
 
 class History:
-    """The tree of one sample, whose branches may begin with the ids of `prompt`; `forks` counts branches less 1."""
+    """The tree of one sample, whose branches may begin with the ids of `prompt`; `forks` counts branches less 1.
 
-    def __init__(self, renderer: ChatRenderer, prompt: Int32Array) -> None:
-        self._renderer, self._prompt = renderer, prompt
+    `images` are those of the prompt, by their hash.
+    """
+
+    def __init__(self, renderer: ChatRenderer, prompt: Int32Array, images: Sequence[str] = ()) -> None:
+        self._renderer, self._prompt, self._images = renderer, prompt, list(images)
         self._roots: dict[bytes, tuple[tuple[ToolSchema, ...], _Node]] = {}
         self.turns: list[RecordedTurn] = []
         self.forks = 0
@@ -115,7 +125,7 @@ class History:
             if delta is not None:
                 return self._placed(messages, tools, ended, delta, len(path) - 1)
         whole = np.asarray(self._renderer.render(messages, tools or None), dtype=np.int32)
-        parent, kept = self._continued(whole)
+        parent, kept = self._continued(whole, names_of(messages))
         return self._placed(messages, tools, parent, whole[kept:].tolist(), len(path) - 1)
 
     def record(
@@ -137,7 +147,14 @@ class History:
                 observed = np.asarray(place.observed, dtype=np.int32)
                 said = place.messages[-1].get("role")
                 role: Role = said if said in get_args(Role) else "user"  # type: ignore[assignment]
-                turn = RecordedTurn(parent, observed, role=role, tools=list(uses), tool_seconds=away)
+                turn = RecordedTurn(
+                    parent,
+                    observed,
+                    role=role,
+                    tools=list(uses),
+                    tool_seconds=away,
+                    media=place.images[self._shown(parent) :],
+                )
                 node.opened = self._add(turn)
             parent = node.opened
         node.opened = parent
@@ -229,20 +246,32 @@ class History:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], parent: int, observed: list[int], agreed: int
     ) -> NextTurn:
         ids = np.concatenate([self.ids(parent), np.asarray(observed, dtype=np.int32)])
-        return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed)
+        return NextTurn(tuple(messages), tuple(tools), parent, observed, ids, agreed, names_of(messages))
 
-    def _continued(self, whole: Int32Array) -> tuple[int, int]:
-        """The last turn of the longest branch whose ids `whole` begins with, and how many they are."""
-        count = len(self._prompt)
-        ends = {NOTHING: 0}  # where in `whole` the branch up to a turn ends, if it begins with that
-        if count and np.array_equal(whole[:count], self._prompt):
-            ends[PROMPT] = count
+    def _shown(self, turn: int) -> int:
+        """How many images stand in the branch up to a turn."""
+        shown = 0
+        while turn >= 0:
+            shown += len(self.turns[turn].media)
+            turn = self.turns[turn].parent
+        return shown + (len(self._images) if turn == PROMPT else 0)
+
+    def _continued(self, whole: Int32Array, images: list[str]) -> tuple[int, int]:
+        """The last turn of the longest branch whose ids and images these begin with, and how many they are."""
+        count, shown = len(self._prompt), len(self._images)
+        ends = {NOTHING: (0, 0)}  # where in both the branch up to a turn ends, if they begin with that
+        if count and np.array_equal(whole[:count], self._prompt) and images[:shown] == self._images:
+            ends[PROMPT] = count, shown
         for number, turn in enumerate(self.turns):  # children come after their parents
-            begin = ends.get(turn.parent)
-            end = (begin or 0) + len(turn.ids)
-            if begin is not None and end + turn.sampled <= len(whole) and np.array_equal(whole[begin:end], turn.ids):
-                ends[number] = end
-        return max(reversed(ends.items()), key=lambda branch: (branch[1], self._continued_before(branch[0])))
+            if turn.parent not in ends:
+                continue
+            begin, first = ends[turn.parent]
+            end, last = begin + len(turn.ids), first + len(turn.media)
+            alike = np.array_equal(whole[begin:end], turn.ids) and images[first:last] == turn.media
+            if alike and end + turn.sampled <= len(whole):
+                ends[number] = end, last
+        parent = max(reversed(ends), key=lambda turn: (ends[turn][0], self._continued_before(turn)))
+        return parent, ends[parent][0]
 
     def _continued_before(self, parent: int) -> bool:
         """Whether one more turn after `parent` begins a branch besides the first."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, TypeAlias
@@ -22,7 +22,9 @@ import orjson
 
 from streamrl.engine import Completion, Finish
 from streamrl.errors import RetryLater, StreamrlError
+from streamrl.images.encoded import names_of
 from streamrl.producers.episodes.tools import ToolResult, call_function
+from streamrl.producers.sample_images import SampleImages
 from streamrl.producers.sampler import TurnJournal
 from streamrl.wire import Int32Array, ToolUse, pack_float32, pack_int32, unpack_float32, unpack_int32
 
@@ -49,11 +51,15 @@ class ReplyEntry(msgspec.Struct, frozen=True, tag="reply"):
     cached_tokens: int = 0
 
 
-class AnswersEntry(msgspec.Struct, frozen=True, tag="answers"):
-    """How the calls of `key` were answered: all of a reply if the state is kept, which belongs to none of them."""
+class AnswersEntry(msgspec.Struct, frozen=True, tag="answers", omit_defaults=True):
+    """How the calls of `key` were answered: all of a reply if the state is kept, which belongs to none of them.
+
+    `blobs` are the bytes of the small images among the answers.
+    """
 
     key: bytes
     results: list[tuple[dict[str, Any], ToolUse]]
+    blobs: list[bytes] = []
 
 
 _Entry: TypeAlias = ReplyEntry | AnswersEntry
@@ -64,16 +70,19 @@ class BeginAgain(StreamrlError):
     """The episode cannot go on from its record, which is forgotten: the sample begins again, in this process."""
 
 
-def reply_key(ids: Int32Array, options: Mapping[str, Any]) -> bytes:
+def reply_key(ids: Int32Array, options: Mapping[str, Any], images: Sequence[str] = ()) -> bytes:
     own = orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b""
-    return blake2b(pack_int32(ids) + own, digest_size=16).digest()
+    return blake2b(pack_int32(ids) + own + "".join(images).encode(), digest_size=16).digest()
 
 
 class EpisodeJournal:
     """The record of one episode in `store`; None: nothing is kept. `replayed` turns came from it."""
 
-    def __init__(self, store: TurnJournal | None, *, deterministic: bool, most_turns: int) -> None:
+    def __init__(
+        self, store: TurnJournal | None, images: SampleImages, *, deterministic: bool, most_turns: int
+    ) -> None:
         self._store, self._deterministic, self._most_turns = store, deterministic, most_turns
+        self._images = images
         self._environment: Any = None
         self._deadline = 0.0
         self._left: list[_Entry] = []
@@ -112,8 +121,11 @@ class EpisodeJournal:
         entry = await self._take(key)
         if not isinstance(entry, AnswersEntry):
             results = await run()
-            await self._add(AnswersEntry(key, [(result.message, result.use) for result in results]))
+            messages = [result.message for result in results]
+            blobs = self._images.travelling(names_of(messages))
+            await self._add(AnswersEntry(key, [(result.message, result.use) for result in results], blobs))
             return results
+        await self._images.fetch(names_of(message for message, _ in entry.results), entry.blobs)
         if self.restores and not any(isinstance(later, AnswersEntry) for later in self._left):
             await self._restore()  # until then only `reset` has run
         return [ToolResult(message, use) for message, use in entry.results]

@@ -42,8 +42,8 @@ def examine_chat(tokenizer: Tokenizer, tool_format: str = "auto") -> str:
 
 def known_renderer(tokenizer: Tokenizer, tool_format: str = "auto") -> ChatRenderer | None:
     model = str(getattr(tokenizer.backend, "name_or_path", ""))
-    if tool_format in FORMATS or tokenizer.model.renders:
-        return None  # its classes know neither the template of a run nor arguments
+    if tool_format in FORMATS or tokenizer.model.renders or tokenizer.vision is not None:
+        return None  # its classes know neither the template of a run nor arguments, nor images as they are here
     local = Path(model).is_absolute() or model.count("/") != 1
     if tool_format == "auto" and (local or find_spec("renderers") is None):  # the import takes two seconds
         return None

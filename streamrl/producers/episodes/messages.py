@@ -1,7 +1,8 @@
-"""OpenAI messages as templates read them: text, and arguments of calls as objects.
+"""OpenAI messages as templates read them: text and images, and arguments of calls as objects.
 
 Control tokens that a tool or an environment spells out stay text, else its answer could forge a turn: each gets a mark
-after its first character, and a text is cut at its marks before it becomes ids.
+after its first character, and a text is cut at its marks before it becomes ids. So does the token of an image, whoever
+writes it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from streamrl.errors import DataError
+from streamrl.images.encoded import image_parts
 from streamrl.producers.episodes.rendering import Message
 
 _TEXTS: Final = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal"}
@@ -19,7 +21,7 @@ CUT: Final = "\ufdd0"  # Unicode will never assign it
 
 
 def spell_out(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with text for content (else DataError), and arguments of calls as objects instead of JSON text."""
+    """The messages with text and images for content (else DataError), and arguments of calls as objects, not text."""
     return [_spell(dict(message)) for message in messages]
 
 
@@ -34,7 +36,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content; `DataError` when it holds something else."""
+    """The text of a message's content, without images of inside; `DataError` when it holds something else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
@@ -42,9 +44,19 @@ def text_of(content: object) -> str:
     return "".join(_part(part) for part in content)
 
 
+def content_of(content: object) -> str | list[dict[str, Any]]:
+    """As `text_of`, but a list of parts where there are images as they are inside (`EncodedImage.part`)."""
+    if not any(image_parts(content)):
+        return text_of(content)
+    assert isinstance(content, list)
+    return [part if any(image_parts([part])) else {"type": "text", "text": _part(part)} for part in content]
+
+
 def _part(part: object) -> str:
     if isinstance(part, str):
         return part
+    if any(image_parts([part])):
+        return ""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, Mapping) else None
     if isinstance(text, str):
@@ -55,7 +67,8 @@ def _part(part: object) -> str:
 def _spell(message: Message) -> Message:
     if not isinstance(message.get("role"), str):
         raise DataError("a message has no role")
-    message["content"] = text_of(message.get("content"))
+    content = message.get("content")
+    message["content"] = text_of(content) if message["role"] == "assistant" else content_of(content)
     calls, left = message.pop("tool_calls", None) or [], []
     for call in calls:
         function = dict(call.get("function") or {})
@@ -77,9 +90,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class ControlTokens:
-    """Those of one tokenizer of transformers; `ids` has them by their text."""
+    """Those of one tokenizer of transformers; `ids` has them by their text, `image` is that of an image."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, image: str = "") -> None:
+        self._image = image
         added = backend.added_tokens_decoder
         self.ids = {token.content: int(number) for number, token in added.items() if token.special}
         texts = "|".join(re.escape(text) for text in self.ids if len(text) > 1)
@@ -91,9 +105,21 @@ class ControlTokens:
         replied = False
         for message in spelled:
             replied = replied or message["role"] == "assistant"
-            if message["role"] == "tool" or (replied and message["role"] == "user"):
-                message["content"] = self._first.sub(rf"\1{CUT}", message["content"].replace(CUT, ""))
+            told = message["role"] == "tool" or (replied and message["role"] == "user")
+            content = message["content"]
+            if isinstance(content, str):
+                message["content"] = self._marked(content, told=told)
+            else:
+                message["content"] = [
+                    {**part, "text": self._marked(part["text"], told=told)} if "text" in part else part
+                    for part in content
+                ]
         return spelled
+
+    def _marked(self, text: str, *, told: bool) -> str:
+        if told:
+            return self._first.sub(rf"\1{CUT}", text.replace(CUT, ""))
+        return text.replace(self._image, f"{self._image[0]}{CUT}{self._image[1:]}") if self._image else text
 
 
 class CuttingTokenizer:

@@ -204,6 +204,7 @@ class EpisodeSampler(Sampler):
         )
         self._running.add(session)
         try:
+            await session.images.open()
             return session, await self._play(session, Task.of(order.prompt))
         finally:
             self._running.discard(session)

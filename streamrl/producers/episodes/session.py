@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 
 from streamrl import wire
@@ -23,6 +24,7 @@ from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
+from streamrl.producers.sample_images import SampleImages
 from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
@@ -82,7 +84,7 @@ class EpisodeSession:
         self._config, self._engine, self._order = config, engine, order
         self._renderer, self._tokenizer = renderer, tokenizer
         self._longest_reply = config.drawing(evaluation=order.prompt.evaluation).max_new_tokens
-        self._history = History(renderer, order.prompt.token_ids)
+        self._history = History(renderer, order.prompt.token_ids, order.prompt.images)
         self._numbers = count()
         self._noted: dict[str, ToolUse] = {}
         self._turns = self._calls = self._tokens = self._unread = 0
@@ -93,7 +95,8 @@ class EpisodeSession:
         self._version = 0
         self.limits: EpisodeConfig = config.episode
         most = self.limits.max_turns
-        self.journal = EpisodeJournal(order.journal, deterministic=deterministic, most_turns=most)
+        self.images = SampleImages(config, order.prompt, tokenizer.vision, order.store)
+        self.journal = EpisodeJournal(order.journal, self.images, deterministic=deterministic, most_turns=most)
         self.clock = EpisodeClock(config.episode, self.end)
         self.part = self.clock.part
         self.stop: StopReason | None = None
@@ -136,11 +139,12 @@ class EpisodeSession:
         self._check_open()
         begun = asyncio.get_running_loop().time()
         async with self._owned():
+            messages = await self.images.canonical(messages)
             open_turn = await self._begin_turn(messages, tools, max_tokens)
             place = open_turn.place
             try:
                 asked = options if max_tokens is None else {**options, "max_tokens": max_tokens}
-                key = reply_key(place.ids, asked)
+                key = reply_key(place.ids, asked, place.images)
                 completion, ends = await self._completion(place, open_turn.longest, options, key)
             except BaseException:
                 self._turns -= 1
@@ -187,9 +191,9 @@ class EpisodeSession:
     def pieces(self, turn: SampledTurn) -> list[str]:
         return [self._all_text([token]) for token in turn.tokens.tolist()]
 
-    def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+    async def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """How many tokens `sampled` would put before a reply. DataError: the messages cannot be rendered."""
-        return len(self._history.place(messages, tools).ids)
+        return len(self._history.place(await self.images.canonical(messages), tools).ids)
 
     def reward(self, value: float, turn: int) -> None:
         """Add a finite number to the reward of a sampled turn."""
@@ -213,7 +217,17 @@ class EpisodeSession:
 
     async def _run(self, calls: Sequence[ToolCall], toolbox: Toolbox) -> list[ToolResult]:
         deadline, longest = self.limits.tool_deadline, self.limits.max_tool_response
-        return await together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
+        results = await together([toolbox.call(call, deadline=deadline, longest=longest) for call in calls])
+        return [await self._shown(result) for result in results]
+
+    async def _shown(self, result: ToolResult) -> ToolResult:
+        """With its images in the form of inside; the model is told of one that cannot be used."""
+        try:
+            [message] = await self.images.canonical([result.message])
+        except DataError as error:
+            message = {**result.message, "content": f"error: {error.message}"}
+            return ToolResult(message, msgspec.structs.replace(result.use, outcome="error"))
+        return ToolResult(message, result.use)
 
     def used(self, call_id: str, use: ToolUse) -> None:
         """Note how the call of a tool went, before its message is in `sampled`; else it counts as `ok`."""
@@ -265,8 +279,9 @@ class EpisodeSession:
         stop = self.stop or "completed"
         plain = len(turns) == 1 and turns[0].parent == PROMPT and turns[0].reward is None
         plain = plain and not (self.journal.replayed or self.journal.restarts) and stop in ("completed", "max_tokens")
+        images = [name for turn in turns for name in turn.media]
         return Sample(
-            v=1 if plain else wire.TURNS,
+            v=1 if plain else wire.SCHEMA if images else wire.TURNS,
             tokens=wire.pack_int32(np.concatenate([reply.tokens for reply in replies])),
             logprobs=wire.pack_float32(np.concatenate([reply.logprobs for reply in replies])),
             runs=runs,
@@ -282,6 +297,7 @@ class EpisodeSession:
             dropped=self.dropped,
             auxiliary=self.auxiliary,
             score=None if score is None else SampleScore(value=score.value, parts=dict(score.parts)),
+            blobs=self.images.travelling(images),
         )
 
     # --- one turn -----------------------------------------------------------------------------------------------------
@@ -364,7 +380,7 @@ class EpisodeSession:
         ends = StopTexts(options["stop"], self._all_text, options["min_tokens"])
 
         async def sampled() -> Completion:
-            return ends.cut(await self._generate(place.ids, longest, number, options))
+            return ends.cut(await self._generate(place, longest, number, options))
 
         async with self._faults(schema="json_schema" in own):
             completion = await self.journal.reply(key, sampled)
@@ -387,16 +403,17 @@ class EpisodeSession:
     def _all_text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, special=True)
 
-    async def _generate(self, ids: Int32Array, longest: int, number: int, options: dict[str, Any]) -> Completion:
+    async def _generate(self, place: NextTurn, longest: int, number: int, options: dict[str, Any]) -> Completion:
         sticky = self._config.episode.prefix_cache == "sample"
         self._version = self._version or self._engine.load().version
         request = Request(
             id=f"{self._order.id}-{number}",
-            tokens=ids,
+            tokens=place.ids,
             max_new_tokens=longest,
             **options,
             affinity=f"{self._order.affinity}/{self._order.id}",
             cache_version=(self._version or None) if sticky else None,
+            **self.images.of_request(place.ids, place.images),
         )
         self.generating += 1
         try:

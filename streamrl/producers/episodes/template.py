@@ -14,6 +14,7 @@ import orjson
 from typing_extensions import override
 
 from streamrl.errors import DataError
+from streamrl.images.encoded import images_of
 from streamrl.producers.episodes import probe
 from streamrl.producers.episodes.messages import CUT, ControlTokens
 from streamrl.producers.episodes.rendering import ChatRenderer, Ids, Message, Messages, Reply, Tools
@@ -36,7 +37,7 @@ class TemplateRenderer(ChatRenderer):
         self._thinks = "</think>" in source or "reasoning_content" in source
         self._reasoning_key = "reasoning_content" in source
         self._format = format_of(tool_format, source)
-        self._control = ControlTokens(tokenizer.backend)
+        self._control = ControlTokens(tokenizer.backend, tokenizer.vision.token if tokenizer.vision else "")
         self._dated = "strftime_now" in source
         self._kept_text = lru_cache(_TEXTS)(lambda key: self._write(*orjson.loads(key)))
         self._kept_ids = lru_cache(_TEXTS)(lambda text: np.asarray(tokenizer.plain_ids(text), dtype=np.int32))
@@ -48,7 +49,7 @@ class TemplateRenderer(ChatRenderer):
 
     @override
     def render(self, messages: Messages, tools: Tools = None) -> list[int]:
-        return self._ids(self._text(messages, tools, opened=True))
+        return self._ids(self._expanded(self._text(messages, tools, opened=True), messages))
 
     @override
     def extend(self, messages: Messages, tools: Tools, ids: Ids, new: Messages, *, sampled: int) -> list[int] | None:
@@ -65,7 +66,9 @@ class TemplateRenderer(ChatRenderer):
         if self._thinks and reasoning not in whole[len(before) :]:
             return None  # the template leaves out what the policy thought
         close = self._closing(held, len(before))
-        return None if close is None else self._tail_ids(close + whole[len(held) :], closed=ids[-1] in self.stops)
+        if close is None:
+            return None
+        return self._tail_ids(self._expanded(close + whole[len(held) :], new), closed=ids[-1] in self.stops)
 
     @override
     def parse(self, ids: Ids, tools: Tools = None, *, prompt: Ids = ()) -> Reply:
@@ -96,6 +99,12 @@ class TemplateRenderer(ChatRenderer):
     def _write(self, messages: Messages, tools: Tools, opened: bool, form: _ArgumentForm) -> str:
         shaped = [self._shape(message, form) for message in self._control.spell_out(messages)]
         return self._tokenizer.chat_text(shaped, tools, opened=opened)
+
+    def _expanded(self, text: str, messages: Messages) -> str:
+        """With all tokens of the images of the messages that it is the text of."""
+        if self._tokenizer.vision is None:
+            return text
+        return self._tokenizer.vision.expand(text, [(part["width"], part["height"]) for part in images_of(messages)])
 
     def _ids(self, text: str) -> list[int]:
         text, *pieces = text.split(CUT)

@@ -22,6 +22,7 @@ import msgspec
 import orjson
 
 from streamrl.errors import PluginError
+from streamrl.images.encoded import is_shown
 from streamrl.plugin_import import closest
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.rendering import Message, ToolCall, ToolSchema
@@ -170,12 +171,13 @@ class Toolbox:
     async def call(self, call: ToolCall, *, deadline: float, longest: int) -> ToolResult:
         """Run one call within `deadline` seconds after it gets a slot; what goes wrong is told to the model."""
         begun = time.monotonic()
-        outcome, text = await self._outcome(call, deadline)
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": cut(utf8(text), longest)}
+        outcome, content = await self._outcome(call, deadline)
+        content = cut(utf8(content), longest) if isinstance(content, str) else _cut_parts(content, longest)
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
         seconds = round(time.monotonic() - begun, 4)
         return ToolResult(message, ToolUse(name=call.name[:256], outcome=outcome, seconds=seconds))
 
-    async def _outcome(self, call: ToolCall, deadline: float) -> tuple[Outcome, str]:
+    async def _outcome(self, call: ToolCall, deadline: float) -> tuple[Outcome, str | list[dict[str, Any]]]:
         if call.status == "malformed":
             return "malformed", "error: the call could not be read: write one JSON object with `name` and `arguments`"
         tool = self._tools.get(call.name)
@@ -190,7 +192,7 @@ class Toolbox:
             async with tool.slots or contextlib.nullcontext(), asyncio.timeout(deadline) as limit:
                 calling = call_function(tool.function, arguments, f"tool {tool.name}")
                 value = await in_task(calling, f"tool {tool.name}", _GRACE)
-            return "ok", as_text(value)
+            return "ok", as_content(value)
         except EpisodeOver:
             raise
         except Exception as error:  # the model is told
@@ -315,6 +317,17 @@ def _as_error(raised: BaseException) -> Exception:
     return error
 
 
+def as_content(value: Any) -> str | list[dict[str, Any]]:
+    """What a tool returned, for the model: text, or parts of OpenAI if it is a list in which one is an `image_url`."""
+    if not (isinstance(value, list) and any(isinstance(part, dict) and "image_url" in part for part in value)):
+        return as_text(value)
+    return [part if is_shown(part) else {"type": "text", "text": _text_of(part)} for part in value]
+
+
+def _text_of(part: Any) -> str:
+    return as_text(part["text"] if isinstance(part, dict) and part.get("type") == "text" else part)
+
+
 def as_text(value: Any) -> str:
     """What a tool returned, for the model. TypeError: it is nothing that can be written (bytes, an image)."""
     if value is None or isinstance(value, str):
@@ -325,6 +338,16 @@ def as_text(value: Any) -> str:
         return orjson.dumps(value, option=_OPTIONS).decode()
     except TypeError as error:
         raise TypeError(f"the tool returned a {type(value).__name__}, which is no text: {error}") from error
+
+
+def _cut_parts(parts: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:
+    """Cut texts, never an image."""
+    left, kept = longest, []
+    for part in parts:
+        text = utf8(part.get("text", ""))
+        kept.append({**part, "text": cut(text, left)} if text else part)
+        left = max(0, left - len(text))
+    return kept
 
 
 def cut(text: str, longest: int) -> str:

@@ -77,6 +77,8 @@ class Script:
     It says that half of each prompt was cached.
     """
 
+    end = "<|im_end|>"
+
     def __init__(self, tokenizer, texts, version=1):
         self.tokenizer = tokenizer
         self.texts = list(texts)
@@ -95,7 +97,7 @@ class Script:
         finish = "abort"
         if text is not None:
             cut = isinstance(text, bytes)
-            ids = self.ids(text.decode() if cut else f"{text}<|im_end|>")
+            ids = self.ids(text.decode() if cut else f"{text}{self.end}")
             finish = "length" if cut or len(ids) > request.max_new_tokens else "stop"
             ids = ids[: request.max_new_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)

@@ -96,9 +96,9 @@ class AgentDoor:
         asked.clients.append(gone)
         return asked
 
-    def count(self, call: AgentCall, body: bytes) -> int:
+    async def count(self, call: AgentCall, body: bytes) -> int:
         self._check_length(body)
-        return self._session.prompt_tokens(call.messages, call.tools)
+        return await self._session.prompt_tokens(call.messages, call.tools)
 
     def check_open(self) -> None:
         if self._closed or self._session.stop is not None:

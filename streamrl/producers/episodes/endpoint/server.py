@@ -134,7 +134,7 @@ class AgentEndpoint:
         door = self._door(request)
         async with door.place(_gone(request)):
             body = await _body(request)
-            return _answer({"input_tokens": door.count(_APIS[_COUNT].read(body, door.ignored), body)})
+            return _answer({"input_tokens": await door.count(_APIS[_COUNT].read(body, door.ignored), body)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._door(request)
