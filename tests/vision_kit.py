@@ -62,8 +62,8 @@ def make_tokenizer(kind: str) -> Any:
 def _description(kind: str, vocabulary: int, ids: dict[str, int]) -> dict[str, Any]:
     text: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -91,18 +91,18 @@ def _description(kind: str, vocabulary: int, ids: dict[str, int]) -> dict[str, A
     }
     grid = {"depth": 2, "num_heads": 2, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
     if kind == "qwen2_vl":
-        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
-        vision = {**grid, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+        rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
+        vision = {**grid, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
         return {**described, "text_config": {**text, "rope_parameters": rope}, "vision_config": vision}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 10_000.0}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10_000.0}
     deep = {
         "intermediate_size": 64,
-        "out_hidden_size": 32,
+        "out_hidden_size": 64,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
     vision = {**grid, "hidden_size": 32, **deep}
-    return {**described, "text_config": {**text, "head_dim": 16, "rope_parameters": rope}, "vision_config": vision}
+    return {**described, "text_config": {**text, "head_dim": 32, "rope_parameters": rope}, "vision_config": vision}
 
 
 def _processor(kind: str) -> Any:

@@ -45,6 +45,7 @@ class Chunk:
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
     cached_tokens: int | None = None  # of the prompt, the ones whose keys and values it still had, when it said
+    prompt_tokens: int | None = None  # as the server counts those of its images, when it said
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,17 @@ class Dialect(Startable):
 
     @abstractmethod
     def read_metrics(self, answer: Any) -> ServerMetrics: ...
+
+
+def unexpanded(request: Request) -> list[int]:
+    """The tokens of a request with one token for each image, which servers replace by what they count themselves."""
+    tokens: list[int] = request.tokens.tolist()
+    found: list[int] = []
+    end = 0
+    for image in request.images:
+        found += [*tokens[end : image.begin], image.placeholder]
+        end = image.begin + image.count
+    return found + tokens[end:]
 
 
 @contextmanager
