@@ -151,6 +151,12 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
             f"{key} {path} knows {module.vocabulary} tokens, the policy {actor.vocabulary}",
             "name a model with the tokenizer of model.path",
         )
+    if (actor.vision and actor.vision.fingerprint) != (module.vision and module.vision.fingerprint):
+        raise ConfigError(
+            f"{key} {path} makes other pixels of an image than the policy, or takes none",
+            "name a model with the image processor of model.path",
+        )
+    module.vision = actor.vision  # so that each image is processed once for both
     if path == model.path:
         return
     ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)
