@@ -17,6 +17,7 @@ from streamrl.config import ImagesConfig, ModelConfig
 from streamrl.errors import ConfigError
 from streamrl.images.store import ImageStore
 from streamrl.images.vision import vision_of
+from streamrl.learner import rows
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import RowLimits, pack
 from streamrl.learner.critic import Critic
@@ -119,6 +120,24 @@ def test_a_frozen_tower_is_published_as_it_was_and_a_trained_one_changes(seeing,
         changed = {name for name, tensor in copies(actor).items() if not torch.equal(tensor, before[name])}
         assert any(name.startswith(TOWERS[kind]) for name in changed) == train_vision
         assert any(".layers." in name for name in changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_at_the_start_has_an_image(actor_of, seeing, kind, caplog):
+    limits = actor_of(kind).limits
+    whole, half, *group, other = rows._samples(limits, 512, 256)
+    assert not (whole.images or half.images or other.images)
+    assert len(group) > 2
+    for one in group:
+        (image,) = one.blobs
+        assert one.images == (image,)
+        assert limits.vision.spans(one.prompt.tolist(), [(1, 1)])[0][0] == 0
+    assert len(other.prompt) + len(group[0].prompt) + sum(len(one.tokens) for one in group) <= limits.shared + len(
+        group
+    )
+    assert not caplog.records
+    rows._samples(replace(limits, shared=16), 16, 256)
+    assert [record.message for record in caplog.records] in ([], ["rows are checked without an image"])
 
 
 def test_entropy_and_probabilities_leave_placeholders_out(actor_of, seeing):
