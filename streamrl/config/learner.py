@@ -215,7 +215,7 @@ class LearnerConfig(Section):
     )
     device: str = Field("auto", description="auto, cpu or cuda")
     train_vision: bool = Field(
-        False, description="train the vision tower of a model, and what leads from it to the text, too"
+        False, description="train the vision tower, too, and the layers that bring its features to the text model"
     )
     threads: Positive | None = Field(
         None, description="CPU threads of each rank; empty: its share of the cores, as `up --dry-run` shows"

@@ -126,15 +126,13 @@ def test_a_frozen_tower_is_published_as_it_was_and_a_trained_one_changes(seeing,
 def test_the_check_at_the_start_has_an_image(actor_of, seeing, kind, caplog):
     limits = actor_of(kind).limits
     whole, half, *group, other = rows._samples(limits, 512, 256)
-    assert not (whole.images or half.images or other.images)
+    assert not any(one.images for one in (whole, half, other))
     assert len(group) > 2
     for one in group:
         (image,) = one.blobs
         assert one.images == (image,)
         assert limits.vision.spans(one.prompt.tolist(), [(1, 1)])[0][0] == 0
-    assert len(other.prompt) + len(group[0].prompt) + sum(len(one.tokens) for one in group) <= limits.shared + len(
-        group
-    )
+    assert len(group[0].prompt) + sum(len(one.tokens) - 1 for one in group) <= limits.shared
     assert not caplog.records
     rows._samples(replace(limits, shared=16), 16, 256)
     assert [record.message for record in caplog.records] in ([], ["rows are checked without an image"])
