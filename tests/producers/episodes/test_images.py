@@ -1,4 +1,4 @@
-"""Episodes with images: what a turn adds is what a whole chat has, each image is processed once, and who has its bytes."""
+"""Episodes with images: a turn adds what the whole chat has, each image is processed once, and who has its bytes."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ async def test_a_placeholder_that_somebody_writes_is_text(tokenizer, role):
 
 
 async def test_what_tools_show_is_in_the_chat_and_their_texts_are_cut(qwen):
-    session, engine, _ = await session_of(qwen, [])
+    _, engine, _ = await session_of(qwen, [])
     episode = ToolEpisode([look])
     engine = Says(qwen, [call(LOOK), "done"])
     config = config_of({"tools": ["a:b"], "max_tool_response": 8}, **ROOM)
