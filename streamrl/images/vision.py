@@ -11,7 +11,6 @@ Models are known by family, because each expands and numbers the tokens of an im
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -24,9 +23,9 @@ import numpy.typing as npt
 import orjson
 from typing_extensions import override
 
-from streamrl.config import ImagesConfig, ModelConfig
+from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.images.encoded import EncodedImage, accept, decode
+from streamrl.images.encoded import EncodedImage, blank, decode
 
 Size: TypeAlias = tuple[int, int]
 """Width and height of an encoded image."""
@@ -115,11 +114,7 @@ class Vision(ABC):
     @cached_property
     def smallest(self) -> EncodedImage:
         """An image of one pixel."""
-        from PIL import Image
-
-        written = io.BytesIO()
-        Image.new("RGB", (1, 1)).save(written, format="PNG")
-        return accept(written.getvalue(), ImagesConfig())
+        return blank(1, 1)
 
     def joined(self, pixels: Sequence[Pixels]) -> Pixels:
         """Those of several images, in the order in which they stand in the rows of a pass."""
@@ -218,11 +213,11 @@ def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
 
     `ConfigError`: images go into it in a way that is not known here, or its image processor cannot be loaded.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
-
     described = _described(model)
     if "vision_config" not in described:
         return None
+    from transformers import AutoImageProcessor, AutoTokenizer
+
     family = _FAMILIES.get(str(described.get("model_type")))
     if family is None:
         what = f"{model.path} is a vision-language model of the kind {described.get('model_type')!r}"
