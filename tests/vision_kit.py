@@ -93,7 +93,14 @@ def _description(kind: str, vocabulary: int, ids: dict[str, int]) -> dict[str, A
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": False,
     }
-    grid = {"depth": 2, "num_heads": 2, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    grid = {
+        "in_chans": 3,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    }
     if kind == "qwen2_vl":
         rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
         vision = {**grid, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
@@ -115,7 +122,7 @@ def _processor(kind: str) -> Any:
 
     if kind == "smolvlm":
         return SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64}, patch_size=8)
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112})  # as SGLang resizes
 
 
 def picture(seed: int = 0, width: int = 40, height: int = 32, **options: Any) -> bytes:

@@ -39,6 +39,10 @@ class EncodedImage:
     height: int
 
     @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    @property
     def part(self) -> dict[str, Any]:
         """As a part of a chat message; `image_parts` finds it there."""
         return {"type": "image", "sha256": self.sha256, "width": self.width, "height": self.height}

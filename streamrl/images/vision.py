@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -66,7 +67,15 @@ class Vision(ABC):
 
     @abstractmethod
     def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
-        """Rotary positions of ids that begin at 0, shape (axes, n), and that of the token behind them."""
+        """Rotary positions of ids that begin at 0, shape (axes, n), and that of the token behind them.
+
+        Of `pixels` it reads what `outline` gives.
+        """
+
+    def outline(self, size: Size) -> Pixels:
+        """What `positions` needs of an image, without its pixels."""
+        del size
+        return {}
 
     def expand(self, text: str, sizes: Sequence[Size]) -> str:
         """Replace each placeholder by the tokens of its image. `DataError`: they are not as many as the images."""
@@ -111,6 +120,10 @@ class Vision(ABC):
                 self._kept.popitem(last=False)
             return made
 
+    def save(self, folder: Path) -> None:
+        """Write the image processor, so that the model in this folder makes the same pixels."""
+        self._processor.save_pretrained(folder)
+
     @cached_property
     def smallest(self) -> EncodedImage:
         """An image of one pixel."""
@@ -136,6 +149,15 @@ class GridVision(Vision):
         width, height = size
         patches = self._processor.get_number_of_image_patches(height, width, {})
         return self.token * int(patches // self._processor.merge_size**2)
+
+    @override
+    def outline(self, size: Size) -> Pixels:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        each, limits = self._processor.patch_size, self._processor.size
+        bounds = limits["shortest_edge"], limits["longest_edge"]
+        sides = smart_resize(size[1], size[0], each * self._processor.merge_size, *bounds)
+        return {"image_grid_thw": np.asarray([[1, *(side // each for side in sides)]])}
 
     @override
     def _process(self, image: Any) -> Pixels:

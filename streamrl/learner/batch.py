@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from streamrl.images.encoded import known
 from streamrl.images.vision import Vision
 from streamrl.learner.tree import Int64Array, Segment, Tree, in_turn, segments
 from streamrl.wire import Float32Array, Int32Array
@@ -58,7 +59,7 @@ class RowLimits:
         """`tree.Places` of a sample with these encoded images."""
         if self.vision is None or not images:
             return in_turn(ids)
-        return self.vision.positions(ids, [self.vision.pixels(name, blobs[name]) for name in images])
+        return self.vision.positions(ids, [self.vision.outline(known(name, blobs[name]).size) for name in images])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,7 +284,10 @@ def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLim
                 images += [(name, batch[index].blobs[name]) for name in segment.images]
                 found = positions.setdefault(index, np.zeros(len(batch[index].tokens), dtype=np.int64))
                 found[segment.targets] = np.where(segment.before < 0, last, segment.before + first + start)
-        ids[number, end:] = ids[number, end - 1]  # transformers asks for a mask where it sees the padding token
+        # Transformers asks for a mask where it sees the padding token, and for pixels where it sees a placeholder.
+        last_id = int(ids[number, end - 1])
+        shown = limits.vision is not None and last_id == limits.vision.token_id
+        ids[number, end:] = int(last_id == 0) if shown else last_id
     order = list(positions)
     samples = [batch[index] for index in order]
     counts = np.asarray([len(sample.tokens) for sample in samples])

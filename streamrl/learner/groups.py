@@ -194,12 +194,13 @@ class GroupOpener:
             raise DataError(
                 "its images became tokens by an image processor with other settings (model.image_processor)"
             )
-        shown = []
-        for one, sample in zip(train, answers, strict=True):
-            names = dict.fromkeys((*prompt.images, *sample.images))
-            blobs = self.images.read(names, [*prompt.blobs, *sample.blobs])
-            shown.append(replace(one, images=tuple(prompt.images), blobs=blobs))
-        return shown
+        travelled = [*prompt.blobs, *(data for sample in answers for data in sample.blobs)]
+        own = [dict.fromkeys((*prompt.images, *sample.images)) for sample in answers]
+        found = self.images.read({name: None for names in own for name in names}, travelled)
+        return [
+            replace(one, images=tuple(prompt.images), blobs={name: found[name] for name in names})
+            for one, names in zip(train, own, strict=True)
+        ]
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
         if not self._recipe.estimator.needs <= KNOWN_EARLY:

@@ -92,9 +92,14 @@ _RECOMPILES = 64
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model, the units of FSDP: what Hugging Face says must not be split."""
+    """The repeated layers of a model, the units of FSDP: what Hugging Face says must not be split.
+
+    Not those that see images: a rank whose rows show none does not run them, so their weights are gathered with the
+    rest of the model.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    text = model.get_decoder() if hasattr(model.config, "vision_config") else model
+    return [module for module in text.modules() if type(module).__name__ in names]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
@@ -275,7 +280,7 @@ class LogProbModel(Backbone):
         `visible_until` and `position_ids` are None where rows are not shared: without a mask attention takes its fast
         kernels. Without `targets`, the hidden states that predict them, shape (n, hidden). Of `images`, `pixels` are
         those that the rows show, and `unseen` those of one that no row shows: its features are computed and count 0, so
-        that all ranks gather and reduce the same weights.
+        that all ranks reduce the same gradients.
         """
         states = self.states(input_ids, visible_until, position_ids, positions, **images)
         if targets is None:

@@ -53,7 +53,7 @@ class Actor(TrainableModel[TokenSums]):
         if learner.lora.rank:
             from streamrl.learner.lora import Lora
 
-            self.lora = Lora(base, config, rows)
+            self.lora = Lora(base, config, rows, vision)
         model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk, vision=vision)
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 from streamrl.images.vision import vision_of
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.model import LogProbModel
@@ -75,6 +76,9 @@ class FrozenReference(ShardedModel):
 def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Reference | None:
     reference = config.learner.reference
     if reference.kind == "remote":
+        if policy.vision is not None:
+            what = "learner.reference.kind remote sends servers token ids alone, and model.path takes images"
+            raise ConfigError(what, "set learner.reference.kind to frozen, or to base with an adapter")
         return ServerReference(config, ranks)
     if reference.kind != "frozen":
         return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -128,7 +128,9 @@ def _samples(limits: RowLimits, longest: int, vocabulary: int) -> Sequence[Train
     """A long response, its first half, responses to one prompt with one more that fill a row; random tokens."""
     random = np.random.default_rng(0)
     length, width = min(limits.longest, longest), max(16, min(limits.shared, longest))
-    prompt, last = max(1, min(width // 8, limits.longest // 2)), max(1, min(width // 8, limits.longest // 2))
+    prompt = last = max(1, min(width // 8, limits.longest // 2))
+    shown = _shown(limits.vision, min(width, limits.longest) // 2)
+    prompt = max(prompt, len(shown["prompt"]) + 1) if shown else prompt
 
     def sample(prompt: int, count: int) -> TrainSample:
         ids = random.integers(0, vocabulary, prompt + count, dtype=np.int32)
@@ -139,7 +141,9 @@ def _samples(limits: RowLimits, longest: int, vocabulary: int) -> Sequence[Train
 
     whole = sample(1, length)
     half = replace(whole, **{name: getattr(whole, name)[: -(-length // 2)] for name in _ARRAYS})
-    first = _shown(sample(prompt, min(5 * width // 8, limits.longest - prompt)), limits.vision)
+    first = sample(prompt, max(1, min(5 * (width - prompt - last) // 6, limits.longest - prompt)))
+    if shown:
+        first = replace(first, **{**shown, "prompt": np.append(shown["prompt"], first.prompt[len(shown["prompt"]) :])})
     group, room = [first], width - prompt - last - len(first.tokens) + 1
     while room > 0:
         count = min(max(1, width // 16), limits.longest - prompt, room)
@@ -148,16 +152,16 @@ def _samples(limits: RowLimits, longest: int, vocabulary: int) -> Sequence[Train
     return [whole, half, *group, sample(1, last)]
 
 
-def _shown(sample: TrainSample, vision: Vision | None) -> TrainSample:
-    """With an image at the beginning of the prompt, if the model takes one and that has room for it."""
+def _shown(vision: Vision | None, room: int) -> dict[str, Any]:
+    """The beginning of a prompt that shows an image, as fields of a sample; empty where there is none, or no room."""
     if vision is None:
-        return sample
+        return {}
     image = vision.smallest
-    ids = np.asarray(vision.tokens_of((image.width, image.height)), dtype=np.int32)
-    if len(ids) >= len(sample.prompt):
-        return sample
-    prompt = np.concatenate([ids, sample.prompt[len(ids) :]])
-    return replace(sample, prompt=prompt, images=(image.sha256,), blobs={image.sha256: image.data})
+    ids = np.asarray(vision.tokens_of(image.size), dtype=np.int32)
+    if len(ids) >= room:
+        logger.warning("rows are checked without an image", extra={"tokens_of_image": len(ids), "room": room})
+        return {}
+    return {"prompt": ids, "images": (image.sha256,), "blobs": {image.sha256: image.data}}
 
 
 _ARRAYS: Final = ("tokens", "logprobs", "steps", "advantages")

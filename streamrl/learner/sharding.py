@@ -43,6 +43,9 @@ class ShardedModel:
     def __init__(self, module: Backbone, ranks: Ranks, limits: RowLimits) -> None:
         self.ranks, self.vocabulary, self.vision = ranks, module.vocabulary, module.vision
         self._module = module
+        sees = () if module.vision is None else map(module.model.base_model.get_submodule, module.vision.modules)
+        trained = any(parameter.requires_grad for each in sees for parameter in each.parameters())
+        self._reduces_images = trained and ranks.world > 1
         # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
         states = partial(self._forward, targets=None)
         self.limits = checked(limits, states, ranks, module)
@@ -113,7 +116,7 @@ class ShardedModel:
         )
 
     def _images(self, part: Microbatch) -> dict[str, Tensors]:
-        if self.vision is None or not (part.images or self.ranks.world > 1):
+        if self.vision is None or not (part.images or (self._reduces_images and torch.is_grad_enabled())):
             return {}
         smallest = self.vision.smallest
         shown = part.images or [(smallest.sha256, smallest.data)]
@@ -151,6 +154,12 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
             f"{key} {path} knows {module.vocabulary} tokens, the policy {actor.vocabulary}",
             "name a model with the tokenizer of model.path",
         )
+    if (actor.vision and actor.vision.fingerprint) != (module.vision and module.vision.fingerprint):
+        raise ConfigError(
+            f"{key} {path} makes other pixels of an image than the policy, or takes none",
+            "name a model with the image processor of model.path",
+        )
+    module.vision = actor.vision  # so that each image is processed once for both
     if path == model.path:
         return
     ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)

@@ -28,6 +28,7 @@ PROBE: Final = "Two plus 34 is thirty-six; naïve?"  # its token ids tell whethe
 TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
+IMPOSSIBLE: Final = -100  # added to the logit of a token that is never sampled; servers take no more
 BUSY: Final = "busy"  # a server fetches the files of a version still
 NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)

@@ -23,8 +23,10 @@ from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, WireError
 from streamrl.http import Call
+from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
     BUSY,
+    IMPOSSIBLE,
     PROBE,
     Chunk,
     Dialect,
@@ -39,6 +41,7 @@ from streamrl.servers.dialect import (
     read_release,
     read_spans,
     reading,
+    unexpanded,
 )
 from streamrl.servers.environments import on_cpu
 from streamrl.servers.launch import PLUGIN, SGLANG, LaunchProfile, adapters_in_flight
@@ -80,7 +83,7 @@ class SglangDialect(Dialect):
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": not config.reads_text,
+            "skip-tokenizer-init": not (config.reads_text or "vision_config" in _described(model)),
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,
@@ -150,17 +153,21 @@ class SglangDialect(Dialect):
             "repetition_penalty": 1.0,
             "skip_special_tokens": False,
         }
+        if request.forbidden:
+            sampling["logit_bias"] = dict.fromkeys(map(str, request.forbidden), IMPOSSIBLE)
         if request.json_schema:
             sampling["json_schema"] = request.json_schema
         body: dict[str, Any] = {
             "rid": request.id,
-            "input_ids": request.tokens.tolist(),
+            "input_ids": unexpanded(request),
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
             "cache_salt": self.salt(request, version, salt),
         }
+        if request.images:
+            body["image_data"] = [data_url(image.data) for image in request.images]
         if request.cuts and 0 < request.top_k <= SGLANG_MASK:
             # Then it also tells the log-probabilities of what it sampled from, and with each token what that was.
             body["return_sampling_mask"] = True
@@ -270,7 +277,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     cut = meta.get("output_token_sampling_logprobs")
     logprobs = read_logprobs(_fresh(cut, total, received) if cut else [entry[0] for entry in entries])
     runs = read_spans(meta.get("weight_versions"), total, finish)
-    return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
+    cached, prompt = read_count(meta.get("cached_tokens")), read_count(meta.get("prompt_tokens"))
+    return Chunk(fresh, logprobs, finish, runs, cached, prompt)
 
 
 def _finish(reason: Any) -> Finish | None:
@@ -302,13 +310,7 @@ def _frame(manifest: bytes) -> str:
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
-    path = Path(model) / "config.json"
-    if not path.parent.is_dir():
-        return None
-    try:
-        shape = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    shape = _described(model)
     shape = shape.get("text_config", shape)
     try:
         heads = int(shape.get("num_attention_heads") or shape["n_head"])
@@ -319,3 +321,15 @@ def _cache_tokens(config: RunConfig, model: str) -> int | None:
     engine, context = config.engine, config.model.context
     token = 2 * layers * int(shape.get("num_key_value_heads") or heads) * width * _BYTES[engine.dtype]
     return max(context + 1, min(2 * engine.slots * context, engine.kv_cache * engine.tensor_parallel // token))
+
+
+def _described(model: str) -> dict[str, Any]:
+    """The model's own configuration; nothing where no folder has it."""
+    path = Path(model) / "config.json"
+    if not path.parent.is_dir():
+        return {}
+    try:
+        described: dict[str, Any] = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    return described

@@ -13,6 +13,7 @@ from streamrl.errors import Refused, WireError
 from streamrl.http import Call
 from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
+    IMPOSSIBLE,
     TOKENIZE_PROBE,
     Chunk,
     Dialect,
@@ -42,7 +43,6 @@ OLDEST: Final = (0, 32)
 
 _PREFIX: Final = "generate-tokens-"
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
-_IMPOSSIBLE: Final = -100  # added to a logit; more is refused
 _GENERATE: Final = "/inference/v1/generate"
 FIGURES: Final = {
     "vllm:num_requests_running": "running",
@@ -171,7 +171,7 @@ class VllmDialect(Dialect):
             "cache_salt": self.salt(request, version, salt),
         }
         if request.forbidden:
-            body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, request.forbidden), _IMPOSSIBLE)
+            body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, request.forbidden), IMPOSSIBLE)
         if request.images:
             # Known by their hash: an image that it has processed before it does not process again.
             parts = [(data_url(image.data), image.sha256) for image in request.images]
