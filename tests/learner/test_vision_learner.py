@@ -215,7 +215,7 @@ def test_a_reference_of_servers_or_with_other_pixels_is_refused(seeing, actor_of
         make_reference(remote, one_rank, actor)
     other = make_vision_model(tmp_path / "other", "qwen2_vl")
     config = (other / "preprocessor_config.json").read_text()
-    (other / "preprocessor_config.json").write_text(config.replace("4096", "2048"))
+    (other / "preprocessor_config.json").write_text(config.replace("12544", "6272"))
     frozen = vision_config(folder, reference={"kind": "frozen", "path": str(other)})
     with pytest.raises(ConfigError, match="makes other pixels of an image than the policy"):
         make_reference(frozen, one_rank, actor)

@@ -90,7 +90,7 @@ def test_images_may_be_files_urls_or_parts_of_messages(tokenizer, write):
         assert prompt.messages[0]["content"][:2] == [asked[0], part]
         sizes = [(40, 32), (100, 30)]
         ids = prompt.token_ids.tolist()
-        assert sum(count for _, count in tokenizer.vision.spans(ids, sizes)) > 10
+        assert sum(count for _, count in tokenizer.vision.spans(ids, sizes)) >= 8
         assert prompt.text.count(tokenizer.vision.token) == 2, "the text for people has one for each"
     assert (prompts[0].answer, prompts[0].metadata) == ("x", {"level": 3})
 
