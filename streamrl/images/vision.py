@@ -39,7 +39,10 @@ _KEPT_BYTES: Final = 256 << 20
 
 
 class Vision(ABC):
-    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled."""
+    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled.
+
+    `around`: the tokens before and behind those of an image, where the model has such.
+    """
 
     modules: ClassVar[tuple[str, ...]]  # of the base model that see images alone
     axes = 1  # of its rotary positions
@@ -51,6 +54,7 @@ class Vision(ABC):
         self.token = str(backend.convert_ids_to_tokens(self.token_id))
         others = [described.get(name) for name in ("video_token_id",)]
         self.forbidden = tuple(sorted({self.token_id, *(int(other) for other in others if other is not None)}))
+        self.around = tuple(described.get(name) for name in ("vision_start_token_id", "vision_end_token_id"))
         settings = orjson.dumps([type(self).__name__, processor.to_dict()], option=orjson.OPT_SORT_KEYS)
         self.fingerprint = hashlib.blake2b(settings, digest_size=8).hexdigest()
         self.processed = 0
@@ -133,9 +137,12 @@ class Vision(ABC):
         """Those of several images, in the order in which they stand in the rows of a pass."""
         return {key: np.concatenate([each[key] for each in pixels], axis=self.join_axis) for key in pixels[0]}
 
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
     def _tokens_of(self, size: Size) -> list[int]:
-        ids: list[int] = self._backend(self.expansion(size), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.ids(self.expansion(size))
 
 
 class GridVision(Vision):

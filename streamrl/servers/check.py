@@ -122,11 +122,15 @@ def _tries(config: RunConfig, prompt: tuple[int, ...], context: int) -> list[Req
     if (vision := vision_of(config.model)) is None:
         return [text]
     found = [replace(text, forbidden=vision.forbidden)]
-    fitting = [side for side in _SIDES if len(vision.tokens_of((side, side))) + len(prompt) < context]
+    before, behind = ([] if mark is None else [mark] for mark in vision.around)
+    # Letter by letter: a server that makes a text of the tokens and tokens of that again would count fewer.
+    before = [token for letter in PROBE[:4] for token in vision.ids(letter)] + before
+    fitting = [side for side in _SIDES if len(before + vision.tokens_of((side, side)) + behind) < context]
     for side in sorted({min(fitting, default=0), max(fitting, default=0)} - {0}):
         image, ids = blank(side, side), vision.tokens_of((side, side))
-        shown = RequestImage(image.sha256, image.data, len(prompt), len(ids), vision.token_id)
-        found.append(replace(found[0], tokens=np.asarray([*prompt, *ids], dtype=np.int32), images=(shown,)))
+        shown = RequestImage(image.sha256, image.data, len(before), len(ids), vision.token_id)
+        tokens = np.asarray([*before, *ids, *behind], dtype=np.int32)
+        found.append(replace(found[0], tokens=tokens, images=(shown,)))
     return found
 
 

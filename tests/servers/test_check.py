@@ -141,7 +141,7 @@ async def test_a_model_that_sees_is_tried_with_images(seeing_dir):
 
 async def test_a_server_with_another_image_processor(seeing_dir):
     error = await refused(Toy(), run_of(seeing_dir, context=64), dialect=counting(4))
-    assert "does not take images: the server counts 9 tokens in a prompt with images, streamrl 5" in error.message
+    assert "does not take images: the server counts 14 tokens in a prompt with images, streamrl 10" in error.message
     assert "model.image_processor" in error.hint
 
 
