@@ -89,6 +89,16 @@ def known(name: str, data: bytes) -> EncodedImage:
     return EncodedImage(name, data, *Image.open(io.BytesIO(data)).size)
 
 
+def blank(width: int, height: int) -> EncodedImage:
+    """A white image, to try out something that sees."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(written, format="PNG")
+    data = written.getvalue()
+    return EncodedImage(hashlib.sha256(data).hexdigest(), data, width, height)
+
+
 def decode(data: bytes) -> Image:
     """The pixels of what `accept` returned."""
     from PIL import Image

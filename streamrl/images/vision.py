@@ -11,7 +11,6 @@ Models are known by family, because each expands and numbers the tokens of an im
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -25,9 +24,9 @@ import numpy.typing as npt
 import orjson
 from typing_extensions import override
 
-from streamrl.config import ImagesConfig, ModelConfig
+from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.images.encoded import EncodedImage, accept, decode
+from streamrl.images.encoded import EncodedImage, blank, decode
 
 Size: TypeAlias = tuple[int, int]
 """Width and height of an encoded image."""
@@ -40,7 +39,10 @@ _KEPT_BYTES: Final = 256 << 20
 
 
 class Vision(ABC):
-    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled."""
+    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled.
+
+    `around`: the tokens before and behind those of an image, where the model has such.
+    """
 
     modules: ClassVar[tuple[str, ...]]  # of the base model that see images alone
     axes = 1  # of its rotary positions
@@ -52,6 +54,7 @@ class Vision(ABC):
         self.token = str(backend.convert_ids_to_tokens(self.token_id))
         others = [described.get(name) for name in ("video_token_id",)]
         self.forbidden = tuple(sorted({self.token_id, *(int(other) for other in others if other is not None)}))
+        self.around = tuple(described.get(name) for name in ("vision_start_token_id", "vision_end_token_id"))
         settings = orjson.dumps([type(self).__name__, processor.to_dict()], option=orjson.OPT_SORT_KEYS)
         self.fingerprint = hashlib.blake2b(settings, digest_size=8).hexdigest()
         self.processed = 0
@@ -128,19 +131,18 @@ class Vision(ABC):
     @cached_property
     def smallest(self) -> EncodedImage:
         """An image of one pixel."""
-        from PIL import Image
-
-        written = io.BytesIO()
-        Image.new("RGB", (1, 1)).save(written, format="PNG")
-        return accept(written.getvalue(), ImagesConfig())
+        return blank(1, 1)
 
     def joined(self, pixels: Sequence[Pixels]) -> Pixels:
         """Those of several images, in the order in which they stand in the rows of a pass."""
         return {key: np.concatenate([each[key] for each in pixels], axis=self.join_axis) for key in pixels[0]}
 
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
     def _tokens_of(self, size: Size) -> list[int]:
-        ids: list[int] = self._backend(self.expansion(size), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.ids(self.expansion(size))
 
 
 class GridVision(Vision):
@@ -240,11 +242,11 @@ def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
 
     `ConfigError`: images go into it in a way that is not known here, or its image processor cannot be loaded.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
-
     described = _described(model)
     if "vision_config" not in described:
         return None
+    from transformers import AutoImageProcessor, AutoTokenizer
+
     family = _FAMILIES.get(str(described.get("model_type")))
     if family is None:
         what = f"{model.path} is a vision-language model of the kind {described.get('model_type')!r}"

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 LOADER: Final = "streamrl_engine.sglang.load"
 FETCH: Final = "streamrl_fetch "
+IMAGES: Final = "STREAMRL_IMAGE_PROCESSOR"
 OLDEST: Final = (0, 5, 20)
 TELLS_CUTS: Final = (0, 5, 23)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -107,6 +108,9 @@ class SglangDialect(Dialect):
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
         engine = self._config.engine
         environ = super().environ(model, cpu=cpu)
+        if "vision_config" in _described(model):
+            # Our plug-in reads it; what flags change of the processor, SGLang does not count with.
+            environ[IMAGES] = orjson.dumps({"path": model} | self._config.model.image_processor).decode()
         if cpu:
             # A replica has its share of the cores there.
             environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
@@ -222,7 +226,7 @@ class SglangDialect(Dialect):
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # It may be repeated: the same bytes are copied again.
-        manifest = orjson.dumps(describe_version(version))
+        manifest = orjson.dumps(describe_version(version) | {"forget_images": self._config.learner.train_vision})
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
             "load_format": LOADER,

@@ -227,11 +227,15 @@ class VllmDialect(Dialect):
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
         # version, has succeeded while the server is still paused; a server that is resumed without that dies.
-        return (
+        calls = (
             Call("POST", "/start_weight_update"),
             Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
             Call("POST", "/finish_weight_update", {"weight_version": label}),
         )
+        if not self._config.learner.train_vision:
+            return calls
+        # What the image side made of an image is kept by its hash alone.
+        return *calls, Call("POST", "/reset_encoder_cache", repeatable=True)
 
     @override
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:

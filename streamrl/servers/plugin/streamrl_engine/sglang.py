@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +22,12 @@ from .sglang_spans import renamed
 LOADER = "streamrl_engine.sglang.load"
 _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
 FETCH = "streamrl_fetch "
 """With this begins the name of a setting that is none: the rest is the description of a version."""
+
+IMAGES = "STREAMRL_IMAGE_PROCESSOR"
+"""Has the settings of the run's image processor, and the `path` of its model."""
 
 _log = logging.getLogger(__name__)
 _landing = Landing()
@@ -41,20 +47,26 @@ def register() -> None:
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", renamed, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.set_internal_state", _fetch, HookType.AROUND)
+    if IMAGES in os.environ:
+        HookRegistry.register(_PROCESSOR, _same_images, HookType.AFTER)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Replace the weights of `model`; `named_tensors` is one pair, whose name describes the version (`files.Source`).
 
+    With `forget_images` what the image side made of an image, which is kept by its hash alone, is made again.
+
     `BadVersion`: nothing was changed. `RuntimeError`: the weights may be half replaced, and the process must end.
     """
-    problem, known, heads, copied = "", False, {}, []
+    problem, known, heads, copied, forget_images = "", False, {}, [], False
     try:
-        source = _landing.bring(Source(**json.loads(named_tensors[0][0])), _everyone)
+        described = json.loads(named_tensors[0][0])
+        forget_images = described.pop("forget_images", False)
+        source = _landing.bring(Source(**described), _everyone)
         opened = Opened(source)
         known = _rehearsed.get(model) == source.structure
         if not known:
-            heads = opened.heads()
+            heads = {_hub_name(model, name): head for name, head in opened.heads().items()}
             copied = rehearse(model, heads)
     except BadVersion as error:
         problem = str(error)
@@ -64,10 +76,20 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         check_used(heads, [sum(counts) for counts in zip(*_everyone(copied), strict=True)])
         _rehearsed[model] = source.structure
     try:
-        model.load_weights(opened.tensors())
+        model.load_weights((_hub_name(model, name), tensor) for name, tensor in opened.tensors())
     except Exception as error:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
+    kept = getattr(sys.modules.get("sglang.srt.managers.mm_schedule"), "embedding_cache", None)
+    if forget_images and kept is not None:
+        kept.clear()
     _landing.clear(keep=source)
+
+
+def _hub_name(model: Any, name: str) -> str:
+    """As checkpoints of Qwen2-VL have it: its loader here knows no other names, and in transformers it has others."""
+    if type(model).__name__ != "Qwen2VLForConditionalGeneration":
+        return name
+    return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
 
 
 def _everyone(mine: Any) -> list[Any]:
@@ -113,6 +135,17 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
     if sessions:
         component.end_weight_update(io_struct.EndWeightUpdateReqInput())
     return answer
+
+
+def _same_images(processor: Any, *_args: Any, **_named: Any) -> Any:
+    """Make pixels as the learner does: SGLang has other limits for the sizes of images."""
+    if hasattr(processor, "image_processor"):
+        from transformers import AutoImageProcessor
+
+        settings = json.loads(os.environ[IMAGES])
+        processor.image_processor = AutoImageProcessor.from_pretrained(settings.pop("path"), backend="pil", **settings)
+        processor.tokenizer.init_kwargs.pop("size", None)  # where SGLang's own limits have got, and would count
+    return processor
 
 
 def _memory(answer: str, *, released: bool) -> Callable[..., Any]:
