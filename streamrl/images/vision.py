@@ -60,6 +60,7 @@ class Vision(ABC):
         self.processed = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self._kept_bytes = 0
         self.tokens_of = lru_cache(4096)(self._tokens_of)
 
     @abstractmethod
@@ -120,8 +121,9 @@ class Vision(ABC):
                 return self._kept[name]
             made = self._kept[name] = self._process(decode(data))
             self.processed += 1
-            while len(self._kept) > 1 and sum(_bytes(kept) for kept in self._kept.values()) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
+            self._kept_bytes += _bytes(made)
+            while len(self._kept) > 1 and self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
             return made
 
     def save(self, folder: Path) -> None:
