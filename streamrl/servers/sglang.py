@@ -11,7 +11,6 @@ import base64
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import orjson
@@ -21,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
-from streamrl.errors import ConfigError, Refused, WireError
+from streamrl.errors import Refused, WireError
 from streamrl.http import Call
 from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
@@ -33,6 +32,7 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    described,
     raise_error,
     read_count,
     read_finish,
@@ -41,6 +41,7 @@ from streamrl.servers.dialect import (
     read_release,
     read_spans,
     reading,
+    sees,
     unexpanded,
 )
 from streamrl.servers.environments import on_cpu
@@ -51,7 +52,6 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 LOADER: Final = "streamrl_engine.sglang.load"
 FETCH: Final = "streamrl_fetch "
-IMAGES: Final = "STREAMRL_IMAGE_PROCESSOR"
 OLDEST: Final = (0, 5, 20)
 TELLS_CUTS: Final = (0, 5, 23)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -84,7 +84,7 @@ class SglangDialect(Dialect):
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": not (config.reads_text or "vision_config" in _described(model)),
+            "skip-tokenizer-init": not (config.reads_text or sees(model)),
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,
@@ -108,9 +108,6 @@ class SglangDialect(Dialect):
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
         engine = self._config.engine
         environ = super().environ(model, cpu=cpu)
-        if "vision_config" in _described(model):
-            # Our plug-in reads it; what flags change of the processor, SGLang does not count with.
-            environ[IMAGES] = orjson.dumps({"path": model} | self._config.model.image_processor).decode()
         if cpu:
             # A replica has its share of the cores there.
             environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
@@ -226,7 +223,8 @@ class SglangDialect(Dialect):
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # It may be repeated: the same bytes are copied again.
-        manifest = orjson.dumps(describe_version(version) | {"forget_images": self._config.learner.train_vision})
+        forget = {"forget_images": True} if self._config.learner.train_vision else {}
+        manifest = orjson.dumps(describe_version(version) | forget)
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
             "load_format": LOADER,
@@ -314,7 +312,7 @@ def _frame(manifest: bytes) -> str:
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
-    shape = _described(model)
+    shape = described(model)
     shape = shape.get("text_config", shape)
     try:
         heads = int(shape.get("num_attention_heads") or shape["n_head"])
@@ -325,15 +323,3 @@ def _cache_tokens(config: RunConfig, model: str) -> int | None:
     engine, context = config.engine, config.model.context
     token = 2 * layers * int(shape.get("num_key_value_heads") or heads) * width * _BYTES[engine.dtype]
     return max(context + 1, min(2 * engine.slots * context, engine.kv_cache * engine.tensor_parallel // token))
-
-
-def _described(model: str) -> dict[str, Any]:
-    """The model's own configuration; nothing where no folder has it."""
-    path = Path(model) / "config.json"
-    if not path.parent.is_dir():
-        return {}
-    try:
-        described: dict[str, Any] = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
-    return described
