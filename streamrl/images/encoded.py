@@ -142,9 +142,13 @@ def url_of(part: Mapping[str, Any]) -> Any:
     return url.get("url") if isinstance(url, Mapping) else url
 
 
+def suffix_of(data: bytes) -> str:
+    """The format of what `accept` returned, as files are named after it."""
+    return "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
+
+
 def data_url(data: bytes) -> str:
-    kind = "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
-    return f"data:image/{kind}{_MARK}{base64.b64encode(data).decode()}"
+    return f"data:image/{suffix_of(data)}{_MARK}{base64.b64encode(data).decode()}"
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

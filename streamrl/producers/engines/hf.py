@@ -141,6 +141,10 @@ class HfEngine(Generator):
             return EngineLoad(0, 0, 0, 0.0, 0, self._config.engine.slots)
         return self._decoder.load(len(self._arrived))
 
+    def figures(self) -> dict[str, int]:
+        """How many images were made pixels: each once, however many responses and turns show it."""
+        return {} if self._vision is None else {"images_processed": self._vision.processed}
+
     @override
     async def health(self) -> None:
         self._look()
