@@ -20,7 +20,7 @@ from streamrl.config import RunConfig
 from streamrl.config.sampling import SGLANG_MASK
 from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
-from streamrl.errors import Refused, WireError
+from streamrl.errors import ConfigError, Refused, WireError
 from streamrl.http import Call
 from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
@@ -33,6 +33,7 @@ from streamrl.servers.dialect import (
     ServerMetrics,
     describe_version,
     described,
+    folder_of,
     raise_error,
     read_count,
     read_finish,
@@ -78,13 +79,16 @@ class SglangDialect(Dialect):
     @override
     def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         config, engine = self._config, self._config.engine
+        shows = sees(model)
+        if shows and not (family := str(described(str(folder_of(model)))["model_type"])).startswith("qwen"):
+            raise ConfigError(f"SGLang has no image processor for models of kind {family}", "set engine.kind to vllm")
         flags: dict[str, Any] = {
             "context-length": config.model.context,
             "max-running-requests": engine.slots,
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": not (config.reads_text or sees(model)),
+            "skip-tokenizer-init": not (config.reads_text or shows),
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,

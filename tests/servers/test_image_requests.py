@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.config import RunConfig
 from streamrl.engine import Request, RequestImage, RequestLimits
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
 from streamrl.servers.dialect import IMAGES, Chunk, sees, unexpanded
 from streamrl.servers.launch import PLUGIN
 from streamrl.servers.request import Response
@@ -102,3 +102,9 @@ def test_servers_of_a_model_that_sees_read_images_as_we_do(kind, tmp_path, tiny_
         flags = [speak.needed_flags(str(path), cpu=True)["skip-tokenizer-init"] for path in (folder, tiny_dir)]
         assert flags == [False, True]
     assert f'VARIABLE = "{IMAGES}"' in (PLUGIN / "streamrl_engine" / "images.py").read_text()
+
+
+def test_sglang_refuses_families_for_which_it_has_no_processor(tmp_path):
+    folder = make_vision_model(tmp_path / "m", "smolvlm")
+    with pytest.raises(ConfigError, match="no image processor for models of kind smolvlm"):
+        SglangDialect(config("sglang")).needed_flags(str(folder), cpu=True)

@@ -64,7 +64,7 @@ ANTHROPIC = {
         {"role": "user", "content": [TEXT, source(RED)]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [TEXT, source(BLUE)]}]},
-    ]
+    ],
 }
 
 
