@@ -244,7 +244,7 @@ def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
 
     `ConfigError`: images go into it in a way that is not known here, or its image processor cannot be loaded.
     """
-    described = _described(model)
+    described = describe(model)
     if "vision_config" not in described:
         return None
     from transformers import AutoImageProcessor, AutoTokenizer
@@ -268,10 +268,11 @@ def auto_class(model: ModelConfig) -> Any:
     """The class of transformers that loads a model, with its image side where it has one."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if "vision_config" in _described(model) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if "vision_config" in describe(model) else AutoModelForCausalLM
 
 
-def _described(model: ModelConfig) -> dict[str, Any]:
+def describe(model: ModelConfig) -> dict[str, Any]:
+    """The configuration of a model, of a folder or the hub; empty where it cannot be read."""
     from transformers import PreTrainedConfig
 
     try:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
+import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
-from streamrl.errors import DataError, NotFetched, StreamrlError, WeightsError, WireError
+from streamrl.errors import ConfigError, DataError, NotFetched, StreamrlError, WeightsError, WireError
 from streamrl.http import BadAnswer, Call
 from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import LOOPBACK, Launch, LaunchProfile, Startable, merged
@@ -29,6 +30,7 @@ TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
 IMPOSSIBLE: Final = -100  # added to the logit of a token that is never sampled; servers take no more
+IMAGES: Final = "STREAMRL_IMAGE_PROCESSOR"  # our plug-in reads it, and has images read as the learner reads them
 BUSY: Final = "busy"  # a server fetches the files of a version still
 NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
@@ -115,7 +117,10 @@ class Dialect(Startable):
         raise NotImplementedError
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        return self.profile.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        environ = self.profile.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        if sees(model):
+            environ[IMAGES] = orjson.dumps({"path": model} | self._config.model.image_processor).decode()
+        return environ
 
     @property
     def _sleeps(self) -> bool:
@@ -200,6 +205,36 @@ class Dialect(Startable):
 
     @abstractmethod
     def read_metrics(self, answer: Any) -> ServerMetrics: ...
+
+
+def described(model: str) -> dict[str, Any]:
+    """The model's own configuration; nothing where no folder has it."""
+    path = Path(model) / "config.json"
+    if not path.parent.is_dir():
+        return {}
+    try:
+        found: dict[str, Any] = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    return found
+
+
+def folder_of(model: str) -> Path | None:
+    """Where the configuration of a model is; None for one of the hub that has not been fetched."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no name that the hub has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def sees(model: str) -> bool:
+    """Whether a model has an image side."""
+    return (folder := folder_of(model)) is not None and "vision_config" in described(str(folder))
 
 
 def unexpanded(request: Request) -> list[int]:

@@ -11,7 +11,6 @@ import base64
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import orjson
@@ -33,6 +32,8 @@ from streamrl.servers.dialect import (
     ServerInfo,
     ServerMetrics,
     describe_version,
+    described,
+    folder_of,
     raise_error,
     read_count,
     read_finish,
@@ -41,6 +42,7 @@ from streamrl.servers.dialect import (
     read_release,
     read_spans,
     reading,
+    sees,
     unexpanded,
 )
 from streamrl.servers.environments import on_cpu
@@ -51,7 +53,6 @@ if TYPE_CHECKING:  # a process that only keeps servers does without torch
 
 LOADER: Final = "streamrl_engine.sglang.load"
 FETCH: Final = "streamrl_fetch "
-IMAGES: Final = "STREAMRL_IMAGE_PROCESSOR"
 OLDEST: Final = (0, 5, 20)
 TELLS_CUTS: Final = (0, 5, 23)
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -78,13 +79,16 @@ class SglangDialect(Dialect):
     @override
     def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         config, engine = self._config, self._config.engine
+        shows = sees(model)
+        if shows and not (family := str(described(str(folder_of(model)))["model_type"])).startswith("qwen"):
+            raise ConfigError(f"SGLang has no image processor for models of kind {family}", "set engine.kind to vllm")
         flags: dict[str, Any] = {
             "context-length": config.model.context,
             "max-running-requests": engine.slots,
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": not (config.reads_text or "vision_config" in _described(model)),
+            "skip-tokenizer-init": not (config.reads_text or shows),
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,
@@ -108,9 +112,6 @@ class SglangDialect(Dialect):
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
         engine = self._config.engine
         environ = super().environ(model, cpu=cpu)
-        if "vision_config" in _described(model):
-            # Our plug-in reads it; what flags change of the processor, SGLang does not count with.
-            environ[IMAGES] = orjson.dumps({"path": model} | self._config.model.image_processor).decode()
         if cpu:
             # A replica has its share of the cores there.
             environ[THREADS] = str(engine.threads or os.environ.get(THREADS, "1"))
@@ -226,7 +227,8 @@ class SglangDialect(Dialect):
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # It may be repeated: the same bytes are copied again.
-        manifest = orjson.dumps(describe_version(version) | {"forget_images": self._config.learner.train_vision})
+        forget = {"forget_images": True} if self._config.learner.train_vision else {}
+        manifest = orjson.dumps(describe_version(version) | forget)
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
             "load_format": LOADER,
@@ -314,7 +316,7 @@ def _frame(manifest: bytes) -> str:
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
-    shape = _described(model)
+    shape = described(model)
     shape = shape.get("text_config", shape)
     try:
         heads = int(shape.get("num_attention_heads") or shape["n_head"])
@@ -325,15 +327,3 @@ def _cache_tokens(config: RunConfig, model: str) -> int | None:
     engine, context = config.engine, config.model.context
     token = 2 * layers * int(shape.get("num_key_value_heads") or heads) * width * _BYTES[engine.dtype]
     return max(context + 1, min(2 * engine.slots * context, engine.kv_cache * engine.tensor_parallel // token))
-
-
-def _described(model: str) -> dict[str, Any]:
-    """The model's own configuration; nothing where no folder has it."""
-    path = Path(model) / "config.json"
-    if not path.parent.is_dir():
-        return {}
-    try:
-        described: dict[str, Any] = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
-    return described

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from . import images
 from .files import BadVersion, Landing, Opened, Source, gathered
 from .sglang_rehearsal import check_used, rehearse
 from .sglang_spans import renamed
@@ -22,12 +23,10 @@ from .sglang_spans import renamed
 LOADER = "streamrl_engine.sglang.load"
 _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
+_HUGGING_FACE = "sglang.srt.utils.hf_transformers.processor"
+_MULTIMODAL = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
 FETCH = "streamrl_fetch "
 """With this begins the name of a setting that is none: the rest is the description of a version."""
-
-IMAGES = "STREAMRL_IMAGE_PROCESSOR"
-"""Has the settings of the run's image processor, and the `path` of its model."""
 
 _log = logging.getLogger(__name__)
 _landing = Landing()
@@ -47,8 +46,9 @@ def register() -> None:
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", renamed, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.set_internal_state", _fetch, HookType.AROUND)
-    if IMAGES in os.environ:
-        HookRegistry.register(_PROCESSOR, _same_images, HookType.AFTER)
+    if images.VARIABLE in os.environ:
+        HookRegistry.register(f"{_HUGGING_FACE}.get_processor", images.same_processor, HookType.AFTER)
+        HookRegistry.register(f"{_MULTIMODAL}.load_mm_data", images.by_tokens, HookType.AROUND)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -135,17 +135,6 @@ def _update(original: Callable[..., Any], component: Any, request: Any) -> Any:
     if sessions:
         component.end_weight_update(io_struct.EndWeightUpdateReqInput())
     return answer
-
-
-def _same_images(processor: Any, *_args: Any, **_named: Any) -> Any:
-    """Make pixels as the learner does: SGLang has other limits for the sizes of images."""
-    if hasattr(processor, "image_processor"):
-        from transformers import AutoImageProcessor
-
-        settings = json.loads(os.environ[IMAGES])
-        processor.image_processor = AutoImageProcessor.from_pretrained(settings.pop("path"), backend="pil", **settings)
-        processor.tokenizer.init_kwargs.pop("size", None)  # where SGLang's own limits have got, and would count
-    return processor
 
 
 def _memory(answer: str, *, released: bool) -> Callable[..., Any]:
