@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import random
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,6 @@ from facts import write_json
 
 from streamrl import wire
 from streamrl.config import RunConfig
-from streamrl.demo import look_task
 from streamrl.engine import Request, RequestImage
 from streamrl.images.encoded import EncodedImage, accept
 from streamrl.learner.batch import TrainSample
@@ -32,6 +32,9 @@ from streamrl.learner.policy import Actor
 from streamrl.learner.ranks import Ranks
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "look"))
+import look_task
 
 MODEL = Path(__file__).parents[1] / "examples" / "look" / "cache" / "model"
 CONFIG = RunConfig.model_validate(

@@ -19,7 +19,8 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, Any]], pictures: list[t
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-    from streamrl.demo.look_task import SQUARES, draw
+    sys.path.insert(0, str(ROOT / "examples" / "look"))
+    from look_task import SQUARES, draw
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     processor = AutoImageProcessor.from_pretrained(model_dir, backend="pil")

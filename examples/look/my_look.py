@@ -1,6 +1,7 @@
 """Two pictures, one after the other, and a question about each. The run file names it as `my_look:Look`."""
 
-from streamrl.demo.look_task import png
+from look_task import png
+
 from streamrl.images.encoded import data_url
 from streamrl.producers.episodes import Chat, Episode, Task
 

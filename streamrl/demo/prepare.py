@@ -1,9 +1,9 @@
 """Prepare a demo: prompts, tokenizer, and a model that knows both a right and a wrong rule.
 
-The model is a 1M-parameter Qwen2 (`look`: a small Qwen2-VL), trained on a mixture of right and wrong lessons. It then
-answers about 0.4 of all prompts rightly, so reinforcement learning has to find out which of its skills pays. Its
-weights after that training are in `starts/`, in bfloat16. The files are made once, in `cache/` in DIR; `--force` makes
-them again and trains the model here. Run it as `python -m streamrl.demo.prepare DIR --task sort` (`tools`, `look`).
+The model is a 1M-parameter Qwen2, trained on a mixture of right and wrong lessons. It then answers about 0.4 of all
+prompts rightly, so reinforcement learning has to find out which of its skills pays. Its weights after that training are
+in `starts/`, in bfloat16. The files are made once, in `cache/` in DIR; `--force` makes them again and trains the model
+here. Run it as `python -m streamrl.demo.prepare DIR --task sort` (or `tools`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file
 from tokenizers import AddedToken, pre_tokenizers
-from transformers import (
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import BaseImageProcessor, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
 from streamrl.cores import THREADS, share_cores, usable_cores
-from streamrl.demo import look_task, task, tool_task
+from streamrl.demo import task, tool_task
 from streamrl.demo.task import Lesson
 from streamrl.errors import ExitCode
 
@@ -94,72 +86,12 @@ def make_model() -> Qwen2ForCausalLM:
     return model
 
 
-def make_look_tokenizer() -> Qwen2Tokenizer:
-    """Characters, and tokens for the turns of a chat and for pictures."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in look_task.MARKS], True)
-    tokenizer.chat_template = look_task.TEMPLATE
-    return tokenizer
-
-
-def make_look_model() -> Qwen2VLForConditionalGeneration:
-    """Qwen2-VL with 0.34M parameters, whose rotary positions tell apart what is a square away."""
-    ids = {name: look_task.SPECIAL[f"<|{name}|>"] for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
-    width, spread = 64, 0.08
-    text = {
-        "vocab_size": task.VOCABULARY,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 7, 7], "rope_theta": 10.0},
-        "initializer_range": spread,
-        "pad_token_id": task.PAD,
-        "bos_token_id": task.BOS,
-        "eos_token_id": task.EOS,
-    }
-    vision = {"depth": 1, "embed_dim": width, "hidden_size": width, "num_heads": 2, "mlp_ratio": 2}
-    patches = {"patch_size": look_task.SIDE // 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    config = Qwen2VLConfig(
-        text_config=text,
-        vision_config={**vision, **patches, "initializer_range": spread},
-        **{f"{name.replace('_pad', '')}_token_id": token for name, token in ids.items()},
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
-    model = Qwen2VLForConditionalGeneration(config)
-    model.generation_config.update(eos_token_id=task.EOS, pad_token_id=task.PAD)
-    return model
-
-
-def make_look_processor() -> Qwen2VLImageProcessorPil:
-    side = look_task.SIDE
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": side**2, "longest_edge": 64 * side**2}, patch_size=side // 2)
-
-
-class Demo(NamedTuple):
-    """A task: endless problems (lines of the data set), lessons for the warm start, its length, and its parts.
-
-    A lesson is ids, which of them are written, and what else `loss` needs.
-    """
-
-    problems: Callable[..., Iterator[dict[str, Any]]]
-    lesson: Callable[[random.Random], Any]
-    share_of_steps: float
-    tokenizer: Callable[[], Qwen2Tokenizer]
-    model: Callable[[], PreTrainedModel]
-    loss: Callable[[Any, list[Any]], torch.Tensor]
-    processor: Callable[[], Qwen2VLImageProcessorPil] | None = None
-
-
 def lessons(source: random.Random, lesson: Callable[[random.Random], Any]) -> list[Any]:
     """One batch, shortest first."""
     return sorted((lesson(source) for _ in range(BATCH)), key=lambda one: len(one[0]))
 
 
-def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, lessons: list[Lesson]) -> torch.Tensor:
     longest = -(-max(len(ids) for ids, _ in lessons) // 16) * 16
     tokens = torch.full((len(lessons), longest), task.PAD)
     labels = torch.full((len(lessons), longest), -100)
@@ -173,37 +105,32 @@ def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
     )
 
 
-def look_loss_of(model: Qwen2VLForConditionalGeneration, lessons: list[Any]) -> torch.Tensor:
-    """All chats are of one length."""
-    tokens, written = torch.tensor([ids for ids, _, _ in lessons]), torch.tensor([marks for _, marks, _ in lessons])
-    pictures = [look_task.draw(colours) for _, _, problem in lessons for colours in problem.pictures]
-    logits = model(
-        input_ids=tokens,
-        mm_token_type_ids=(tokens == model.config.image_token_id).int(),
-        **make_look_processor()(pictures, return_tensors="pt"),
-    ).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits[written[:, 1:]], tokens[:, 1:][written[:, 1:]], reduction="sum")
+class Demo(NamedTuple):
+    """A task: endless problems (lines of the data set), lessons for the warm start, its length, and the tokenizer.
+
+    A lesson is ids, which of them are written, and what else `loss`, a sum over them, needs. `start` are the weights
+    after the warm start.
+    """
+
+    problems: Callable[..., Iterator[dict[str, Any]]]
+    lesson: Callable[[random.Random], Any]
+    share_of_steps: float
+    tokenizer: Callable[[], Qwen2Tokenizer]
+    start: Path
+    model: Callable[[], PreTrainedModel] = make_model
+    loss: Callable[[Any, list[Any]], torch.Tensor] = loss_of
+    processor: Callable[[], BaseImageProcessor] | None = None
 
 
 DEMOS: Final = {
-    "sort": Demo(task.problems, task.lesson, 1.0, make_tokenizer, make_model, loss_of),
-    "tools": Demo(tool_task.problems, tool_task.lesson, 0.4, make_chat_tokenizer, make_model, loss_of),
-    "look": Demo(
-        look_task.problems,
-        look_task.lesson,
-        1.0,
-        make_look_tokenizer,
-        make_look_model,
-        look_loss_of,
-        make_look_processor,
-    ),
+    "sort": Demo(task.problems, task.lesson, 1.0, make_tokenizer, STARTS / "sort.safetensors"),
+    "tools": Demo(tool_task.problems, tool_task.lesson, 0.4, make_chat_tokenizer, STARTS / "tools.safetensors"),
 }
 
 
-def starting_model(task_name: str) -> PreTrainedModel:
+def starting_model(demo: Demo) -> PreTrainedModel:
     """The model as `warm_start` left it."""
-    model = DEMOS[task_name].model()
-    weights = load_file(STARTS / f"{task_name}.safetensors")
+    model, weights = demo.model(), load_file(demo.start)
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
@@ -244,13 +171,12 @@ def write_prompts(folder: Path, demo: Demo) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(folder: Path, console: Console, task_name: str, *, train: bool) -> None:
+def prepare(folder: Path, console: Console, demo: Demo, *, train: bool) -> None:
     """Fill `cache/` in `folder` atomically, so that a half-made cache is never used."""
-    demo = DEMOS[task_name]
     with whole_directory(folder / "cache") as draft:
         console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
         write_prompts(draft, demo)
-        model = trained(demo, console) if train else starting_model(task_name)
+        model = trained(demo, console) if train else starting_model(demo)
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
         model.save_pretrained(draft / "model")
@@ -286,7 +212,8 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], demo: Demo | None = None) -> int:
+    """`demo` is one that is defined elsewhere; None: `--task` names it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--task", choices=DEMOS, default="sort", help="what the model is to learn")
@@ -300,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
             if cache.exists() and not given.force:
                 console.print(f"model and prompts: found in {cache} (prepared before)")
             else:
-                prepare(given.folder, console, given.task, train=given.force)
+                prepare(given.folder, console, demo or DEMOS[given.task], train=given.force)
     except KeyboardInterrupt:
         console.print("given up: nothing was written")
         return ExitCode.INTERRUPTED
