@@ -51,9 +51,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     chat messages. Rewards get `answer` and `metadata` unchanged. `line` is the line of the data set, from 0.
     `evaluation` marks held-out prompts, which are scored and never trained.
 
-    `images` are the SHA-256 sums of its images, in hexadecimal, in the order in which they stand in `tokens`, and
-    `processor` is the fingerprint of what counted their tokens. `blobs` are the bytes of the small ones among them
-    (`streamrl.images.store`).
+    `images` are the SHA-256 sums of its images, in hexadecimal, in the order in which they stand in `tokens`. `blobs`
+    are the bytes of the small ones among them (`streamrl.images.store`). For a model that sees, `processor` is the
+    fingerprint of what counts the tokens of images.
     """
 
     v: int = 1

@@ -69,6 +69,12 @@ def tools_cache() -> Path:
     return _prepared("tools")
 
 
+@pytest.fixture(scope="session")
+def look_cache() -> Path:
+    """Prompts, tokenizer, image processor and starting model of the look demo; made here when they are not there."""
+    return _prepared("look")
+
+
 def _prepared(example: str) -> Path:
     folder = Path(__file__).parent.parent / "examples" / example
     subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, timeout=900)

@@ -143,8 +143,9 @@ def steps_of(run_dir: Path) -> int:
 @pytest.mark.timeout(600)
 def test_a_run_in_turns_survives_the_death_of_either_side(tmp_path: Path, sort_cache: Path):
     run_dir = tmp_path / "shared"
-    settings = ["rollout.placement=colocated", "learner.ranks=2", "learner.steps=6", "lease.seconds=3"]
+    settings = ["rollout.placement=colocated", "learner.ranks=2", "learner.steps=4", "lease.seconds=3"]
     settings += ["evaluation.every=0", "evaluation.final_prompts=0", "learner.stop_at_accuracy=null"]
+    settings += ["learner.groups_per_step=16"]
     with up(run_dir, *settings) as process:
         for role, after in (("learner.0", 1), ("rollout.0", 2)):
             deadline = time.monotonic() + 240
@@ -155,6 +156,6 @@ def test_a_run_in_turns_survives_the_death_of_either_side(tmp_path: Path, sort_c
             os.kill(pid_of(run_dir, role), signal.SIGKILL)
         assert process.wait(300) == 0
     summary = summary_of(run_dir)
-    assert summary["steps"] == 6
+    assert summary["steps"] == 4
     assert summary["share_of_tokens_sampled_during_learner_steps"] < 0.02
     audit(run_dir)

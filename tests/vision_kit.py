@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def make_vision_model(folder: Path, kind: str, seed: int = 0) -> Path:
     model.generation_config.update(eos_token_id=ids["<|end|>"], pad_token_id=ids["<pad>"])
     model.save_pretrained(folder)
     _processor(kind).save_pretrained(folder)
+    if kind == "smolvlm":  # servers take the tokens of a tile from here
+        about = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+        (folder / "processor_config.json").write_text(json.dumps(about))
     return folder
 
 
@@ -62,8 +66,8 @@ def make_tokenizer(kind: str) -> Any:
 def _description(kind: str, vocabulary: int, ids: dict[str, int]) -> dict[str, Any]:
     text: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -89,20 +93,27 @@ def _description(kind: str, vocabulary: int, ids: dict[str, int]) -> dict[str, A
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": False,
     }
-    grid = {"depth": 2, "num_heads": 2, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    grid = {
+        "in_chans": 3,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    }
     if kind == "qwen2_vl":
-        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
-        vision = {**grid, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+        rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
+        vision = {**grid, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
         return {**described, "text_config": {**text, "rope_parameters": rope}, "vision_config": vision}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 10_000.0}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10_000.0}
     deep = {
         "intermediate_size": 64,
-        "out_hidden_size": 32,
+        "out_hidden_size": 64,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
     vision = {**grid, "hidden_size": 32, **deep}
-    return {**described, "text_config": {**text, "head_dim": 16, "rope_parameters": rope}, "vision_config": vision}
+    return {**described, "text_config": {**text, "head_dim": 32, "rope_parameters": rope}, "vision_config": vision}
 
 
 def _processor(kind: str) -> Any:
@@ -111,7 +122,7 @@ def _processor(kind: str) -> Any:
 
     if kind == "smolvlm":
         return SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64}, patch_size=8)
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112})  # as SGLang resizes
 
 
 def picture(seed: int = 0, width: int = 40, height: int = 32, **options: Any) -> bytes:

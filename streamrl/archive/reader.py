@@ -39,6 +39,7 @@ FOLDER: Final = "recording"
 RESCORED: Final = "rescored"  # one directory below for each name
 EVALUATION: Final = "evaluation"  # held-out groups, in the directory of the archive
 _SCHEMA: Final = "streamrl.recording/1"
+_BLOBS: Final = b"\xa5blobs"  # the key in MessagePack
 _NAME: Final = re.compile(r"groups-(\d+)-(\d+)\.msgpack\.zst")
 _MAX_GROUP_BYTES: Final = 1 << 30
 _READ_BYTES: Final = 1 << 14  # small, because so little can become a thousand times as much
@@ -80,10 +81,11 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, group: ClosedGroup) -> RecordedGroup:
         """Of dead samples only the cause is kept."""
+        prompt, samples = images_once(group.prompt, [group.samples[k] for k in sorted(group.samples)])
         return cls(
             group_id=group.group_id,
-            prompt=group.prompt,
-            samples=[group.samples[k] for k in sorted(group.samples)],
+            prompt=prompt,
+            samples=samples,
             causes=sorted(group.causes.items()),
             attempt=group.attempt,
             version=group.version,
@@ -96,6 +98,21 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
         dead = {number for number, _ in self.causes}
         alive = (number for number in itertools.count() if number not in dead)
         return list(itertools.islice(alive, len(self.samples)))
+
+
+def images_once(prompt: bytes, samples: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """The group with all its small images beside the prompt, each once: samples of a group often show the same ones."""
+    if not any(_BLOBS in payload for payload, _ in samples):
+        return prompt, samples
+    try:
+        asked = wire.decode(prompt, wire.Prompt)
+        answers = [wire.decode(payload, wire.Sample) for payload, _ in samples]
+    except WireError:
+        return prompt, samples  # whoever reads it says what is wrong
+    blobs = dict.fromkeys([*asked.blobs, *(data for answer in answers for data in answer.blobs)])
+    bare = [wire.encode(msgspec.structs.replace(answer, blobs=[])) for answer in answers]
+    scores = [score for _, score in samples]
+    return wire.encode(msgspec.structs.replace(asked, blobs=list(blobs))), list(zip(bare, scores, strict=True))
 
 
 def recording_files(path: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -16,7 +16,9 @@ from streamrl.commands.archive import note_problems
 from streamrl.commands.options import EvalOption, GroupArgument, JsonOption, RunOption
 from streamrl.commands.rundir import RunDirectory, find_run, ledgers_to_look
 from streamrl.commands.turns import decoder_of, episode_data, episode_lines
-from streamrl.errors import ExitCode, StreamrlError, WireError
+from streamrl.errors import DataError, ExitCode, StreamrlError, WireError, writing
+from streamrl.images.encoded import known, suffix_of
+from streamrl.images.store import ImageStore
 from streamrl.monitor.lines import duration, printable, shortened
 from streamrl.monitor.tail import Tail
 from streamrl.queues.records import DeadLetter, LedgerState
@@ -37,9 +39,14 @@ def trace(
     width: Annotated[
         int, typer.Option("--width", metavar="N", min=10, help="At most N characters of each text.")
     ] = 200,
+    images: Annotated[
+        Path | None, typer.Option("--images", metavar="DIR", help="Write the images that it shows into a directory.")
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Show all that is known of one prompt group: prompt, responses, scores with their parts, causes of death.
+
+    Images are named by their hash.
 
     A live group is read from Redis, an older one from the archive or the recording of the run, and its training from
     the checkpoints. Scores of `streamrl rescore` are shown beside the original ones. --json shows the whole texts. Exit
@@ -47,22 +54,25 @@ def trace(
     """
     target = find_run(run)
     show = _episodes(target) if turns else None
+    shown = _Images(ImageStore.of(target.config, target.path))
     found: dict[str, Any] = {"group": group, "evaluation": evaluation, "source": None, "earlier_attempts": 0}
     found |= {"attempt": None, "letters": [], "record": None, "prompt": None, "responses": []}
     state = failure = None
     try:
-        known, state = asyncio.run(_known(target, group, evaluation=evaluation, show=show))
+        known, state = asyncio.run(_known(target, group, shown, evaluation=evaluation, show=show))
     except StreamrlError as error:
         known, failure = {"state": "unknown"}, error
     found |= known
     if found["responses"]:
         found["source"] = "ledger"
     else:
-        found |= _archived(target.path, group, evaluation=evaluation, show=show)
+        found |= _archived(target.path, group, shown, evaluation=evaluation, show=show)
     if failure is not None and not found["responses"]:
         raise failure
     if failure is not None:
         output.note(f"warning: Redis cannot be asked, so only the archive is read: {failure.message}")
+    if images is not None:
+        found["written"] = shown.write(images)
     found["rescored"] = _rescored(target.path, group, found["attempt"], evaluation=evaluation)
     record = _evaluated(target.path, group) if evaluation else _trained(target, group, state)
     if record is not None:
@@ -80,7 +90,7 @@ def _episodes(run: RunDirectory) -> _Show:
 
 
 async def _known(
-    run: RunDirectory, group_id: int, *, evaluation: bool, show: _Show | None = None
+    run: RunDirectory, group_id: int, images: _Images, *, evaluation: bool, show: _Show | None = None
 ) -> tuple[dict[str, Any], LedgerState]:
     async with ledgers_to_look(run) as opened:
         ledger = opened.evaluation if evaluation else opened.train
@@ -90,9 +100,9 @@ async def _known(
     found = {key: value for key, value in known.items() if key not in _BYTES and key != "gid"}
     found["letters"] = [letter_data(letter) for letter in known.get("letters", ())]
     if "samples" in known:
-        found["prompt"] = prompt_data(known["prompt"])
+        found["prompt"] = prompt_data(known["prompt"], images)
         parts = known["payloads"], known["scores"], known["causes"]
-        found["responses"] = [_sample_data(k, parts, show) for k in range(known["samples"])]
+        found["responses"] = [_sample_data(k, parts, images, show) for k in range(known["samples"])]
     return found, state
 
 
@@ -118,7 +128,9 @@ def _evaluated(run_dir: Path, group_id: int) -> dict[str, Any] | None:
     return next((line for line in Tail(run_dir / "evaluation.jsonl").read() if line.get("gid") == group_id), None)
 
 
-def _archived(run_dir: Path, group_id: int, *, evaluation: bool, show: _Show | None = None) -> dict[str, Any]:
+def _archived(
+    run_dir: Path, group_id: int, images: _Images, *, evaluation: bool, show: _Show | None = None
+) -> dict[str, Any]:
     """The newest archived attempt at a group, with the fields of a live one; empty if there is none."""
     reading = ArchiveReading(archive_files(run_dir, evaluation=evaluation))
     attempts = reading.find(group_id)
@@ -134,8 +146,8 @@ def _archived(run_dir: Path, group_id: int, *, evaluation: bool, show: _Show | N
         "source": "archive",
         "earlier_attempts": len(attempts) - 1,
         "attempt": group.attempt,
-        "prompt": prompt_data(raw.prompt),
-        "responses": [_sample_data(k, parts, show) for k in numbers],
+        "prompt": prompt_data(raw.prompt, images),
+        "responses": [_sample_data(k, parts, images, show) for k in numbers],
     }
 
 
@@ -155,7 +167,41 @@ def _rescored(run_dir: Path, group_id: int, attempt: int | None, *, evaluation: 
     return found
 
 
-def prompt_data(data: bytes | None) -> dict[str, Any] | None:
+class _Images:
+    """Those of one group: what is told of each, and its bytes by its hash."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self._store, self._travelled = store, list[bytes]()
+        self.found: dict[str, bytes] = {}
+
+    def of(self, names: Sequence[str], travelled: Sequence[bytes]) -> dict[str, Any]:
+        self._travelled += travelled  # in the archive those of the samples are beside the prompt
+        return {"images": [self._one(name) for name in names]} if names else {}
+
+    def _one(self, name: str) -> dict[str, Any]:
+        try:
+            data = self._store.read([name], self._travelled)[name]
+        except DataError as error:
+            return {"sha256": name, "missing": error.message}
+        self.found[name] = data
+        image = known(name, data)
+        return {"sha256": name, "bytes": len(data), "width": image.width, "height": image.height}
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        with writing(inside=folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, data in self.found.items():
+                (folder / f"{name}.{suffix_of(data)}").write_bytes(data)
+        return {"directory": str(folder), "count": len(self.found)}
+
+
+def _image_lines(shown: dict[str, Any], indent: str) -> Iterator[str]:
+    for image in shown.get("images", ()):
+        about = image.get("missing") or f"{image['width']} x {image['height']}, {image['bytes']:,} bytes"
+        yield f"{indent}image   {image['sha256'][:12]}  {about}"
+
+
+def prompt_data(data: bytes | None, images: _Images | None = None) -> dict[str, Any] | None:
     """A prompt as plain data; `{"unreadable": why}` for invalid bytes."""
     if data is None:
         return None
@@ -169,10 +215,11 @@ def prompt_data(data: bytes | None) -> dict[str, Any] | None:
         "metadata": prompt.metadata,
         "line": prompt.line,
         "tokens": len(prompt.token_ids),
+        **({} if images is None else images.of(prompt.images, prompt.blobs)),
     }
 
 
-def _sample_data(number: int, parts: _Parts, show: _Show | None = None) -> dict[str, Any]:
+def _sample_data(number: int, parts: _Parts, images: _Images, show: _Show | None = None) -> dict[str, Any]:
     payload, score, cause = parts[0].get(number), parts[1].get(number), parts[2].get(number)
     found: dict[str, Any] = {"sample": number}
     try:
@@ -184,6 +231,7 @@ def _sample_data(number: int, parts: _Parts, show: _Show | None = None) -> dict[
                 "finish": sample.finish,
                 "versions": [[first, version] for first, version in sample.runs],
             }
+            found |= images.of(sample.images, sample.blobs)
             found |= {} if show is None else show(sample)
         if score is not None:
             value = wire.decode(score, wire.SampleScore)
@@ -236,8 +284,11 @@ def _lines(found: dict[str, Any], width: int) -> Iterator[str]:
     if found["prompt"]:
         yield f"  prompt  {shortened(found['prompt'].get('text', found['prompt']), width)}"
         yield f"  answer  {shortened(found['prompt'].get('answer'), width)}"
+        yield from _image_lines(found["prompt"], "  ")
     for response in found["responses"]:
         yield from _response(response, found["rescored"], width)
+    if "written" in found:
+        yield f"  images  {found['written']['count']} in {found['written']['directory']}"
     yield from (f"  {letter_line(letter)}" for letter in found["letters"])
     if found["record"] is not None:
         yield "  " + "  ".join(f"{key} {value}" for key, value in found["record"].items() if key != "gid")
@@ -268,6 +319,7 @@ def _response(response: dict[str, Any], rescored: dict[str, dict[str, Any]], wid
     for name, scores in rescored.items():
         if (again := scores.get(str(response["sample"]))) is not None:
             yield f"    {name}  score {again['score']:g}"
+    yield from _image_lines(response, "    ")
     if "turns" in response:
         yield from episode_lines(response, width)
     elif "text" in response:

@@ -214,7 +214,9 @@ class LearnerConfig(Section):
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
     device: str = Field("auto", description="auto, cpu or cuda")
-    train_vision: bool = Field(False, description="train the image side of a vision-language model, too")
+    train_vision: bool = Field(
+        False, description="train the vision tower, too, and the layers that bring its features to the text model"
+    )
     threads: Positive | None = Field(
         None, description="CPU threads of each rank; empty: its share of the cores, as `up --dry-run` shows"
     )

@@ -28,13 +28,15 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from typing_extensions import deprecated
 
-from streamrl.config import RewardModelConfig, RunConfig
+from streamrl.config import ImagesConfig, RewardModelConfig, RunConfig
 from streamrl.errors import ConfigError
+from streamrl.images.store import ImageStore
 from streamrl.score import Score as Score  # noqa: PLC0414 (users import it from here)
 from streamrl.score import finite as finite  # noqa: PLC0414
 from streamrl.wire import Int32Array, Prompt, Sample, SampleScore, StopReason, Turn
@@ -47,6 +49,7 @@ class RewardPrompt:
     """The prompt of a response: `text` and `messages` as in the data set, with its `answer` and `metadata`.
 
     `tokens` are the ids the engine was given, shape (prompt tokens,). `line` is the line of the data set, from 0.
+    `images` are in the order in which it shows them; its messages have `{"type": "image", "sha256": ...}` for each.
     """
 
     text: str
@@ -56,6 +59,20 @@ class RewardPrompt:
     tokens: Int32Array
     line: int
     evaluation: bool
+    images: tuple[RewardImage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardImage:
+    """An image that the policy saw, named by the SHA-256 of its encoded bytes, in hexadecimal."""
+
+    sha256: str
+    load: Callable[[], bytes] = field(repr=False, compare=False)
+
+    @property
+    def data(self) -> bytes:
+        """A PNG, JPEG or WebP of one frame in 8-bit RGB. A large one is read now: `DataError` if it is gone."""
+        return self.load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,7 @@ class RewardSample:
     itself, `stop` why it ended; both None for single answers.
     `group_id` is the id of its group and `index` its number in it, from 0: together they name it in `streamrl trace`,
     in dead letters and in logs. Both are 0 where there is no run. Held-out groups have ids of their own
-    (`prompt.evaluation`).
+    (`prompt.evaluation`). `images` are those of the prompt and then those that tools, environments and agents showed.
     """
 
     text: str
@@ -84,6 +101,7 @@ class RewardSample:
     stop: StopReason | None = None
     turns: Sequence[Turn] = ()
     completion: list[dict[str, Any]] = field(default_factory=list)
+    images: tuple[RewardImage, ...] = ()
     messages: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,8 +116,11 @@ class RewardSample:
         return self.group_id
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: Sample, group_id: int = 0, index: int = 0) -> RewardSample:
-        """Build a sample from the messages of the wire, without copies."""
+    def of(
+        cls, prompt: Prompt, sample: Sample, group_id: int = 0, index: int = 0, store: ImageStore | None = None
+    ) -> RewardSample:
+        """Build a sample from the messages of the wire, without copies; `store` has the large ones of its images."""
+        shown = _images(prompt.images, prompt.blobs, store)
         seen = RewardPrompt(
             text=prompt.text,
             messages=prompt.messages,
@@ -108,6 +129,7 @@ class RewardSample:
             tokens=prompt.token_ids,
             line=prompt.line,
             evaluation=prompt.evaluation,
+            images=shown,
         )
         return cls(
             text=sample.text,
@@ -119,7 +141,15 @@ class RewardSample:
             score=sample.score,
             stop=sample.stop,
             turns=sample.turns,
+            images=shown + _images(sample.images, [*prompt.blobs, *sample.blobs], store),
         )
+
+
+def _images(names: Sequence[str], travelled: Sequence[bytes], store: ImageStore | None) -> tuple[RewardImage, ...]:
+    def load(name: str) -> bytes:
+        return (store or ImageStore.nowhere(ImagesConfig())).read([name], travelled)[name]
+
+    return tuple(RewardImage(name, partial(load, name)) for name in names)
 
 
 def branch(turns: Sequence[Turn]) -> list[Turn]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from streamrl.consumers.reward import RewardPrompt, RewardSample
+from streamrl.consumers.reward import RewardImage, RewardPrompt, RewardSample
 from streamrl.errors import ConfigError, DataError
 from streamrl.wire import Int32Array
 
@@ -52,6 +54,7 @@ def make_sample(
     line: int = 0,
     evaluation: bool = False,
     completion: Sequence[dict[str, Any]] | None = None,
+    images: Sequence[bytes] = (),
 ) -> RewardSample:
     """Make a sample as rewards see it, for tests: `make_sample("4", prompt="2+2=", answer="4")`.
 
@@ -68,6 +71,7 @@ def make_sample(
         line: of the data set.
         evaluation: held-out.
         completion: of an episode, all messages from the first reply to the last one.
+        images: encoded ones that the prompt shows.
 
     Raises:
         ValueError: `finish` is unknown, tokens are no whole numbers, or the completion does not begin and end with a
@@ -75,6 +79,7 @@ def make_sample(
     """
     if finish not in _FINISH:
         raise ValueError(f"finish is {finish!r}, not one of {', '.join(_FINISH)}")
+    shown = tuple(RewardImage(hashlib.sha256(data).hexdigest(), partial(bytes, data)) for data in images)
     seen = RewardPrompt(
         text=prompt,
         messages=messages,
@@ -83,6 +88,7 @@ def make_sample(
         tokens=_bytes_of(prompt),
         line=line,
         evaluation=evaluation,
+        images=shown,
     )
     said = list(completion or ())
     if said and {said[0].get("role"), said[-1].get("role")} != {"assistant"}:
@@ -96,6 +102,7 @@ def make_sample(
         group_id=group,
         index=index,
         completion=said,
+        images=shown,
     )
 
 

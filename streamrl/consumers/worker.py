@@ -20,6 +20,7 @@ from streamrl.consumers.reward import RewardContext, RewardSample
 from streamrl.consumers.scoring import Scorer
 from streamrl.consumers.watch import LoopWatch, MemoryWatch
 from streamrl.errors import RetryLater, RewardUnavailable, WireError
+from streamrl.images.store import ImageStore
 from streamrl.queues.keys import REWARD_FIGURES
 from streamrl.queues.leases import Lease, Leases
 from streamrl.queues.ledgers import Ledgers
@@ -106,6 +107,7 @@ class RewardWorker:
         self._role = role
         self._scorer = scorer
         self._lines: dict[str, dict[str, Any]] = {}
+        self._images = ImageStore.of(role.config, role.run_dir)
 
     async def handle(self, lease: Lease) -> None:
         """Score what is leased. Safe to repeat and cancel.
@@ -131,7 +133,8 @@ class RewardWorker:
         try:
             prompt = wire.decode(leased.prompt, wire.Prompt)
             sample = wire.decode(leased.payload, wire.Sample)
-            score = await self._scorer.score(RewardSample.of(prompt, sample, lease.group_id, leased.sample), until)
+            seen = RewardSample.of(prompt, sample, lease.group_id, leased.sample, self._images)
+            score = await self._scorer.score(seen, until)
             data = _encoded(score, started)
         except WireError as error:
             await self._bury(lease, f"wire: {error}")
@@ -147,7 +150,7 @@ class RewardWorker:
             return
         started = time.monotonic()
         try:
-            samples, causes = _samples(lease, leased)
+            samples, causes = _samples(lease, leased, self._images)
         except WireError as error:
             await self._bury(lease, f"wire: {error}", samples=len(leased.payloads))
             return
@@ -260,13 +263,13 @@ def _encoded(score: wire.SampleScore, started: float) -> bytes:
     return wire.encode(msgspec.structs.replace(score, seconds=round(time.monotonic() - started, 6), detail=""))
 
 
-def _samples(lease: Lease, leased: LeasedGroup) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
+def _samples(lease: Lease, leased: LeasedGroup, store: ImageStore) -> tuple[dict[int, RewardSample], dict[int, Cause]]:
     """The decodable samples of a group by number, and causes for the others; `WireError` for a broken prompt."""
     prompt = wire.decode(leased.prompt, wire.Prompt)
     samples, causes = {}, {}
     for index, payload in sorted(leased.payloads.items()):
         try:
-            samples[index] = RewardSample.of(prompt, wire.decode(payload, wire.Sample), lease.group_id, index)
+            samples[index] = RewardSample.of(prompt, wire.decode(payload, wire.Sample), lease.group_id, index, store)
         except WireError as error:
             causes[index] = Cause(f"wire: {error}")
     return samples, causes

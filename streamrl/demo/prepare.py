@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file
 from tokenizers import AddedToken, pre_tokenizers
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import BaseImageProcessor, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
@@ -86,27 +86,12 @@ def make_model() -> Qwen2ForCausalLM:
     return model
 
 
-class Demo(NamedTuple):
-    """A task: endless problems (lines of the data set), lessons for the warm start, its length, and the tokenizer."""
-
-    problems: Callable[..., Iterator[dict[str, Any]]]
-    lesson: Callable[[random.Random], Lesson]
-    share_of_steps: float
-    tokenizer: Callable[[], Qwen2Tokenizer]
-
-
-DEMOS: Final = {
-    "sort": Demo(task.problems, task.lesson, 1.0, make_tokenizer),
-    "tools": Demo(tool_task.problems, tool_task.lesson, 0.4, make_chat_tokenizer),
-}
-
-
-def lessons(source: random.Random, lesson: Callable[[random.Random], Lesson]) -> list[Lesson]:
+def lessons(source: random.Random, lesson: Callable[[random.Random], Any]) -> list[Any]:
     """One batch, shortest first."""
     return sorted((lesson(source) for _ in range(BATCH)), key=lambda one: len(one[0]))
 
 
-def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, lessons: list[Lesson]) -> torch.Tensor:
     longest = -(-max(len(ids) for ids, _ in lessons) // 16) * 16
     tokens = torch.full((len(lessons), longest), task.PAD)
     labels = torch.full((len(lessons), longest), -100)
@@ -120,28 +105,52 @@ def loss_of(model: Qwen2ForCausalLM, lessons: list[Lesson]) -> torch.Tensor:
     )
 
 
-def starting_model(task_name: str) -> Qwen2ForCausalLM:
+class Demo(NamedTuple):
+    """A task: endless problems (lines of the data set), lessons for the warm start, its length, and the tokenizer.
+
+    A lesson is ids, which of them are written, and what else `loss`, a sum over them, needs. `start` are the weights
+    after the warm start.
+    """
+
+    problems: Callable[..., Iterator[dict[str, Any]]]
+    lesson: Callable[[random.Random], Any]
+    share_of_steps: float
+    tokenizer: Callable[[], Qwen2Tokenizer]
+    start: Path
+    model: Callable[[], PreTrainedModel] = make_model
+    loss: Callable[[Any, list[Any]], torch.Tensor] = loss_of
+    processor: Callable[[], BaseImageProcessor] | None = None
+
+
+DEMOS: Final = {
+    "sort": Demo(task.problems, task.lesson, 1.0, make_tokenizer, STARTS / "sort.safetensors"),
+    "tools": Demo(tool_task.problems, tool_task.lesson, 0.4, make_chat_tokenizer, STARTS / "tools.safetensors"),
+}
+
+
+def starting_model(demo: Demo) -> PreTrainedModel:
     """The model as `warm_start` left it."""
-    model = make_model()
-    weights = load_file(STARTS / f"{task_name}.safetensors")
-    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    model, weights = demo.model(), load_file(demo.start)
+    if model.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
     return model
 
 
-def warm_start(progress: Progress, demo: Demo) -> Qwen2ForCausalLM:
+def warm_start(progress: Progress, demo: Demo) -> PreTrainedModel:
     """Teach all rules: AdamW 2e-3, 100 steps of warm-up, linear decay to 0 from step 300 to 650, or a share of that."""
     torch.manual_seed(0)
     steps, warm_up, decay_from = (math.ceil(count * demo.share_of_steps) for count in (STEPS, WARM_UP, DECAY_FROM))
-    source, model = random.Random(0), make_model()
+    source, model = random.Random(0), demo.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     bar = progress.add_task("warm start", total=steps, loss=float("nan"))
     due = 0.0
     for step in range(steps):
         batch = lessons(source, demo.lesson)
-        count = sum(sum(written) for _, written in batch)
+        count = sum(sum(written) for _, written, *_ in batch)
         total = 0.0
         for start in range(0, BATCH, 16):
-            loss = loss_of(model, batch[start : start + 16]) / count
+            loss = demo.loss(model, batch[start : start + 16]) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,20 +171,21 @@ def write_prompts(folder: Path, demo: Demo) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(folder: Path, console: Console, task_name: str, *, train: bool) -> None:
+def prepare(folder: Path, console: Console, demo: Demo, *, train: bool) -> None:
     """Fill `cache/` in `folder` atomically, so that a half-made cache is never used."""
-    demo = DEMOS[task_name]
     with whole_directory(folder / "cache") as draft:
         console.print(f"writing {TRAINING_PROMPTS} prompts, and {HELD_OUT_PROMPTS} held-out ones")
         write_prompts(draft, demo)
-        model = trained(demo, console) if train else starting_model(task_name)
+        model = trained(demo, console) if train else starting_model(demo)
         console.print(f"writing the model and its tokenizer to {folder / 'cache'}")
         disable_progress_bar()
         model.save_pretrained(draft / "model")
         demo.tokenizer().save_pretrained(draft / "model")
+        if demo.processor is not None:
+            demo.processor().save_pretrained(draft / "model")
 
 
-def trained(demo: Demo, console: Console) -> Qwen2ForCausalLM:
+def trained(demo: Demo, console: Console) -> PreTrainedModel:
     """A model that `warm_start` trains now."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     loss = TextColumn("loss {task.fields[loss]:.3f}")
@@ -202,7 +212,8 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], demo: Demo | None = None) -> int:
+    """`demo` is one that is defined elsewhere; None: `--task` names it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory that `cache/` is made in")
     parser.add_argument("--task", choices=DEMOS, default="sort", help="what the model is to learn")
@@ -216,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
             if cache.exists() and not given.force:
                 console.print(f"model and prompts: found in {cache} (prepared before)")
             else:
-                prepare(given.folder, console, given.task, train=given.force)
+                prepare(given.folder, console, demo or DEMOS[given.task], train=given.force)
     except KeyboardInterrupt:
         console.print("given up: nothing was written")
         return ExitCode.INTERRUPTED

@@ -39,6 +39,10 @@ class EncodedImage:
     height: int
 
     @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    @property
     def part(self) -> dict[str, Any]:
         """As a part of a chat message; `image_parts` finds it there."""
         return {"type": "image", "sha256": self.sha256, "width": self.width, "height": self.height}
@@ -85,6 +89,16 @@ def known(name: str, data: bytes) -> EncodedImage:
     return EncodedImage(name, data, *Image.open(io.BytesIO(data)).size)
 
 
+def blank(width: int, height: int) -> EncodedImage:
+    """A white image, to try out something that sees."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(written, format="PNG")
+    data = written.getvalue()
+    return EncodedImage(hashlib.sha256(data).hexdigest(), data, width, height)
+
+
 def decode(data: bytes) -> Image:
     """The pixels of what `accept` returned."""
     from PIL import Image
@@ -128,9 +142,13 @@ def url_of(part: Mapping[str, Any]) -> Any:
     return url.get("url") if isinstance(url, Mapping) else url
 
 
+def suffix_of(data: bytes) -> str:
+    """The format of what `accept` returned, as files are named after it."""
+    return "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
+
+
 def data_url(data: bytes) -> str:
-    kind = "png" if data[:4] == b"\x89PNG" else "webp" if data[:4] == b"RIFF" else "jpeg"
-    return f"data:image/{kind}{_MARK}{base64.b64encode(data).decode()}"
+    return f"data:image/{suffix_of(data)}{_MARK}{base64.b64encode(data).decode()}"
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -15,8 +15,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,25 @@ from typing_extensions import override
 
 from streamrl.config import ModelConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.images.encoded import decode
+from streamrl.images.encoded import EncodedImage, blank, decode
 
 Size: TypeAlias = tuple[int, int]
 """Width and height of an encoded image."""
 Pixels: TypeAlias = dict[str, npt.NDArray[Any]]
 """Arguments of a model's forward pass."""
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 Span: TypeAlias = tuple[int, int]
 """First token and number of tokens."""
 _KEPT_BYTES: Final = 256 << 20
 
 
 class Vision(ABC):
-    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled."""
+    """Of one model; `token_id` is that of the placeholder, and no token of `forbidden` may ever be sampled.
 
+    `around`: the tokens before and behind those of an image, where the model has such.
+    """
+
+    modules: ClassVar[tuple[str, ...]]  # of the base model that see images alone
     axes = 1  # of its rotary positions
     join_axis = 0  # along which the pixels of several images are put together
 
@@ -48,12 +54,14 @@ class Vision(ABC):
         self.token = str(backend.convert_ids_to_tokens(self.token_id))
         others = [described.get(name) for name in ("video_token_id",)]
         self.forbidden = tuple(sorted({self.token_id, *(int(other) for other in others if other is not None)}))
+        self.around = tuple(described.get(name) for name in ("vision_start_token_id", "vision_end_token_id"))
         settings = orjson.dumps([type(self).__name__, processor.to_dict()], option=orjson.OPT_SORT_KEYS)
         self.fingerprint = hashlib.blake2b(settings, digest_size=8).hexdigest()
         self.processed = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
-        self._expansion_ids = lru_cache(4096)(self._ids_of_expansion)
+        self._kept_bytes = 0
+        self.tokens_of = lru_cache(4096)(self._tokens_of)
 
     @abstractmethod
     def expansion(self, size: Size) -> str:
@@ -63,8 +71,16 @@ class Vision(ABC):
     def _process(self, image: Any) -> Pixels: ...
 
     @abstractmethod
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
-        """Rotary positions of ids that begin at 0, shape (axes, n), and that of the token behind them."""
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+        """Rotary positions of ids that begin at 0, shape (axes, n), and that of the token behind them.
+
+        Of `pixels` it reads what `outline` gives.
+        """
+
+    def outline(self, size: Size) -> Pixels:
+        """What `positions` needs of an image, without its pixels."""
+        del size
+        return {}
 
     def expand(self, text: str, sizes: Sequence[Size]) -> str:
         """Replace each placeholder by the tokens of its image. `DataError`: they are not as many as the images."""
@@ -84,7 +100,7 @@ class Vision(ABC):
         """Where the images stand in token ids. `DataError`: not these images are there."""
         listed, found, at = list(ids), [], 0
         for size in sizes:
-            wanted = self._expansion_ids(size)
+            wanted = self.tokens_of(size)
             while listed[at : at + len(wanted)] != wanted:
                 try:
                     at = listed.index(wanted[0], at + 1)
@@ -105,22 +121,36 @@ class Vision(ABC):
                 return self._kept[name]
             made = self._kept[name] = self._process(decode(data))
             self.processed += 1
-            while len(self._kept) > 1 and sum(_bytes(kept) for kept in self._kept.values()) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
+            self._kept_bytes += _bytes(made)
+            while len(self._kept) > 1 and self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
             return made
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor, so that the model in this folder makes the same pixels."""
+        self._processor.save_pretrained(folder)
+
+    @cached_property
+    def smallest(self) -> EncodedImage:
+        """An image of one pixel."""
+        return blank(1, 1)
 
     def joined(self, pixels: Sequence[Pixels]) -> Pixels:
         """Those of several images, in the order in which they stand in the rows of a pass."""
         return {key: np.concatenate([each[key] for each in pixels], axis=self.join_axis) for key in pixels[0]}
 
-    def _ids_of_expansion(self, size: Size) -> list[int]:
-        ids: list[int] = self._backend(self.expansion(size), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    def _tokens_of(self, size: Size) -> list[int]:
+        return self.ids(self.expansion(size))
 
 
 class GridVision(Vision):
     """Qwen: an image is a grid of tokens, numbered by row and column; text goes on behind the longer side."""
 
+    modules = ("visual",)
     axes = 3
 
     @override
@@ -130,12 +160,21 @@ class GridVision(Vision):
         return self.token * int(patches // self._processor.merge_size**2)
 
     @override
+    def outline(self, size: Size) -> Pixels:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        each, limits = self._processor.patch_size, self._processor.size
+        bounds = limits["shortest_edge"], limits["longest_edge"]
+        sides = smart_resize(size[1], size[0], each * self._processor.merge_size, *bounds)
+        return {"image_grid_thw": np.asarray([[1, *(side // each for side in sides)]])}
+
+    @override
     def _process(self, image: Any) -> Pixels:
         found = self._processor([image], return_tensors="np")
         return {key: np.asarray(found[key]) for key in ("pixel_values", "image_grid_thw")}
 
     @override
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
         places = np.empty((3, len(ids)), dtype=np.int64)
         tokens, end, position = np.asarray(ids), 0, 0
         starts = np.flatnonzero(tokens == self.token_id)
@@ -158,6 +197,7 @@ class GridVision(Vision):
 class TileVision(Vision):
     """Idefics3 and SmolVLM: an image is rows of tiles and the whole, each of so many tokens between marks."""
 
+    modules = ("vision_model", "connector")
     join_axis = 1
 
     def __init__(self, described: dict[str, Any], backend: Any, processor: Any) -> None:
@@ -188,7 +228,7 @@ class TileVision(Vision):
         return {key: np.asarray(found[key]) for key in ("pixel_values", "pixel_attention_mask")}
 
     @override
-    def positions(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
+    def positions(self, ids: Ids, pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.int64], int]:
         del pixels
         return np.arange(len(ids))[None], len(ids)
 
@@ -199,21 +239,22 @@ _FAMILIES: Final[dict[str, type[Vision]]] = {
 }
 
 
-def vision_of(model: ModelConfig, backend: Any) -> Vision | None:
-    """The image side of a model with this tokenizer; None: it takes text alone.
+def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
+    """The image side of a model, with this tokenizer or the one that it names; None: it takes text alone.
 
     `ConfigError`: images go into it in a way that is not known here, or its image processor cannot be loaded.
     """
-    from transformers import AutoImageProcessor
-
-    described = _described(model)
+    described = describe(model)
     if "vision_config" not in described:
         return None
+    from transformers import AutoImageProcessor, AutoTokenizer
+
     family = _FAMILIES.get(str(described.get("model_type")))
     if family is None:
         what = f"{model.path} is a vision-language model of the kind {described.get('model_type')!r}"
         raise ConfigError(f"{what}, whose images are not known", f"known are {', '.join(_FAMILIES)}")
     try:
+        backend = backend or AutoTokenizer.from_pretrained(model.tokenizer or model.path)
         processor = AutoImageProcessor.from_pretrained(model.path, backend="pil", **model.image_processor)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         what = f"the image processor of {model.path} cannot be loaded: {str(error).partition(chr(10))[0]}"
@@ -227,10 +268,11 @@ def auto_class(model: ModelConfig) -> Any:
     """The class of transformers that loads a model, with its image side where it has one."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if "vision_config" in _described(model) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if "vision_config" in describe(model) else AutoModelForCausalLM
 
 
-def _described(model: ModelConfig) -> dict[str, Any]:
+def describe(model: ModelConfig) -> dict[str, Any]:
+    """The configuration of a model, of a folder or the hub; empty where it cannot be read."""
     from transformers import PreTrainedConfig
 
     try:

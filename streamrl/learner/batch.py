@@ -15,13 +15,16 @@ the right, where a causal model cannot see it, and widths are multiples, because
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from streamrl.learner.tree import Int64Array, Segment, Tree, segments
+from streamrl.images.encoded import known
+from streamrl.images.vision import Vision
+from streamrl.learner.tree import Int64Array, Segment, Tree, in_turn, segments
 from streamrl.wire import Float32Array, Int32Array
 
 PASS_TOKENS = 96
@@ -41,6 +44,7 @@ class RowLimits:
     shared: int = 0  # widest row with several segments or branches; 0: each response is alone in its pass
     hidden: int = 1  # hidden size of the model
     packed: bool = False  # rows are filled with blocks up to `shared`: only visible pairs of tokens cost something
+    vision: Vision | None = None  # the image side of the model
 
     def padded(self, width: int) -> int:
         step = 128 if self.packed else 16 if self.shared else 1
@@ -50,6 +54,12 @@ class RowLimits:
         """In arbitrary units: 24 hidden^2 per token and layer for the weights, 4 width hidden for the attention."""
         width = self.padded(width)
         return width * (6 * self.hidden + width)
+
+    def positions(self, blobs: Mapping[str, bytes], ids: Int32Array, images: tuple[str, ...]) -> tuple[Int64Array, int]:
+        """`tree.Places` of a sample with these encoded images."""
+        if self.vision is None or not images:
+            return in_turn(ids)
+        return self.vision.positions(ids, [self.vision.outline(known(name, blobs[name]).size) for name in images])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +81,8 @@ class TrainSample:
     values: Float32Array | None = None  # the critic's value of the state before each token, shape (n,)
     returns: Float32Array | None = None  # what the critic learns, shape (n,)
     tree: Tree | None = None  # turns of an episode; None: the tokens are one response to the prompt
+    images: tuple[str, ...] = ()  # hashes of those of the prompt, in the order of their tokens
+    blobs: dict[str, bytes] = field(default_factory=dict)  # all encoded images of the sample by hash
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -105,8 +117,10 @@ class Microbatch:
     counts: Int64Array  # sampled tokens of each sample, shape (samples,)
     input_ids: Int64Array  # shape (rows, width), the last token again to the right
     visible_until: Int64Array  # first column that does not see each token, `PADDING` for padding
-    position_ids: Int64Array  # shape (rows, width), place of each token in its own sequence, 0 for padding
+    position_ids: Int64Array  # shape (rows, width), place of each token in its own sequence, 0 for padding; models with
+    # images may number rows and columns of an image: then (axes, rows, width)
     shared: bool  # some row holds more than one response or branch
+    images: list[tuple[str, bytes]]  # hash and encoded image, in the order of their tokens
     positions: Int64Array  # flat index (row * width + column) of the place that predicts each token, (n,)
     targets: Int64Array  # sampled token ids, shape (n,)
     # The fields below are those of `TrainSample`, shape (n,); None when some sample has none.
@@ -178,12 +192,14 @@ def _work(blocks: Sequence[Block], limits: RowLimits) -> int:
 
 def _units(batch: Sequence[TrainSample], limits: RowLimits) -> list[Row]:
     """Blocks that stay in one micro-batch: one of responses to a prompt, or those of a sample with several prompts."""
-    prompts: dict[tuple[int, bytes], Block] = {}
+    prompts: dict[tuple[int, bytes, tuple[str, ...]], Block] = {}
     units: list[Row] = []
     for index, sample in enumerate(batch):
         found = [(index, segment) for segment in _segments(sample, limits)]
         if len(found) == 1:
-            prompts.setdefault((sample.group_id, found[0][1].prompt.tobytes()), []).append(found[0])
+            segment = found[0][1]
+            key = (sample.group_id, segment.prompt.tobytes(), segment.prompt_images)
+            prompts.setdefault(key, []).append(found[0])
         elif found:
             units.append([[one] for one in found])
     shared = [[block] for members in prompts.values() for block in _blocks(members, limits)]
@@ -193,12 +209,14 @@ def _units(batch: Sequence[TrainSample], limits: RowLimits) -> list[Row]:
 def _segments(sample: TrainSample, limits: RowLimits) -> list[Segment]:
     tree, prompt = sample.tree, sample.prompt
     if tree is None:
-        return [Segment.of_answer(prompt, sample.tokens)] if len(sample.tokens) else []
-    shared = segments(tree, prompt, sample.tokens, limits.shared)
+        return [Segment.of_answer(prompt, sample.tokens, sample.images)] if len(sample.tokens) else []
+    cut = partial(segments, tree, prompt, sample.tokens, images=sample.images)
+    places = partial(limits.positions, sample.blobs)
+    shared = cut(widest=limits.shared, places=places)
     alone = sum(limits.work(tree.width(branch, len(prompt))) for branch in tree.branches)
     if limits.packed or _work([[(0, segment)] for segment in shared], limits) < alone:
         return shared
-    return segments(tree, prompt, sample.tokens, 0)
+    return cut(widest=0, places=places)
 
 
 def _blocks(members: Block, limits: RowLimits) -> list[Block]:
@@ -246,23 +264,30 @@ def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLim
         width = min(width, limits.longest)
     ids = np.zeros((len(rows), width), dtype=np.int64)
     until = np.full((len(rows), width), PADDING, dtype=np.int64)
-    places = np.zeros((len(rows), width), dtype=np.int64)
+    places = np.zeros((limits.vision.axes if limits.vision else 1, len(rows), width), dtype=np.int64)
+    images: list[tuple[str, bytes]] = []
     positions: dict[int, Int64Array] = {}
     for number, row in enumerate(rows):
         first, end = number * width, 0
         for block in row:
-            prompt = block[0][1].prompt
+            index, segment = block[0]
+            prompt, blobs = segment.prompt, batch[index].blobs
+            images += [(name, blobs[name]) for name in segment.prompt_images]
             start, end = end, end + len(prompt)
             last = first + end - 1
             ids[number, start:end], until[number, start:end] = prompt, start + _width(block)
-            places[number, start:end] = np.arange(len(prompt))
+            places[:, number, start:end], behind = limits.positions(blobs, prompt, segment.prompt_images)
             for index, segment in block:
                 start, end = end, end + len(segment.ids)
                 ids[number, start:end], until[number, start:end] = segment.ids, segment.visible_until + start
-                places[number, start:end] = segment.depth + len(prompt)
+                places[:, number, start:end] = segment.depth + behind
+                images += [(name, batch[index].blobs[name]) for name in segment.images]
                 found = positions.setdefault(index, np.zeros(len(batch[index].tokens), dtype=np.int64))
                 found[segment.targets] = np.where(segment.before < 0, last, segment.before + first + start)
-        ids[number, end:] = ids[number, end - 1]  # transformers asks for a mask where it sees the padding token
+        # Transformers asks for a mask where it sees the padding token, and for pixels where it sees a placeholder.
+        last_id = int(ids[number, end - 1])
+        shown = limits.vision is not None and last_id == limits.vision.token_id
+        ids[number, end:] = int(last_id == 0) if shown else last_id
     order = list(positions)
     samples = [batch[index] for index in order]
     counts = np.asarray([len(sample.tokens) for sample in samples])
@@ -271,8 +296,9 @@ def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLim
         counts=counts,
         input_ids=ids,
         visible_until=until,
-        position_ids=places,
+        position_ids=places if len(places) > 1 else places[0],
         shared=shared,
+        images=images,
         positions=np.concatenate([positions[index] for index in order]),
         targets=np.concatenate([sample.tokens for sample in samples]).astype(np.int64),
         behaviour=np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),

@@ -10,10 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
+from streamrl.images.vision import Vision, vision_of
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import Backbone
-from streamrl.learner.model_loading import SMALL, load_rows, prepare
+from streamrl.learner.model_loading import SMALL, freeze_images, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import ShardedModel, TrainableModel, check_fit
@@ -35,8 +36,8 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(Backbone):
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model.base_model)
+    def __init__(self, model: PreTrainedModel, vision: Vision | None = None) -> None:
+        super().__init__(model.base_model, vision)
         self.value_head = ValueHead(model.get_output_embeddings().weight.shape[1])
 
     def forward(self, *, targets: torch.Tensor | None, **rows: Any) -> torch.Tensor:
@@ -53,7 +54,9 @@ class Critic(TrainableModel[ValueSums]):
         learner, critic = config.learner, config.learner.critic
         source = config.model.model_copy(update={"path": critic.path or config.model.path})
         base, rows = load_rows(source, ranks, "learner.critic.path" if critic.path else "model.path")
-        model = ValueModel(base)
+        vision = vision_of(source)
+        freeze_images(base, vision, learner)
+        model = ValueModel(base, vision)
         # `head_float32` is about output layers; a value head is in float32 anyway.
         own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
         limits, whole = prepare(model, rows, config, own, ranks, small=small, exact=(model.value_head,))

@@ -11,12 +11,13 @@ from typing import Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.atomic import whole_directory
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import CannotCreate, ConfigError, Refused
+from streamrl.images.vision import auto_class, vision_of
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
 from streamrl.learner.checkpoint_files import ShardReader, open_shards
 from streamrl.learner.model_loading import load_model
@@ -89,13 +90,17 @@ def export_checkpoint(
     An adapter is merged into the base model, which is loaded for that, and is also written to the folder `adapter`.
     """
     model, kind = _skeleton(config), "ema" if average else "weight"
+    vision = vision_of(config.model)
+    frozen = () if vision is None else tuple(f"{model.base_model_prefix}.{name}." for name in vision.modules)
     with open_shards(folder, meta.world) as shards:
-        state, adapter = _read(config, model, shards, meta, kind=kind, on_progress=on_progress)
+        state, adapter = _read(config, model, shards, meta, kind=kind, frozen=frozen, on_progress=on_progress)
     disable_progress_bar()
     try:
         with whole_directory(out) as draft:
             model.save_pretrained(draft, state_dict=state, max_shard_size=_FILE_BYTES)
             _write_tokenizer(draft, config.model)
+            if vision is not None:
+                vision.save(draft)
             if adapter is not None:
                 write_adapter(draft / "adapter", *adapter)
     except (OSError, SafetensorError) as error:
@@ -109,7 +114,7 @@ def _skeleton(config: RunConfig) -> PreTrainedModel:
     try:
         described = AutoConfig.from_pretrained(config.model.path)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=dtype)
+            model: PreTrainedModel = auto_class(config.model).from_config(described, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path {config.model.path} cannot be read: {error}", "bring the model that training started from back"
@@ -130,11 +135,13 @@ def _read(
     meta: Meta,
     *,
     kind: str,
+    frozen: tuple[str, ...],
     on_progress: OnProgress | None,
 ) -> tuple[dict[str, torch.Tensor], tuple[Adapter, dict[str, torch.Tensor]] | None]:
     """Whole tensors of a checkpoint by their names in `model`, which has no storage, and its adapter.
 
-    Buffers that files of this model hold are not trained, so they come from `model.path`.
+    Buffers that files of this model hold are not trained, so they come from `model.path`. So do parameters that the
+    checkpoint does not have and whose names begin with one of `frozen`.
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     prefix = f"actor/{kind}/"
@@ -144,8 +151,9 @@ def _read(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     about = meta.numbers.get("lora")
-    loaded = {} if about is None and not buffers else load_model(config.model).state_dict()
-    if missing := sorted(shapes.keys() - (stored if about is None else loaded.keys())):
+    base = {name for name in shapes.keys() - stored if name.startswith(frozen)} if about is None else shapes.keys()
+    loaded = load_model(config.model).state_dict() if base or buffers else {}
+    if missing := sorted(shapes.keys() - stored - (base & loaded.keys())):
         raise Refused(
             f"ckpt-{meta.name} is of another model than {config.model.path}: it has no {', '.join(missing[:3])}",
             "bring the model that training started from back",
@@ -158,7 +166,7 @@ def _read(
     state = {name: loaded[name] for name in buffers}
     total, done = sum(map(math.prod, shapes.values())) * dtype.itemsize, 0
     for name in shapes:
-        whole = shards.read(prefix + name) if adapter is None else loaded[name]
+        whole = loaded[name] if name in base else shards.read(prefix + name)
         if adapter is not None and (names := modules.get(name.removesuffix(".weight"))):
             magnitude = None if names.magnitude is None else values[names.magnitude]
             whole = merge(whole, values[names.lora_a], values[names.lora_b], scale=adapter.scale, magnitude=magnitude)

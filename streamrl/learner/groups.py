@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from streamrl import wire
-from streamrl.errors import StreamrlError, WireError
+from streamrl.errors import DataError, StreamrlError, WireError
+from streamrl.images.store import ImageStore
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import TrainSample
@@ -144,19 +145,29 @@ class TrainGroup:
 
 
 class GroupOpener:
-    """Opens closed groups; `check` raises ValueError when samples do not fit the model."""
+    """Opens closed groups; `check` raises ValueError when samples do not fit the model.
 
-    def __init__(self, recipe: Recipe, check: Callable[[Sequence[TrainSample]], None]) -> None:
+    The images of its groups are in `images`, and were made tokens by the processor with the fingerprint `processor`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        check: Callable[[Sequence[TrainSample]], None],
+        images: ImageStore | None = None,
+        processor: str = "",
+    ) -> None:
         self._recipe, self._check = recipe, check
+        self.images, self._processor = images, processor
 
     def __call__(self, closed: ClosedGroup, step_of: Callable[[int], int]) -> TrainGroup:
         """Open one group. Advantages that need more than the group are 0 here and computed later."""
         try:
             responses = _decode(closed)
-            samples = _train_samples(closed, responses, step_of)
+            samples = self._shown(closed, responses, _train_samples(closed, responses, step_of))
             self._check(samples)
             train = self._estimated(samples)
-        except (WireError, ValueError) as error:
+        except (WireError, DataError, ValueError) as error:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
         return TrainGroup(
             group_id=closed.group_id,
@@ -168,6 +179,28 @@ class GroupOpener:
             zero_gradient=self._recipe.skips_zero and not any(sample.has_advantage for sample in train),
             episodes=_episode_figures(responses, train),
         )
+
+    def _shown(
+        self, closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], train: list[TrainSample]
+    ) -> list[TrainSample]:
+        """The samples with the bytes of their images."""
+        prompt = wire.decode(closed.prompt, wire.Prompt)
+        answers = [sample for sample, _ in responses if not sample.greedy]
+        if not any((prompt.images, *(sample.images for sample in answers))):
+            return train
+        if self.images is None:
+            raise DataError("it has images, and the model takes text alone")
+        if prompt.processor != self._processor:
+            raise DataError(
+                "its images became tokens by an image processor with other settings (model.image_processor)"
+            )
+        travelled = [*prompt.blobs, *(data for sample in answers for data in sample.blobs)]
+        own = [dict.fromkeys((*prompt.images, *sample.images)) for sample in answers]
+        found = self.images.read({name: None for names in own for name in names}, travelled)
+        return [
+            replace(one, images=tuple(prompt.images), blobs={name: found[name] for name in names})
+            for one, names in zip(train, own, strict=True)
+        ]
 
     def _estimated(self, samples: list[TrainSample]) -> tuple[TrainSample, ...]:
         if not self._recipe.estimator.needs <= KNOWN_EARLY:

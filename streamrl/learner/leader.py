@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, StreamrlError, Unreachable, leaves, unwrap
+from streamrl.images.store import ImageStore
 from streamrl.learner.checkpoint import Checkpoints, Position
 from streamrl.learner.checkpoint_files import WriteProgress
 from streamrl.learner.ending import Ending, Finished, Reason, is_over, write_finished
@@ -151,7 +152,10 @@ class Leader:
         start, run_dir = self._start, self._role.run_dir
         if start.meta is not None:
             await self._load(start.meta.position)
-        opener = GroupOpener(self._worker.recipe, self._worker.check_samples)
+        vision = self._worker.actor.vision
+        images = None if vision is None else ImageStore.of(self._config, run_dir)
+        fingerprint = "" if vision is None else vision.fingerprint
+        opener = GroupOpener(self._worker.recipe, self._worker.check_samples, images, fingerprint)
         archive = Archive(self._config, run_dir)
         self._buffer = TrainBuffer(self._role.ledgers.train, self._config, start, opener, archive)
         loggers = self._loggers = StepLoggers(self._config, run_dir)

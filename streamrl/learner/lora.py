@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, Refused
+from streamrl.images.vision import Vision
 from streamrl.learner.model_loading import OwnRows
 from streamrl.learner.weight_copy import Rows
 from streamrl.weight_sync.adapter import merge, names_of
@@ -39,15 +40,18 @@ class Lora:
     """The adapter of a causal language model in training (Hu et al., arXiv 2106.09685; DoRA: arXiv 2402.09353).
 
     The targets of `model`, which is on `meta`, are adapted in place. All ranks draw the same A from `seed`; B is zero.
+    Nothing that sees images is adapted without `learner.train_vision`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, rows: OwnRows) -> None:
+    def __init__(self, model: PreTrainedModel, config: RunConfig, rows: OwnRows, vision: Vision | None = None) -> None:
         lora = config.learner.lora
         before = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kept = () if vision is None or config.learner.train_vision else vision.modules
         peft = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
             target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+            exclude_modules=rf"{model.base_model_prefix}\.({'|'.join(kept)})\..*" if kept else None,
             use_dora=lora.dora,
             task_type="CAUSAL_LM",
         )

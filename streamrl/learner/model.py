@@ -15,11 +15,12 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -28,8 +29,10 @@ from typing_extensions import override
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
+from streamrl.images.vision import Vision
 
 _LOG_ZERO = -1e4  # stands for log 0: finite, and its `exp` is 0
+Tensors: TypeAlias = dict[str, torch.Tensor]
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states of shape (n, hidden) to logits of shape (n, vocabulary)
 
 
@@ -89,9 +92,14 @@ _RECOMPILES = 64
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model, the units of FSDP: what Hugging Face says must not be split."""
+    """The repeated layers of a model, the units of FSDP: what Hugging Face says must not be split.
+
+    Not those that see images: a rank whose rows show none does not run them, so their weights are gathered with the
+    rest of the model.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    text = model.get_decoder() if hasattr(model.config, "vision_config") else model
+    return [module for module in text.modules() if type(module).__name__ in names]
 
 
 def set_up_layers(model: PreTrainedModel, config: LearnerConfig) -> None:
@@ -183,24 +191,36 @@ class _PassThrough(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A Hugging Face model over rows of tokens that may hold several responses to one prompt."""
+    """A Hugging Face model over rows of tokens that may hold several responses to one prompt.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `vision` is its image side, if it has one.
+    """
+
+    def __init__(self, model: PreTrainedModel, vision: Vision | None = None) -> None:
         super().__init__()
         self.model = model.eval()  # dropout would make the importance ratios random
+        self.vision = vision
         self.flex = False  # whether the model was set up for block masks
 
     def hidden(
-        self, input_ids: torch.Tensor, visible_until: torch.Tensor | None, position_ids: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        visible_until: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        pixels: Tensors | None = None,
+        unseen: Tensors | None = None,
     ) -> torch.Tensor:
         """Last hidden states, shape (rows, width, hidden). For the arguments see `LogProbModel.forward`."""
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
         if visible_until is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
-            mask = block_mask(visible_until) if self.flex else dense_mask(visible_until, dtype)
-            extra = {"attention_mask": mask, "position_ids": position_ids}
-        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **extra)
+            extra["attention_mask"] = block_mask(visible_until) if self.flex else dense_mask(visible_until, dtype)
+        base = self.model.base_model
+        outputs = base(input_ids=input_ids, use_cache=False, **extra, **(pixels or {}))
         hidden: torch.Tensor = outputs.last_hidden_state
+        if unseen is not None:
+            features = tree_leaves(base.get_image_features(**unseen, return_dict=True).to_tuple())
+            hidden = hidden + sum(feature.sum() for feature in features) * 0
         return hidden
 
     def states(
@@ -209,9 +229,10 @@ class Backbone(nn.Module):
         visible_until: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         positions: torch.Tensor,
+        **images: Tensors | None,
     ) -> torch.Tensor:
         """Those at the places that predict the targets, shape (n, hidden)."""
-        return self.hidden(input_ids, visible_until, position_ids).flatten(0, 1).index_select(0, positions)
+        return self.hidden(input_ids, visible_until, position_ids, **images).flatten(0, 1).index_select(0, positions)
 
     def check(self) -> None:
         """Refuse a model whose results are not what they are taken for; its parameters are gathered."""
@@ -229,8 +250,8 @@ class LogProbModel(Backbone):
     layer, soft caps and scales are always the model's.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk: int, vision: Vision | None = None) -> None:
+        super().__init__(model, vision)
         self.temperature = temperature
         self.chunk = chunk
         head = copy.copy(model)
@@ -252,17 +273,20 @@ class LogProbModel(Backbone):
         targets: torch.Tensor | None,
         entropy: bool = False,
         entropy_gradient: bool = False,
+        **images: Tensors | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of `targets`, and entropies when asked for; float32, shape (n,). Tensors: see `Microbatch`.
 
         `visible_until` and `position_ids` are None where rows are not shared: without a mask attention takes its fast
-        kernels. Without `targets`, the hidden states that predict them, shape (n, hidden).
+        kernels. Without `targets`, the hidden states that predict them, shape (n, hidden). Of `images`, `pixels` are
+        those that the rows show, and `unseen` those of one that no row shows: its features are computed and count 0, so
+        that all ranks reduce the same gradients.
         """
-        states = self.states(input_ids, visible_until, position_ids, positions)
+        states = self.states(input_ids, visible_until, position_ids, positions, **images)
         if targets is None:
             return states
         return token_logprobs(
-            self.logits,
+            self._possible,
             states,
             targets,
             temperature=self.temperature,
@@ -270,6 +294,13 @@ class LogProbModel(Backbone):
             entropy=entropy,
             entropy_gradient=entropy_gradient,
         )
+
+    def _possible(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, without the tokens that stand for images: no engine samples them."""
+        logits = self.logits(hidden)
+        if self.vision is None:
+            return logits
+        return logits.index_fill(-1, torch.tensor(self.vision.forbidden, device=logits.device), -torch.inf)
 
     @override
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -14,13 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightTransform
 
 from streamrl.cards import check_room
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import CannotCreate, ConfigError
+from streamrl.images.vision import Vision, auto_class
 from streamrl.learner.batch import RowLimits
 from streamrl.learner.model import Backbone, decoder_layers, set_up_layers, takes_flex
 from streamrl.learner.ranks import Ranks, rows_of
@@ -71,7 +73,7 @@ def load_rows(config: ModelConfig, ranks: Ranks, key: str = "model.path") -> tup
 def _read(config: ModelConfig, key: str, mesh: DeviceMesh | None = None) -> PreTrainedModel:
     try:
         with _cut_before_reading(mesh) if mesh is not None else nullcontext():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model: PreTrainedModel = auto_class(config).from_pretrained(
                 config.path, dtype=torch.float32, attn_implementation=config.attention
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -121,6 +123,13 @@ def _keeps_rows(conversion: WeightTransform) -> bool:
     return steps in ([], [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
+def freeze_images(model: PreTrainedModel, vision: Vision | None, learner: LearnerConfig) -> None:
+    """Leave what sees images alone as it is, unless it is to be trained, too (`learner.train_vision`)."""
+    if vision is not None and not learner.train_vision:
+        for name in vision.modules:
+            model.base_model.get_submodule(name).requires_grad_(requires_grad=False)
+
+
 def prepare(
     model: Backbone,
     rows: OwnRows,
@@ -137,6 +146,7 @@ def prepare(
     """
     model.flex = takes_flex(model.model, ranks.device, config.model.attention)
     limits = row_limits(config, model.model.config.get_text_config(), packed=model.flex)
+    limits = replace(limits, vision=model.vision)
     dtype, offload = getattr(torch, config.model.dtype), "parameters" in learner.offload
     place = torch.device("cpu") if offload else ranks.device
     # In the type of the forward pass what is not trained; else weights, gradients, moments and averages in float32.

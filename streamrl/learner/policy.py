@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from streamrl.config import RunConfig
+from streamrl.images.vision import vision_of
 from streamrl.learner.algorithms.corrections import old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
 from streamrl.learner.model import LogProbModel
-from streamrl.learner.model_loading import SMALL, load_rows, prepare
+from streamrl.learner.model_loading import SMALL, freeze_images, load_rows, prepare
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.sharding import TrainableModel
@@ -46,12 +47,14 @@ class Actor(TrainableModel[TokenSums]):
         if learner.threads is not None:
             torch.set_num_threads(learner.threads)
         base, rows = load_rows(config.model, ranks)
+        vision = vision_of(config.model)
+        freeze_images(base, vision, learner)
         self.lora = None
         if learner.lora.rank:
             from streamrl.learner.lora import Lora
 
-            self.lora = Lora(base, config, rows)
-        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
+            self.lora = Lora(base, config, rows, vision)
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk, vision=vision)
         if learner.matmul_precision == "medium" and ranks.device.type == "cpu" and config.model.attention == "sdpa":
             logger.warning("matmul precision medium slows attention sdpa down on CPUs: set model.attention to eager")
         torch.set_float32_matmul_precision(learner.matmul_precision)
@@ -87,8 +90,10 @@ class Actor(TrainableModel[TokenSums]):
 
     @property
     def published(self) -> dict[str, DTensor]:
-        """Parameters that versions of the weights hold, by name: the trained ones, or the base that they change."""
-        return dict(self._frozen) if self._merges else self.parameters
+        """Parameters that versions of the weights hold, by name: all of them, or the base that an adapter changes."""
+        if self.lora is not None and not self._merges:
+            return self.parameters
+        return dict(self._frozen) if self._merges else {**self._frozen, **self.parameters}
 
     @property
     def adapter(self) -> Adapter | None:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar, get_args
@@ -75,11 +76,16 @@ def scatter(ranks: Ranks, shares: Sequence[Sequence[TrainSample]]) -> Sequence[T
 
 
 def encode(samples: Sequence[TrainSample]) -> bytes:
-    return msgspec.msgpack.encode(samples, enc_hook=np.ndarray.tobytes)
+    """An image that several samples show travels once."""
+    blobs = {name: data for sample in samples for name, data in sample.blobs.items()}
+    if blobs:
+        samples = [replace(sample, blobs=dict.fromkeys(sample.blobs, b"")) for sample in samples]
+    return msgspec.msgpack.encode((samples, blobs), enc_hook=np.ndarray.tobytes)
 
 
 def decode(data: bytes) -> list[TrainSample]:
-    return msgspec.msgpack.decode(data, type=list[TrainSample], dec_hook=_array)
+    samples, blobs = msgspec.msgpack.decode(data, type=tuple[list[TrainSample], dict[str, bytes]], dec_hook=_array)
+    return [replace(one, blobs={name: blobs[name] for name in one.blobs}) if blobs else one for one in samples]
 
 
 def _array(kind: Any, data: bytes) -> np.ndarray[Any, Any]:

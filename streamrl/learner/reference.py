@@ -8,6 +8,8 @@ from typing import Protocol
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.images.vision import vision_of
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.model import LogProbModel
 from streamrl.learner.model_loading import SMALL, load_rows, prepare
@@ -39,7 +41,8 @@ class FrozenReference(ShardedModel):
         learner, path = config.learner, config.learner.reference.path or config.model.path
         key = "learner.reference.path" if learner.reference.path else "model.path"
         base, rows = load_rows(config.model.model_copy(update={"path": path}), ranks, key)
-        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk)
+        vision = vision_of(config.model.model_copy(update={"path": path}))
+        model = LogProbModel(base, temperature=config.sampling.temperature, chunk=learner.logprob_chunk, vision=vision)
         model.requires_grad_(requires_grad=False)
         # As the actor's, so that both compute the same; nothing has to be computed a second time without gradients.
         own = learner.model_copy(update={"checkpoint_activations": False, "offload": ()})
@@ -73,6 +76,9 @@ class FrozenReference(ShardedModel):
 def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Reference | None:
     reference = config.learner.reference
     if reference.kind == "remote":
+        if policy.vision is not None:
+            what = "learner.reference.kind remote sends servers token ids alone, and model.path takes images"
+            raise ConfigError(what, "set learner.reference.kind to frozen, or to base with an adapter")
         return ServerReference(config, ranks)
     if reference.kind != "frozen":
         return None

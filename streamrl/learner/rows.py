@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
+from streamrl.images.vision import Vision
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, microbatch
 from streamrl.learner.model import Backbone, exact_products
 from streamrl.learner.ranks import Ranks
@@ -89,7 +90,8 @@ def checked(
     batch = _samples(limits, longest, module.vocabulary)
     alone = replace(limits, shared=0, packed=False)
     share = _ROUTED if any("expert" in name for name in module.model.config.get_text_config().to_dict()) else 1.0
-    segments = [(index, Segment.of_answer(sample.prompt, sample.tokens)) for index, sample in enumerate(batch)]
+    answers = [Segment.of_answer(sample.prompt, sample.tokens, sample.images) for sample in batch]
+    segments = list(enumerate(answers))
     why, causal, same = "", True, True
     with exact_products():
         try:
@@ -126,22 +128,40 @@ def _samples(limits: RowLimits, longest: int, vocabulary: int) -> Sequence[Train
     """A long response, its first half, responses to one prompt with one more that fill a row; random tokens."""
     random = np.random.default_rng(0)
     length, width = min(limits.longest, longest), max(16, min(limits.shared, longest))
-    prompt, last = max(1, min(width // 8, limits.longest // 2)), max(1, min(width // 8, limits.longest // 2))
+    prompt = last = max(1, min(width // 8, limits.longest // 2))
+    shown = _shown(limits.vision, min(width, limits.longest) // 2)
+    prompt = max(prompt, len(shown["prompt"]) + 1) if shown else prompt
 
     def sample(prompt: int, count: int) -> TrainSample:
         ids = random.integers(0, vocabulary, prompt + count, dtype=np.int32)
+        if limits.vision is not None:
+            ids[np.isin(ids, limits.vision.forbidden)] = 0
         none = np.zeros(count, dtype=np.float32)
         return TrainSample(0, ids[:prompt], ids[prompt:], none, none.astype(np.int64), 0.0, none)
 
     whole = sample(1, length)
     half = replace(whole, **{name: getattr(whole, name)[: -(-length // 2)] for name in _ARRAYS})
-    first = sample(prompt, min(5 * width // 8, limits.longest - prompt))
+    first = sample(prompt, max(1, min(5 * (width - prompt - last) // 6, limits.longest - prompt)))
+    if shown:
+        first = replace(first, **{**shown, "prompt": np.append(shown["prompt"], first.prompt[len(shown["prompt"]) :])})
     group, room = [first], width - prompt - last - len(first.tokens) + 1
     while room > 0:
         count = min(max(1, width // 16), limits.longest - prompt, room)
-        group.append(replace(sample(prompt, count + 1), prompt=first.prompt))
+        group.append(replace(sample(prompt, count + 1), prompt=first.prompt, images=first.images, blobs=first.blobs))
         room -= count
     return [whole, half, *group, sample(1, last)]
+
+
+def _shown(vision: Vision | None, room: int) -> dict[str, Any]:
+    """The beginning of a prompt that shows an image, as fields of a sample; empty where there is none, or no room."""
+    if vision is None:
+        return {}
+    image = vision.smallest
+    ids = np.asarray(vision.tokens_of(image.size), dtype=np.int32)
+    if len(ids) >= room:
+        logger.warning("rows are checked without an image", extra={"tokens_of_image": len(ids), "room": room})
+        return {}
+    return {"prompt": ids, "images": (image.sha256,), "blobs": {image.sha256: image.data}}
 
 
 _ARRAYS: Final = ("tokens", "logprobs", "steps", "advantages")

@@ -26,8 +26,9 @@ from transformers import AutoTokenizer
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
+from streamrl.images.encoded import known
 from streamrl.learner.batch import Microbatch, RowLimits, TrainSample, dummy, pack
-from streamrl.learner.model import Backbone
+from streamrl.learner.model import Backbone, Tensors
 from streamrl.learner.optimizer import Offload, ShardedAdamW, SumsT, UpdateStats
 from streamrl.learner.ranks import Ranks
 from streamrl.learner.rows import checked, dense
@@ -40,8 +41,11 @@ _PREFIX = "model."
 
 class ShardedModel:
     def __init__(self, module: Backbone, ranks: Ranks, limits: RowLimits) -> None:
-        self.ranks, self.vocabulary = ranks, module.vocabulary
+        self.ranks, self.vocabulary, self.vision = ranks, module.vocabulary, module.vision
         self._module = module
+        sees = () if module.vision is None else map(module.model.base_model.get_submodule, module.vision.modules)
+        trained = any(parameter.requires_grad for each in sees for parameter in each.parameters())
+        self._reduces_images = trained and ranks.world > 1
         # FSDP finishes its set-up in the first forward; only then are the local tensors the ones that will stay.
         states = partial(self._forward, targets=None)
         self.limits = checked(limits, states, ranks, module)
@@ -69,6 +73,20 @@ class ShardedModel:
             ids = np.concatenate([sample.prompt, sample.tokens, *observed])
             if ids.min() < 0 or ids.max() >= self.vocabulary:
                 raise ValueError(f"group {sample.group_id}: a token id is not in the vocabulary of the model")
+            self._check_images(sample)
+
+    def _check_images(self, sample: TrainSample) -> None:
+        """The engine counted the tokens of each image as this model does, or its pixels would not fit between them."""
+        if self.vision is None:
+            return
+        if set(self.vision.forbidden) & set(sample.tokens.tolist()):
+            raise ValueError(f"group {sample.group_id}: a token that stands for an image was sampled")
+        pieces = [(sample.prompt, sample.images)]
+        if sample.tree is not None:
+            pieces += zip(sample.tree.observed, sample.tree.media, strict=True)
+        for ids, names in pieces:
+            shown = [known(name, sample.blobs[name]) for name in names]
+            self.vision.spans(ids.tolist(), [(image.width, image.height) for image in shown])
 
     def _reshard(self) -> None:
         for module in self._module.modules():
@@ -87,13 +105,24 @@ class ShardedModel:
         return parts + [dummy()] * (passes - len(parts))
 
     def _forward(self, part: Microbatch, **options: Any) -> Any:
+        placed = part.shared or (part.images and part.position_ids.ndim == 3)
         return self._module(
             input_ids=self._to_device(part.input_ids),
             visible_until=self._to_device(part.visible_until) if part.shared else None,
-            position_ids=self._to_device(part.position_ids) if part.shared else None,
+            position_ids=self._to_device(part.position_ids) if placed else None,
             positions=self._to_device(part.positions),
+            **self._images(part),
             **{"targets": self._to_device(part.targets), **options},
         )
+
+    def _images(self, part: Microbatch) -> dict[str, Tensors]:
+        if self.vision is None or not (part.images or (self._reduces_images and torch.is_grad_enabled())):
+            return {}
+        smallest = self.vision.smallest
+        shown = part.images or [(smallest.sha256, smallest.data)]
+        pixels = [self.vision.pixels(name, data) for name, data in shown]
+        joined = {key: self._to_device(array) for key, array in self.vision.joined(pixels).items()}
+        return {"pixels" if part.images else "unseen": joined}
 
     @torch.no_grad()
     def _compute(self, batch: Sequence[TrainSample], results: int = 1, **options: Any) -> list[list[Float32Array]]:
@@ -125,6 +154,12 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
             f"{key} {path} knows {module.vocabulary} tokens, the policy {actor.vocabulary}",
             "name a model with the tokenizer of model.path",
         )
+    if (actor.vision and actor.vision.fingerprint) != (module.vision and module.vision.fingerprint):
+        raise ConfigError(
+            f"{key} {path} makes other pixels of an image than the policy, or takes none",
+            "name a model with the image processor of model.path",
+        )
+    module.vision = actor.vision  # so that each image is processed once for both
     if path == model.path:
         return
     ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)

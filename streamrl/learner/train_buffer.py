@@ -262,7 +262,10 @@ class TrainBuffer:
             await self._bury(closed.group_id, f"learner: {closed.crashes} learners died in steps with this group")
             return None
         try:
-            group = self._opener(closed, self._branch.step)
+            if self._opener.images is None:
+                group = self._opener(closed, self._branch.step)
+            else:  # they may have to be read
+                group = await asyncio.to_thread(self._opener, closed, self._branch.step)
         except Unusable as error:
             await self._bury(closed.group_id, error.message)
             return None

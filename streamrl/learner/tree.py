@@ -12,7 +12,7 @@ follows take no place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -37,6 +37,7 @@ class Tree:
     sampled: tuple[int, ...]  # sampled tokens of each turn, 0 for an observed one
     observed: tuple[Int32Array, ...]  # ids of each turn, none for a sampled one
     rewards: tuple[float, ...]  # of each turn, 0 for none
+    media: tuple[tuple[str, ...], ...]  # images of each observed turn, by hash
     branches: tuple[EpisodeBranch, ...] = field(init=False)
     starts: tuple[int, ...] = field(init=False)  # first token of each turn in the arrays of the sample
 
@@ -55,6 +56,7 @@ class Tree:
             sampled=tuple(turn.sampled for turn in sample.turns),
             observed=tuple(turn.observed_ids for turn in sample.turns),
             rewards=tuple(turn.reward or 0.0 for turn in sample.turns),
+            media=tuple(tuple(turn.media) for turn in sample.turns),
         )
 
     def length(self, turn: int) -> int:
@@ -113,22 +115,44 @@ class Segment:
     """Tokens of one sample behind a prompt, as they stand in a row: a chain, or a tree in depth-first order."""
 
     prompt: Int32Array
+    prompt_images: tuple[str, ...]  # in the order of their tokens, as `images`
     ids: Int32Array  # shape (n,), without the last token of each branch, from which nothing is predicted
+    images: tuple[str, ...]
     visible_until: Int64Array  # first place in `ids` that does not see each token, shape (n,)
-    depth: Int64Array  # tokens between the prompt and each token, shape (n,)
+    depth: Int64Array  # positions from the first one behind the prompt on, shape (axes, n)
     before: Int64Array  # place in `ids` that predicts each trained token, -1: the end of the prompt, shape (m,)
     targets: Int64Array  # place of each trained token in the arrays of the sample, shape (m,)
     branches: int
 
     @classmethod
-    def of_answer(cls, prompt: Int32Array, tokens: Int32Array) -> Segment:
+    def of_answer(cls, prompt: Int32Array, tokens: Int32Array, images: tuple[str, ...] = ()) -> Segment:
         places = np.arange(len(tokens))
         until = np.full(len(tokens) - 1, len(tokens) - 1)
-        return cls(prompt, tokens[:-1], until, places[:-1], places - 1, places, 1)
+        return cls(prompt, images, tokens[:-1], (), until, places[None, :-1], places - 1, places, 1)
 
 
-def segments(tree: Tree, prompt: Int32Array, tokens: Int32Array, widest: int) -> list[Segment]:
-    """The branches of a sample by prompt; a segment has one, or several in at most `widest` tokens with the prompt."""
+Places: TypeAlias = Callable[[Int32Array, tuple[str, ...]], tuple[Int64Array, int]]
+"""Positions of ids with these images, from 0 on, shape (axes, n), and the position behind them."""
+
+
+def in_turn(ids: Int32Array, _: tuple[str, ...] = ()) -> tuple[Int64Array, int]:
+    """One position for each token: `Places` of text."""
+    return np.arange(len(ids))[None], len(ids)
+
+
+def segments(
+    tree: Tree,
+    prompt: Int32Array,
+    tokens: Int32Array,
+    widest: int,
+    *,
+    images: tuple[str, ...] = (),
+    places: Places = in_turn,
+) -> list[Segment]:
+    """The branches of a sample by prompt; a segment has one, or several in at most `widest` tokens with the prompt.
+
+    `images` are those of the prompt.
+    """
     widths = [tree.width(branch, len(prompt)) for branch in tree.branches]
     # The mask of several branches and the model's own attention do not go together in one pass.
     together = max(widths, default=0) <= widest
@@ -147,47 +171,67 @@ def segments(tree: Tree, prompt: Int32Array, tokens: Int32Array, widest: int) ->
             last[root] = len(parts)
             parts.append([branch])
             taken.append(width)
-    return [_segment(tree, prompt, tokens, part) for part in parts]
+    return [_segment(tree, prompt, tokens, part, images=images, places=places) for part in parts]
 
 
-def _segment(tree: Tree, prompt: Int32Array, tokens: Int32Array, branches: Sequence[EpisodeBranch]) -> Segment:
+def _segment(
+    tree: Tree,
+    prompt: Int32Array,
+    tokens: Int32Array,
+    branches: Sequence[EpisodeBranch],
+    *,
+    images: tuple[str, ...],
+    places: Places,
+) -> Segment:
     own = branches[0].own_prompt
+    seen: list[str] = []
     ids: list[Int32Array] = []
     depth: list[Int64Array] = []
     before: list[Int64Array] = []
     begin: list[int] = []
     close: dict[int, int] = {}
-    ends: dict[int, tuple[int, int]] = {}  # place and depth of the last token of each turn
+    ends: dict[int, tuple[int, int]] = {}  # place of the last token of each turn, and the position behind it
     end = 0
     for number, branch in enumerate(branches):
         for place in range(branch.new if number else 0, len(branch.turns)):
             turn = branch.turns[place]
             if own and not place:
-                ends[turn] = (-1, -1)
+                ends[turn] = (-1, 0)
                 continue
             last = place == len(branch.turns) - 1
-            at, deep = ends[branch.turns[place - 1]] if place else (-1, -1)
+            at, deep = ends[branch.turns[place - 1]] if place else (-1, 0)
             count = tree.length(turn)
             start = tree.starts[turn]
             mine = tokens[start : start + count] if tree.sampled[turn] else tree.observed[turn]
             ids.append(mine[: count - last])
-            depth.append(np.arange(count - last) + deep + 1)
+            seen += tree.media[turn]
+            positions, behind = places(mine, tree.media[turn])
+            depth.append(positions[:, : count - last] + deep)
             if tree.sampled[turn] and place >= branch.new:
                 before.append(np.concatenate([[at], np.arange(end, end + count - 1)]))
             begin.append(turn)
             end += count - last
-            ends[turn] = (end - 1, deep + count)
+            ends[turn] = (end - 1, deep + behind)
         for turn in branch.turns:
             close[turn] = end
     return Segment(
         prompt=tree.observed[branches[0].turns[0]] if own else prompt,
+        prompt_images=tree.media[branches[0].turns[0]] if own else images,
         ids=np.concatenate([np.zeros(0, dtype=np.int32), *ids]),
+        images=tuple(seen),
         visible_until=np.repeat(np.asarray([close[turn] for turn in begin], dtype=np.int64), [len(one) for one in ids]),
-        depth=np.concatenate([np.zeros(0, dtype=np.int64), *depth]),
+        depth=_side_by_side(depth),
         before=np.concatenate([np.zeros(0, dtype=np.int64), *before]),
         targets=np.concatenate([tree.places(branch.turns[branch.new :]) for branch in branches]),
         branches=len(branches),
     )
+
+
+def _side_by_side(depths: Sequence[Int64Array]) -> Int64Array:
+    """Text has one axis, an image may need more: text then has the same positions on each."""
+    axes = max((len(each) for each in depths), default=1)
+    wide = [np.broadcast_to(each, (axes, each.shape[1])) for each in depths]
+    return np.concatenate([np.zeros((axes, 0), dtype=np.int64), *wide], axis=1)
 
 
 class Span(NamedTuple):

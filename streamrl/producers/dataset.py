@@ -55,7 +55,7 @@ class PromptLimits:
 class PromptSet:
     """The prompts of one file, encoded. `fingerprint` covers its bytes, images and token ids; `dropped` are too long.
 
-    `processor` is the fingerprint of what made tokens of its images; empty: it has none.
+    `processor` is the fingerprint of what makes tokens of images; empty: the model takes text alone.
     """
 
     path: Path
@@ -103,7 +103,8 @@ def load_prompts(
     """
     images = PromptImages(path, tokenizer.vision, store or ImageStore.nowhere(ImagesConfig()))
     digest = hashlib.blake2b(digest_size=16)
-    data, faults = PromptSet(path, [], ""), _Faults(path)
+    processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
+    data, faults = PromptSet(path, [], "", processor=processor), _Faults(path)
     lines = islice(_lines(path, digest), count)
     while raw := list(islice(lines, _CHUNK)):
         for row, text, tokens in _tokenize(faults.parse(raw, images), tokenizer, faults):
@@ -113,14 +114,12 @@ def load_prompts(
             with faults.at(row.line):
                 _check_tokens(tokens, limits)
                 digest.update(tokens.tobytes())
-                more: dict[str, Any] = {}
+                more: dict[str, Any] = {"processor": data.processor}
                 if row.images:
-                    assert tokenizer.vision is not None
-                    data.processor = tokenizer.vision.fingerprint
                     names = [image.sha256 for image in row.images]
                     digest.update("".join(names).encode())
                     blobs = images.keep(row.images)
-                    more = {"v": SCHEMA, "images": names, "blobs": blobs, "processor": data.processor}
+                    more |= {"v": SCHEMA, "images": names, "blobs": blobs}
                 data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation, **more))
     faults.check()
     if not data.prompts:

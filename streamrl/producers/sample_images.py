@@ -41,12 +41,12 @@ class SampleImages:
     async def open(self) -> None:
         """Fetch the images of the prompt. `DataError`: one is missing, or another processor counted their tokens."""
         prompt = self._prompt
-        if not prompt.images:
-            return
         if self._vision is None:
-            raise DataError("a prompt with images, and the model takes text alone", _HINT)
-        if prompt.processor != self._vision.fingerprint:
-            what = f"the prompt's images were counted by the image processor {prompt.processor or 'of another kind'}"
+            if prompt.images:
+                raise DataError("a prompt with images, and the model takes text alone", _HINT)
+            return
+        if prompt.processor not in ("", self._vision.fingerprint):
+            what = f"the images of this run were counted by the image processor {prompt.processor}"
             hint = "give all hosts the same model.path and model.image_processor, and the same version of transformers"
             raise DataError(f"{what}, this worker has {self._vision.fingerprint}", hint)
         await self.fetch(prompt.images, prompt.blobs)

@@ -84,7 +84,7 @@ async def _with_own_engine(role: Role, tokenizer: Tokenizer) -> None:
                 tokenizer,
                 behind=lambda: follower.newest_step - follower.applied_step,
                 news=follower.next_applied,
-                figures=follower.figures,
+                figures=lambda: {**follower.figures(), **engine.figures()},
             ).run()
         ended.set()
         following.cancel()

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from streamrl.config import ModelConfig, RunConfig
-from streamrl.engine import Request, RequestLimits
+from streamrl.engine import Request, RequestImage, RequestLimits
 from streamrl.errors import ConfigError, DataError, Unreachable, WireError
 from streamrl.http import BadAnswer, HttpClient, Lost
+from streamrl.images.encoded import blank
+from streamrl.images.vision import vision_of
 from streamrl.servers.dialect import PROBE, Dialect
 from streamrl.servers.request import UNKNOWN_VOCABULARY, Response, read_response
 
 logger = logging.getLogger(__name__)
 _PATIENCE: Final = 15.0  # in which a server that streamrl did not start has to answer
 _ABOUT_SECONDS: Final = 30.0
+_SIDES: Final = (1, 64, 128, 256, 512, 1024)  # of images that are tried
 
 
 async def connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, external: bool) -> RequestLimits:
@@ -66,7 +70,8 @@ async def _connect(client: HttpClient, dialect: Dialect, config: RunConfig, *, e
     if max(probe or (1,)) >= limits.vocabulary:
         said = f"the tokenizer has ids above the vocabulary of the model, {limits.vocabulary}"
         raise ConfigError(said, "set model.tokenizer to that of model.path")
-    await _try_out(client, dialect, config, (probe or (1,))[:4], limits)
+    for request in await asyncio.to_thread(_tries, config, (probe or (1,))[:4], context):
+        await _try_out(client, dialect, config, request, limits)
     return limits
 
 
@@ -111,15 +116,37 @@ async def _let_go(client: HttpClient, dialect: Dialect) -> None:
             logger.warning("a server that may be paused does not resume", extra={"why": error.message})
 
 
+def _tries(config: RunConfig, prompt: tuple[int, ...], context: int) -> list[Request]:
+    """Requests for one token: with text alone and, for a model that sees, with a small and a large image."""
+    text = Request("check", np.asarray(prompt, dtype=np.int32), 1, config.sampling.temperature)
+    if (vision := vision_of(config.model)) is None:
+        return [text]
+    found = [replace(text, forbidden=vision.forbidden)]
+    before, behind = ([] if mark is None else [mark] for mark in vision.around)
+    # Letter by letter: a server that makes a text of the tokens and tokens of that again would count fewer.
+    before = [token for letter in PROBE[:4] for token in vision.ids(letter)] + before
+    fitting = [side for side in _SIDES if len(before + vision.tokens_of((side, side)) + behind) < context]
+    for side in sorted({min(fitting, default=0), max(fitting, default=0)} - {0}):
+        image, ids = blank(side, side), vision.tokens_of((side, side))
+        shown = RequestImage(image.sha256, image.data, len(before), len(ids), vision.token_id)
+        tokens = np.asarray([*before, *ids, *behind], dtype=np.int32)
+        found.append(replace(found[0], tokens=tokens, images=(shown,)))
+    return found
+
+
 async def _try_out(
-    client: HttpClient, dialect: Dialect, config: RunConfig, prompt: tuple[int, ...], limits: RequestLimits
+    client: HttpClient, dialect: Dialect, config: RunConfig, request: Request, limits: RequestLimits
 ) -> None:
     """Sample one token, to check that the route is open and returns token ids and log-probabilities."""
     seconds = config.weights.deadline
-    request = Request("check", np.asarray(prompt, dtype=np.int32), 1, config.sampling.temperature)
     try:
         async with asyncio.timeout(seconds):
             done = await read_response(client, dialect, Response(request, limits, 0), seconds=seconds)
+    except DataError as error:
+        if not request.images:
+            raise
+        hint = error.hint or "start it with the model of the run (model.path), and with images allowed"
+        raise ConfigError(f"the server at {client.url} does not take images: {error.message}", hint) from error
     except TimeoutError as error:
         said = f"the server at {client.url} sampled no token within {seconds:g} s"
         raise Unreachable(said, "see the server's log") from error

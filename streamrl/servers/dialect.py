@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
+import orjson
 from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Finish, MemoryTag, Request, Runs
-from streamrl.errors import DataError, NotFetched, StreamrlError, WeightsError, WireError
+from streamrl.errors import ConfigError, DataError, NotFetched, StreamrlError, WeightsError, WireError
 from streamrl.http import BadAnswer, Call
 from streamrl.servers.environments import find_environment, on_cpu
 from streamrl.servers.launch import LOOPBACK, Launch, LaunchProfile, Startable, merged
@@ -28,6 +29,8 @@ PROBE: Final = "Two plus 34 is thirty-six; naïve?"  # its token ids tell whethe
 TOKENIZE_PROBE: Final = Call(
     "POST", "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, repeatable=True, optional=True
 )
+IMPOSSIBLE: Final = -100  # added to the logit of a token that is never sampled; servers take no more
+IMAGES: Final = "STREAMRL_IMAGE_PROCESSOR"  # our plug-in reads it, and has images read as the learner reads them
 BUSY: Final = "busy"  # a server fetches the files of a version still
 NOT_FETCHED: Final = "not fetched: "  # what our plug-in says when the files of a version did not come
 _FINISHES: Final[tuple[Finish, ...]] = get_args(Finish)
@@ -45,6 +48,7 @@ class Chunk:
     finish: Finish | None = None  # set on the last message
     runs: Runs | None = None  # of the whole response, on the last message; None from servers that do not tell
     cached_tokens: int | None = None  # of the prompt, the ones whose keys and values it still had, when it said
+    prompt_tokens: int | None = None  # as the server counts those of its images, when it said
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,10 @@ class Dialect(Startable):
         raise NotImplementedError
 
     def environ(self, model: str, *, cpu: bool) -> dict[str, str]:
-        return self.profile.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        environ = self.profile.environ_for(model, cpu=cpu, sleeps=self._sleeps, plugin=True)
+        if sees(model):
+            environ[IMAGES] = orjson.dumps({"path": model} | self._config.model.image_processor).decode()
+        return environ
 
     @property
     def _sleeps(self) -> bool:
@@ -198,6 +205,47 @@ class Dialect(Startable):
 
     @abstractmethod
     def read_metrics(self, answer: Any) -> ServerMetrics: ...
+
+
+def described(model: str) -> dict[str, Any]:
+    """The model's own configuration; nothing where no folder has it."""
+    path = Path(model) / "config.json"
+    if not path.parent.is_dir():
+        return {}
+    try:
+        found: dict[str, Any] = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    return found
+
+
+def folder_of(model: str) -> Path | None:
+    """Where the configuration of a model is; None for one of the hub that has not been fetched."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no name that the hub has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def sees(model: str) -> bool:
+    """Whether a model has an image side."""
+    return (folder := folder_of(model)) is not None and "vision_config" in described(str(folder))
+
+
+def unexpanded(request: Request) -> list[int]:
+    """The tokens of a request with one token for each image, which servers replace by what they count themselves."""
+    tokens: list[int] = request.tokens.tolist()
+    found: list[int] = []
+    end = 0
+    for image in request.images:
+        found += [*tokens[end : image.begin], image.placeholder]
+        end = image.begin + image.count
+    return found + tokens[end:]
 
 
 @contextmanager

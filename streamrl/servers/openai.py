@@ -83,6 +83,9 @@ class OpenaiDialect(Dialect):
     @override
     def generation(self, request: Request, *, version: int, salt: str = "", adapter: str | None = None) -> Call:
         del version, salt, adapter
+        if request.images:
+            said = "a server of kind openai is sent tokens alone, and the model of this run sees images"
+            raise ConfigError(said, "set engine.kind to vllm, sglang or hf, or model.path to a model for text")
         body: dict[str, Any] = {
             "prompt": request.tokens.tolist(),
             "max_tokens": request.max_new_tokens,

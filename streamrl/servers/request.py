@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from streamrl.engine import Completion, Finish, Request, RequestLimits, Runs
-from streamrl.errors import StreamrlError, WireError
+from streamrl.errors import DataError, StreamrlError, WireError
 from streamrl.http import Call, HttpClient, Lost
 from streamrl.servers.dialect import Chunk, Dialect
 
@@ -45,6 +45,11 @@ class Response:
         return dialect.generation(wanted, version=self.version, salt=self.salt, adapter=self.adapter or None)
 
     def add(self, chunk: Chunk) -> None:
+        ours = len(self.request.tokens)
+        if self.request.images and chunk.prompt_tokens not in (None, ours):
+            what = f"the server counts {chunk.prompt_tokens} tokens in a prompt with images, streamrl {ours}"
+            hint = "its image processor has other settings: give it the same model and model.image_processor"
+            raise DataError(what, hint)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         if self.cached is None:  # a server that puts a request back may count anew

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,11 @@ from streamrl.config import RunConfig
 from streamrl.engine import Completion, Request, RequestLimits
 from streamrl.errors import ConfigError
 from streamrl.http import HttpClient, read_key
+from streamrl.images.vision import describe
 from streamrl.isolation.watchdog import Watchdog
 from streamrl.servers.check import connect
 from streamrl.servers.control import ServerControl
-from streamrl.servers.dialect import ServerMetrics
+from streamrl.servers.dialect import ServerMetrics, folder_of
 from streamrl.servers.environments import on_cpu
 from streamrl.servers.kinds import make_dialect
 from streamrl.servers.process import ANSWER_SECONDS, ManagedServer, ServerSettings, points_back
@@ -85,6 +87,8 @@ class Server:
             if process is None:
                 url, hint = config.engine.url[self._index], "check that it runs and that engine.url is right"
             else:
+                if folder_of(config.model.path) is None:  # flags of its server depend on what it is
+                    await asyncio.to_thread(describe, config.model)
                 stack.push_async_callback(process.stop)
                 url, hint = await process.start(), f"its log: {process.log}"
             self.client = HttpClient(url, self._key, hint)

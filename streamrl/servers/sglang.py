@@ -11,7 +11,6 @@ import base64
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import orjson
@@ -23,14 +22,18 @@ from streamrl.cores import THREADS
 from streamrl.engine import Finish, MemoryTag, Request
 from streamrl.errors import ConfigError, Refused, WireError
 from streamrl.http import Call
+from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
     BUSY,
+    IMPOSSIBLE,
     PROBE,
     Chunk,
     Dialect,
     ServerInfo,
     ServerMetrics,
     describe_version,
+    described,
+    folder_of,
     raise_error,
     read_count,
     read_finish,
@@ -39,6 +42,8 @@ from streamrl.servers.dialect import (
     read_release,
     read_spans,
     reading,
+    sees,
+    unexpanded,
 )
 from streamrl.servers.environments import on_cpu
 from streamrl.servers.launch import PLUGIN, SGLANG, LaunchProfile, adapters_in_flight
@@ -74,13 +79,16 @@ class SglangDialect(Dialect):
     @override
     def needed_flags(self, model: str, *, cpu: bool) -> dict[str, Any]:
         config, engine = self._config, self._config.engine
+        shows = sees(model)
+        if shows and not (family := str(described(str(folder_of(model)))["model_type"])).startswith("qwen"):
+            raise ConfigError(f"SGLang has no image processor for models of kind {family}", "set engine.kind to vllm")
         flags: dict[str, Any] = {
             "context-length": config.model.context,
             "max-running-requests": engine.slots,
             # Without it each message holds the whole response so far.
             "incremental-streaming-output": True,
             # Token ids are all that travels.
-            "skip-tokenizer-init": not config.reads_text,
+            "skip-tokenizer-init": not (config.reads_text or shows),
             "sampling-defaults": "openai",
             "custom-weight-loader": LOADER,
             "tp-size": engine.tensor_parallel,
@@ -150,17 +158,21 @@ class SglangDialect(Dialect):
             "repetition_penalty": 1.0,
             "skip_special_tokens": False,
         }
+        if request.forbidden:
+            sampling["logit_bias"] = dict.fromkeys(map(str, request.forbidden), IMPOSSIBLE)
         if request.json_schema:
             sampling["json_schema"] = request.json_schema
         body: dict[str, Any] = {
             "rid": request.id,
-            "input_ids": request.tokens.tolist(),
+            "input_ids": unexpanded(request),
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
             "cache_salt": self.salt(request, version, salt),
         }
+        if request.images:
+            body["image_data"] = [data_url(image.data) for image in request.images]
         if request.cuts and 0 < request.top_k <= SGLANG_MASK:
             # Then it also tells the log-probabilities of what it sampled from, and with each token what that was.
             body["return_sampling_mask"] = True
@@ -215,7 +227,8 @@ class SglangDialect(Dialect):
     @override
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # It may be repeated: the same bytes are copied again.
-        manifest = orjson.dumps(describe_version(version))
+        forget = {"forget_images": True} if self._config.learner.train_vision else {}
+        manifest = orjson.dumps(describe_version(version) | forget)
         body = {
             "serialized_named_tensors": [_frame(manifest)] * self._config.engine.tensor_parallel,
             "load_format": LOADER,
@@ -270,7 +283,8 @@ def _chunk(tokens: Sequence[Any], meta: Mapping[str, Any], received: int) -> Chu
     cut = meta.get("output_token_sampling_logprobs")
     logprobs = read_logprobs(_fresh(cut, total, received) if cut else [entry[0] for entry in entries])
     runs = read_spans(meta.get("weight_versions"), total, finish)
-    return Chunk(fresh, logprobs, finish, runs, read_count(meta.get("cached_tokens")))
+    cached, prompt = read_count(meta.get("cached_tokens")), read_count(meta.get("prompt_tokens"))
+    return Chunk(fresh, logprobs, finish, runs, cached, prompt)
 
 
 def _finish(reason: Any) -> Finish | None:
@@ -302,13 +316,7 @@ def _frame(manifest: bytes) -> str:
 
 def _cache_tokens(config: RunConfig, model: str) -> int | None:
     """Tokens that `engine.kv_cache` has room for, from one response to twice all slots; None: no folder tells it."""
-    path = Path(model) / "config.json"
-    if not path.parent.is_dir():
-        return None
-    try:
-        shape = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model.path must be a Hugging Face model") from error
+    shape = described(model)
     shape = shape.get("text_config", shape)
     try:
         heads = int(shape.get("num_attention_heads") or shape["n_head"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
+import orjson
 from typing_extensions import override
 
 from streamrl.engine import MemoryTag, Request
 from streamrl.errors import Refused, WireError
 from streamrl.http import Call
+from streamrl.images.encoded import data_url
 from streamrl.servers.dialect import (
+    IMPOSSIBLE,
     TOKENIZE_PROBE,
     Chunk,
     Dialect,
@@ -27,6 +30,7 @@ from streamrl.servers.dialect import (
     read_release,
     read_spans,
     reading,
+    unexpanded,
 )
 from streamrl.servers.launch import PLUGIN, VLLM, LaunchProfile, adapters_in_flight
 
@@ -81,6 +85,8 @@ class VllmDialect(Dialect):
             flags["tokenizer"] = self._config.model.tokenizer
         if engine.tensor_parallel > 1:
             flags["tensor-parallel-size"] = engine.tensor_parallel
+        if self._config.model.image_processor:
+            flags["mm-processor-kwargs"] = orjson.dumps(self._config.model.image_processor).decode()
         if self._config.learner.lora.alone:
             rank = next(rank for rank in _RANKS if rank >= self._config.learner.lora.rank)
             most = adapters_in_flight(self._config.max_staleness)
@@ -145,7 +151,7 @@ class VllmDialect(Dialect):
         guided = {"structured_outputs": {"json": request.json_schema}} if request.json_schema else {}
         body: dict[str, Any] = {
             "request_id": request.id,
-            "token_ids": request.tokens.tolist(),
+            "token_ids": unexpanded(request),
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,
                 "min_tokens": min(request.min_tokens, request.max_new_tokens),
@@ -164,6 +170,12 @@ class VllmDialect(Dialect):
             # Blocks of keys and values that older weights computed are not found under another salt.
             "cache_salt": self.salt(request, version, salt),
         }
+        if request.forbidden:
+            body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, request.forbidden), IMPOSSIBLE)
+        if request.images:
+            # Known by their hash: an image that it has processed before it does not process again.
+            parts = [(data_url(image.data), image.sha256) for image in request.images]
+            body["content_parts"] = [{"type": "image_url", "url": url, "uuid": name} for url, name in parts]
         if adapter is not None:
             body["model"] = adapter
         return Call("POST", _GENERATE, body)
@@ -172,9 +184,9 @@ class VllmDialect(Dialect):
     def chunk(self, message: Any, *, received: int) -> Chunk:
         raise_error(message)
         with reading("no chunk of a vLLM response"):
-            cached = read_cached(message)
+            cached, prompt = read_cached(message), read_count((message.get("usage") or {}).get("prompt_tokens"))
             if not message["choices"]:
-                return Chunk(cached_tokens=cached)
+                return Chunk(cached_tokens=cached, prompt_tokens=prompt)
             choice = message["choices"][0]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             content = (choice["logprobs"] or {}).get("content") or ()
@@ -183,7 +195,7 @@ class VllmDialect(Dialect):
                 raise WireError(f"{len(tokens)} tokens and log-probabilities of {len(logprobs)} others in one chunk")
             finish = read_finish(choice["finish_reason"])
             runs = read_spans(choice["weight_versions"], received + len(tokens), finish)
-            return Chunk(tokens, logprobs, finish, runs, cached)
+            return Chunk(tokens, logprobs, finish, runs, cached, prompt)
 
     @override
     def score(self, model: str, tokens: Sequence[int], start: int) -> Call:
@@ -215,11 +227,15 @@ class VllmDialect(Dialect):
     def update(self, version: Version, label: str) -> Sequence[Call]:
         # After a failure in the midst of it the model samples no more until the whole sequence, for this or another
         # version, has succeeded while the server is still paused; a server that is resumed without that dies.
-        return (
+        calls = (
             Call("POST", "/start_weight_update"),
             Call("POST", "/update_weights", {"update_info": {"source": describe_version(version)}}),
             Call("POST", "/finish_weight_update", {"weight_version": label}),
         )
+        if not self._config.learner.train_vision:
+            return calls
+        # What the image side made of an image is kept by its hash alone.
+        return *calls, Call("POST", "/reset_encoder_cache", repeatable=True)
 
     @override
     def sleep(self, level: Literal[0, 1]) -> Sequence[Call]:

@@ -58,11 +58,13 @@ def write_run(
     config["rewards"] = [{"use": f"poisoned_reward:{reward}", "name": "poisoned"}]
     config["learner"] |= {"ranks": ranks, "groups_per_step": 8, "steps": None, "stop_at_accuracy": None}
     config["learner"] |= {"collective_deadline": 30}
-    config["redis"] = {**config.get("redis", {}), "patience": 20}
+    config["redis"] = {**config.get("redis", {}), "patience": 12}
     config["checkpoint"] = {"every": 2}
-    config["evaluation"] = {"every": 10, "prompts": 16}
+    config["evaluation"] = {"every": 10, "prompts": 8}
     config["lease"] = {"seconds": 2, "max_deliveries": 5}
+    # Roles whose supervisor was killed, and Redis with it, wait for Redis until the grace is over.
     config["supervisor"] = {"max_restarts": 500, "backoff": 0.1, "max_backoff": 0.5, "liveness_deadline": 200}
+    config["supervisor"]["term_grace"] = 3
     config |= sections
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -91,14 +93,14 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, sort_cache
 def test_episodes_that_are_scored_whole_go_on_and_are_neither_lost_nor_trained_twice(tmp_path: Path, tools_cache: Path):
     sections = {"episode": EPISODE, "archive": {"enabled": True}}
     poison = POISONED | dict.fromkeys(HANGING, "hang tool")
-    fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", poison, **sections), tmp_path / "run", SEED)
-    roles = ("feeder.0", "rollout.0", "rollout.0", "reward.0", "reward.0")
+    fire = Fire(write_run(tmp_path, tools_cache, "PoisonedGroup", poison, ranks=1, **sections), tmp_path / "run", SEED)
+    roles = ("feeder.0", "rollout.0", "reward.0")
     blows: list[Blow] = [functools.partial(fire.kill, role) for role in roles]
     blows += [fire.kill_in_episode, fire.kill_in_episode, fire.kill_in_step]
     blows.append(functools.partial(fire.roll_back_redis, 3.0))
     audit = under(fire, blows, [])
-    assert all(fire.kills[role] for role in ("feeder.0", "inside a step", "roll-back"))
-    assert all(fire.kills[role] >= 2 for role in ("reward.0", "rollout.0", "inside an episode"))
+    assert all(fire.kills[role] for role in ("feeder.0", "reward.0", "inside a step", "roll-back"))
+    assert all(fire.kills[role] >= 2 for role in ("rollout.0", "inside an episode"))
     archived = list(recorded(fire.run_dir))
     check_trained(fire.run_dir, archived, audit["trained"])
     samples = check_turns(fire.run_dir, archived)
@@ -125,7 +127,7 @@ def under(fire: Fire, blows: list[Blow], ends: list[Blow]) -> dict:
                     check(fire)
                 fire.up()
             # Past a checkpoint: or three learners would die in the same step, and its groups would be blamed.
-            fire.moves_on(fire.random.randint(3, 5))
+            fire.moves_on(fire.random.randint(3, 4))
         cursor_past_poison(fire)
         live_groups_end(fire)
         assert fire.drain() == 0

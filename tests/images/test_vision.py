@@ -92,6 +92,9 @@ def test_positions_are_those_of_the_model(made):
     ids = made.ids(SIZES)
     pixels = [made.vision.pixels(image.sha256, image.data) for image in images]
     places, end = made.vision.positions(ids, pixels)
+    outlined, same = made.vision.positions(ids, [made.vision.outline(size) for size in SIZES])
+    assert np.array_equal(outlined, places)
+    assert same == end
     if made.vision.axes == 1:
         assert places.tolist() == [list(range(len(ids)))]
         assert end == len(ids)

@@ -23,6 +23,7 @@ from step_kit import estimated, rewarded, weights
 from tiny_policy import count_tokens, lay_out, make_batch, passes_of, run_config, untried
 from tree_kit import THREE, make_episodes
 from value_kit import value_batch
+from vision_samples import Samples, vision_config
 from weights_kit import export, full_tensors
 
 from streamrl.config import RunConfig, WeightsConfig
@@ -115,6 +116,25 @@ def train(actor: Actor, steps: range) -> list[dict[str, Any]]:
         trained = {"tokens": stats.trained.tokens, "ess": stats.trained.ess}
         records.append({"loss": stats.loss, "norm": stats.grad_norm, "passes": np.diff(counts).tolist(), **trained})
     return records
+
+
+def images(model: Path, out: Path, ranks: Ranks) -> None:
+    """Updates in which the first rank has the images and the second one text alone, or nothing."""
+    samples = Samples(model)
+    batch = samples.batch()
+    shown, text = [one for one in batch if one.blobs], [one for one in batch if not one.blobs]
+    for name, small in UNITS.items():
+        for train_vision in (False, True):
+            config = vision_config(model, ranks=ranks.world, train_vision=train_vision, tokens_per_microbatch=64)
+            actor = Actor(config, ranks, small=small)
+            for mine in ([shown, text], [shown, []], [text, shown]):
+                actor.compute_log_prob(batch if ranks.world == 1 else mine[ranks.rank])
+                actor.accumulate([*mine[0], *mine[1]] if ranks.world == 1 else mine[ranks.rank])
+            actor.apply_update(count_tokens(batch))
+            snapshot = Copies(actor.published, torch.float32).take()
+            if ranks.rank == 0:
+                save_file(dict(snapshot.tensors), out / f"{name}-{train_vision}.safetensors")
+    keep({}, out, ranks)
 
 
 def episodes(model: Path, out: Path, ranks: Ranks) -> None:

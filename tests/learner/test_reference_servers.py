@@ -153,7 +153,7 @@ def test_an_observed_token_may_be_impossible_under_the_reference(make):
             if "60" in entry:
                 entry["60"]["logprob"] = -9999.0
 
-    tree = Tree((PROMPT, 0, 1), (1, 0, 1), (EMPTY, np.asarray([60, 60], np.int32), EMPTY), (0.0,) * 3)
+    tree = Tree((PROMPT, 0, 1), (1, 0, 1), (EMPTY, np.asarray([60, 60], np.int32), EMPTY), (0.0,) * 3, ((),) * 3)
     sample = replace(make_batch(0, groups=1, size=1)[0], tree=tree, **arrays(2))
     assert_scored(make(Server(wrong=never_sees_60)).compute_ref_log_prob([sample]), [sample])
 

@@ -66,7 +66,7 @@ def test_branches_by_hand():
     assert cut(21) == cut(0) == cut(22), "all alone"
     (first, _) = segments(tree, prompt, tokens, 64)
     assert first.visible_until.tolist() == [13] * 7 + [8] + [13] * 5
-    assert first.depth.tolist() == [*range(8), *range(7, 12)]
+    assert first.depth.tolist() == [[*range(8), *range(7, 12)]]
     assert first.before.tolist() == [-1, 0, 1, 6, 7, 9, 10, 11, 12]
 
 
@@ -119,6 +119,6 @@ def test_long_chains_and_many_forks_do_not_recurse(count):
 
 
 def test_turns_without_sampled_tokens_have_no_branch():
-    tree = Tree((PROMPT, NOTHING), (0, 0), (np.ones(2, np.int32),) * 2, (0.0, 0.0))
+    tree = Tree((PROMPT, NOTHING), (0, 0), (np.ones(2, np.int32),) * 2, (0.0, 0.0), ((), ()))
     assert tree.branches == ()
     assert segments(tree, np.zeros(3, np.int32), np.zeros(0, np.int32), 64) == []

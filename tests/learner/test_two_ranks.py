@@ -22,6 +22,8 @@ from streamrl.learner.ranks import Ranks
 from streamrl.weight_sync.manifest import read_manifest
 from streamrl.weight_sync.tensors import map_version
 from tests.redis_kit import free_port
+from tests.vision_kit import KINDS as VISION_KINDS
+from tests.vision_kit import make_vision_model
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -84,6 +86,16 @@ def test_no_rank_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
     assert whole > 300e6
     for rank in (0, 1):
         assert whole / 2 <= orjson.loads((tmp_path / f"found-{rank}.json").read_bytes())["most"] < 0.9 * whole
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_a_rank_with_images_beside_one_without(two_ranks, one_rank, tmp_path, kind):
+    """Frozen and trained towers, as one unit and as one per layer: no rank waits for a collective of the other."""
+    model = make_vision_model(tmp_path / "model", kind)
+    runs = two_ranks.beside("images", model, one_rank, tmp_path)
+    for units in UNITS:
+        for train_vision in (False, True):
+            same_files(runs, f"{units}-{train_vision}.safetensors")
 
 
 @pytest.mark.parametrize("units", UNITS)

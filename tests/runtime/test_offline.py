@@ -39,7 +39,7 @@ def told(done, total):
 async def measured(judge, samples=2, kind=SingleTurn, on_progress=told, **worker):
     config = RunConfig.model_validate({"name": "t", "evaluation": {"samples": samples}})
     patient = PatientScorer(scorer(loaded(judge), **worker), LeaseConfig())
-    decoder = SimpleNamespace(decode=lambda tokens: "4")
+    decoder = SimpleNamespace(decode=lambda tokens: "4", vision=None)
     return await _scores(config, kind(config, Engine(), decoder), patient, [prompt()], on_progress=on_progress)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 from toy import Toy, make_dialect, serving
@@ -15,6 +16,7 @@ from streamrl.producers.tokenizer import Tokenizer
 from streamrl.servers import check
 from streamrl.servers.dialect import PROBE
 from tests.redis_kit import free_port
+from tests.vision_kit import make_vision_model
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -105,6 +107,50 @@ async def test_a_server_that_wants_a_key(toy, tiny_dir):
     assert "wants a key" in error.message
     assert "engine.api_key_file" in error.hint
     assert await checked(toy, run_of(tiny_dir), key="s3cret")
+
+
+@pytest.fixture(scope="module")
+def seeing_dir(tmp_path_factory):
+    return make_vision_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl")
+
+
+def counting(off):
+    """A dialect of a server that counts so many more tokens in each prompt."""
+    dialect = make_dialect()
+    whole, asked = dialect.chunk, []
+
+    def generation(request, **more):
+        asked.append(request)
+        return type(dialect).generation(dialect, request, **more)
+
+    def chunk(message, received):
+        return replace(whole(message, received=received), prompt_tokens=len(asked[-1].tokens) + off)
+
+    dialect.generation, dialect.chunk, dialect.asked = generation, chunk, asked
+    return dialect
+
+
+async def test_a_model_that_sees_is_tried_with_images(seeing_dir):
+    dialect = counting(0)
+    await checked(Toy(), run_of(seeing_dir, context=64), dialect=dialect)
+    text, small, large = dialect.asked
+    assert (len(text.images), len(small.images), len(large.images)) == (0, 1, 1)
+    assert text.forbidden
+    assert small.images[0].count < large.images[0].count < 64
+
+
+async def test_a_server_with_another_image_processor(seeing_dir):
+    error = await refused(Toy(), run_of(seeing_dir, context=64), dialect=counting(4))
+    assert "does not take images: the server counts 14 tokens in a prompt with images, streamrl 10" in error.message
+    assert "model.image_processor" in error.hint
+
+
+async def test_a_server_for_text_that_is_shown_an_image(seeing_dir):
+    toy = Toy()
+    toy.faults["/generate"] = [None, 400]
+    error = await refused(toy, run_of(seeing_dir, context=64))
+    assert "does not take images: " in error.message
+    assert "with images allowed" in error.hint
 
 
 async def test_a_server_that_samples_nothing(toy, tiny_dir):

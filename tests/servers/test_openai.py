@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from toy_kit import config, request, version
 
+from streamrl.engine import RequestImage
 from streamrl.errors import ConfigError, DataError, WireError
 from streamrl.servers.dialect import Chunk, ServerMetrics
 from streamrl.servers.openai import OpenaiDialect
@@ -44,6 +45,13 @@ def test_what_is_asked():
     assert "cache_salt" not in call.body
     assert "model" not in dialect().generation(request("a"), version=3).body
     json.dumps(call.body)
+
+
+def test_images_are_refused():
+    shown = request("a", [5, 6], images=(RequestImage("ab", b"", 1, 1, 6),))
+    with pytest.raises(ConfigError, match="sent tokens alone, and the model of this run sees images") as caught:
+        dialect().generation(shown, version=3)
+    assert "engine.kind" in caught.value.hint
 
 
 def test_what_is_understood():

@@ -19,6 +19,7 @@ from streamrl.consumers.models.verdicts import Ballot, Combine, Parser, Unreadab
 from streamrl.consumers.processes import CallLimits, ProcessDied, ProcessPool, usual_processes
 from streamrl.consumers.reward import RewardContext, RewardSample, Score
 from streamrl.errors import ConfigError, DataError, PluginError, StreamrlError
+from streamrl.images.encoded import data_url
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Judge(AskingReward):
         separate: send one request per vote; otherwise one request asks for all (`n`).
         path: of the route below the server's URL.
         extra: more keys of the request's body; null removes a key.
+        images: show the judge the images that the policy saw, after the text of `prompt`.
 
     Raises:
         PluginError: arguments do not fit together, or a placeholder is unknown.
@@ -109,8 +111,9 @@ class Judge(AskingReward):
         separate: bool = False,
         path: str = "/v1/chat/completions",
         extra: Mapping[str, Any] | None = None,
+        images: bool = False,
     ) -> None:
-        pattern = regex
+        pattern, self._shows = regex, images
         if prompt is None:
             given = {"regex": regex, "json_path": json_path, "choices": choices, "bounds": bounds}
             if odd := next((name for name, value in given.items() if value is not None), None):
@@ -169,7 +172,7 @@ class Judge(AskingReward):
 
     @override
     async def score(self, sample: RewardSample) -> Score:
-        messages = self._messages(sample)
+        messages = await asyncio.to_thread(self._messages, sample) if self._shows else self._messages(sample)
         loop = asyncio.get_running_loop()
         end = loop.time() + self._limit
         ballot = Ballot()
@@ -197,14 +200,14 @@ class Judge(AskingReward):
         parts["unreadable"] = float(ballot.unreadable)
         return Score(combined(ballot.values, self._combine), parts, ballot.tokens)
 
-    async def _ask(self, messages: list[dict[str, str]], missing: int, seconds: float, ballot: Ballot) -> None:
+    async def _ask(self, messages: list[dict[str, Any]], missing: int, seconds: float, ballot: Ballot) -> None:
         sizes = [1] * missing if self._separate else [missing]
         asking = (self._request(messages, size, seconds, ballot) for size in sizes)
         for failure in await asyncio.gather(*asking, return_exceptions=True):
             if failure is not None:
                 raise failure
 
-    async def _request(self, messages: list[dict[str, str]], votes: int, seconds: float, ballot: Ballot) -> None:
+    async def _request(self, messages: list[dict[str, Any]], votes: int, seconds: float, ballot: Ballot) -> None:
         """Send one request for some votes; ask again for votes that the server leaves out."""
         end = asyncio.get_running_loop().time() + seconds
         body: dict[str, Any] = {"model": self._asked.config.model, "messages": messages, **self._keys}
@@ -255,9 +258,15 @@ class Judge(AskingReward):
             raise Unreadable(f"the regex takes too much: {died.message}") from died
         return self._parser.verdict(found["group"], text)
 
-    def _messages(self, sample: RewardSample) -> list[dict[str, str]]:
+    def _messages(self, sample: RewardSample) -> list[dict[str, Any]]:
         filled = self._content.filled(sample)
-        return [{"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None]
+        said: list[dict[str, Any]] = [
+            {"role": role, "content": as_text(text)} for role, text in filled.items() if text is not None
+        ]
+        if self._shows and sample.images:
+            shown = [{"type": "image_url", "image_url": {"url": data_url(image.data)}} for image in sample.images]
+            said[-1]["content"] = [{"type": "text", "text": said[-1]["content"]}, *shown]
+        return said
 
     async def _first_votes(self) -> None:
         """Ask for a verdict on a short text; warn if it cannot be read."""

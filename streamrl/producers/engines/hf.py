@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
-from streamrl.errors import DeadlineExceeded, Unreachable
+from streamrl.errors import DataError, DeadlineExceeded, Unreachable
+from streamrl.images.vision import Vision, vision_of
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
 from streamrl.producers.stopping import StopTexts
@@ -50,6 +51,7 @@ class HfEngine(Generator):
         self._tokenizer: Tokenizer | None = None
         self._decoder: SlotDecoder | None = None
         self.limits = RequestLimits(0, 0)
+        self._vision: Vision | None = None
         self._failure: BaseException | None = None
         self._started = self._closed = False
         self._tickets = itertools.count(1)
@@ -92,13 +94,15 @@ class HfEngine(Generator):
         stop = await self._stop_texts(request) if request.stop else None
         decoder = self._serving()
         limit = self.limits.check(request)
+        if request.images and self._vision is None:
+            raise DataError(f"request {request.id!r} has images, and the model takes text alone")
         ticket = next(self._tickets)
         future = self._open[ticket] = self._loop.create_future()
         if not self._arrived:
             self._loop.call_soon(self._flush)
         prompt = tuple(request.tokens.tolist())
         asked = request if request.cuts or request.min_tokens or request.seed is not None else None
-        self._arrived.append(Job(ticket, prompt, limit, request.temperature, asked, stop))
+        self._arrived.append(Job(ticket, prompt, limit, request.temperature, asked, stop, request.images))
         start = self._loop.time()
         try:
             outcome = await future
@@ -136,6 +140,10 @@ class HfEngine(Generator):
         if self._decoder is None:
             return EngineLoad(0, 0, 0, 0.0, 0, self._config.engine.slots)
         return self._decoder.load(len(self._arrived))
+
+    def figures(self) -> dict[str, int]:
+        """How many images were made pixels: each once, however many responses and turns show it."""
+        return {} if self._vision is None else {"images_processed": self._vision.processed}
 
     @override
     async def health(self) -> None:
@@ -227,9 +235,11 @@ class HfEngine(Generator):
         context = context_length(self._config, model)
         self.limits = RequestLimits(context, int(model.get_input_embeddings().num_embeddings))
         stop = stop_tokens(model.generation_config, model.config)
-        check_decodable(self._config, model)
+        self._vision = vision_of(self._config.model)
+        check_decodable(self._config, model, self._vision)
         batch = SlotBatch(
             model,
+            vision=self._vision,
             slots=affordable_slots(self._config, model),
             context=context,
             stop_tokens=stop,

@@ -11,13 +11,15 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.cards import check_room, choose_device
 from streamrl.config import RunConfig
 from streamrl.cores import THREADS, share_cores, usable_cores
+from streamrl.engine import RequestImage
 from streamrl.errors import ConfigError
+from streamrl.images.vision import Vision, auto_class
 from streamrl.producers.engines.slots import FULL, SLIDING, Job, SlotBatch, attention_kinds
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     device = choose_device(engine.device, engine.dtype, section="engine")
     disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config.model).from_pretrained(
             config.model.path,
             dtype=getattr(torch, engine.dtype),
             attn_implementation=engine.attention,
@@ -95,13 +97,13 @@ def affordable_slots(config: RunConfig, model: Any) -> int:
     return int(slots)
 
 
-def check_decodable(config: RunConfig, model: Any) -> None:
-    if obstacle := _obstacle(model, context_length(config, model)):
+def check_decodable(config: RunConfig, model: Any, vision: Vision | None = None) -> None:
+    if obstacle := _obstacle(model, context_length(config, model), vision):
         what = f"model {config.model.path!r} cannot be sampled by engine.kind hf: {obstacle}"
         raise ConfigError(what, "set engine.kind to vllm or sglang")
 
 
-def _obstacle(model: Any, context: int) -> str:
+def _obstacle(model: Any, context: int, vision: Vision | None) -> str:
     config = model.config.get_text_config()
     if others := sorted(attention_kinds(config) - {FULL, SLIDING}):
         return f"it has layers of kind {', '.join(others)}"
@@ -114,33 +116,54 @@ def _obstacle(model: Any, context: int) -> str:
             why = f"its rotary positions depend on the longest sequence of the batch above {limit} tokens"
             return f"{why}, and model.context is {context}"
     try:
-        error = _trial(model)
+        error = _trial(model, vision)
     except Exception as failure:  # noqa: BLE001 - any error of foreign model code means: not with slots
         return f"a trial failed: {failure!r}"
     limit = _TOLERANCE.get(model.dtype, 0.25)
     return "" if error <= limit else f"a trial differs from a plain forward pass by {error:.2g}"
 
 
-def _trial(model: Any) -> float:
-    """The largest error of a log-probability of three short responses, which are longer than the sliding windows."""
+def _trial(model: Any, vision: Vision | None) -> float:
+    """The largest error of a log-probability of three short responses, which are longer than the sliding windows.
+
+    A model that sees has a fourth one, to an image.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
     prompts = [tuple(token % vocabulary for token in range(3, 3 + length)) for length in (1, 3, 6)]
-    worst = 0.0
+    jobs = [Job(ticket, prompt, 6 - ticket, 1.0) for ticket, prompt in enumerate(prompts)]
+    if vision is not None:
+        image = vision.smallest
+        ids = vision.tokens_of((image.width, image.height))
+        shown = RequestImage(image.sha256, image.data, 1, len(ids), vision.token_id)
+        jobs.append(Job(3, (3, *ids, 4), 4, 1.0, images=(shown,)))
+    worst, context = 0.0, 10 + max(len(job.prompt) for job in jobs)
     with _narrow_windows(model):
-        batch = SlotBatch(model, slots=3, context=16, stop_tokens=frozenset(), generator=generator)
-        ended = batch.admit([Job(ticket, prompt, 6 - ticket, 1.0) for ticket, prompt in enumerate(prompts)])
+        batch = SlotBatch(model, slots=4, context=context, stop_tokens=frozenset(), generator=generator, vision=vision)
+        ended = batch.admit(jobs)
         while batch.active:
             ended += batch.step()
         for outcome in ended:
-            prompt = prompts[outcome.ticket]
+            prompt = outcome.prompt
+            row = torch.tensor([[*prompt, *outcome.tokens]], device=model.device)
             with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([[*prompt, *outcome.tokens]], device=model.device)).logits[0]
-            expected = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
+                logits = model(input_ids=row, **_plain(vision, row, outcome)).logits[0]
+                if vision is not None:
+                    logits[:, list(vision.forbidden)] = -torch.inf
+                expected = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
             sampled = torch.tensor(outcome.tokens, device=model.device)
             found = torch.tensor(outcome.logprobs, device=model.device)
             worst = max(worst, float((expected.gather(1, sampled[:, None])[:, 0] - found).abs().max()))
     return worst
+
+
+def _plain(vision: Vision | None, row: torch.Tensor, job: Job) -> dict[str, torch.Tensor]:
+    """The images of a job for a forward pass that finds the positions itself."""
+    if vision is None or not job.images:
+        return {}
+    pixels = vision.joined([vision.pixels(image.sha256, image.data) for image in job.images])
+    kinds = {"mm_token_type_ids": (row == vision.token_id).int()} if vision.axes > 1 else {}
+    return {**kinds, **{key: torch.from_numpy(array).to(row.device) for key, array in pixels.items()}}
 
 
 @contextmanager

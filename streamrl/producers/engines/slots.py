@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from streamrl.engine import EngineLoad, Finish, Request, Runs
+from streamrl.engine import EngineLoad, Finish, Request, RequestImage, Runs
 from streamrl.errors import DeadlineExceeded, Unreachable, WeightsError
+from streamrl.images.vision import Pixels, Vision
 from streamrl.producers.engines import weights
 from streamrl.producers.engines.drawing import sample
 from streamrl.producers.stopping import StopTexts
@@ -50,6 +51,7 @@ class Job:
     temperature: float
     request: Request | None = None
     stop: StopTexts | None = None
+    images: tuple[RequestImage, ...] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish = "abort"
@@ -198,8 +200,17 @@ def attention_kinds(config: Any) -> set[str]:
 
 
 class SlotBatch:
+    """`vision` is the image side of the model: nothing samples a token that stands for an image."""
+
     def __init__(
-        self, model: Any, *, slots: int, context: int, stop_tokens: frozenset[int], generator: torch.Generator
+        self,
+        model: Any,
+        *,
+        slots: int,
+        context: int,
+        stop_tokens: frozenset[int],
+        generator: torch.Generator,
+        vision: Vision | None = None,
     ) -> None:
         self.slots, self.context = slots, context
         self.version = self.tokens_sampled = 0
@@ -214,7 +225,13 @@ class SlotBatch:
         self._cache = SlotCache(config.num_hidden_layers, slots, context)
         self._rows: list[Job | None] = [None] * slots
         self._high = 0
-        self._token, self._position, self._taken = torch.zeros(3, slots, dtype=torch.long, device=model.device)
+        # `_shift`: how far rotary positions are off the places of tokens, behind images that number rows and columns
+        self._token, self._position, self._taken, self._shift = torch.zeros(
+            4, slots, dtype=torch.long, device=model.device
+        )
+        self._vision = vision
+        self._axes = 1 if vision is None else vision.axes
+        self._forbidden = None if vision is None else torch.tensor(vision.forbidden, device=model.device)
         self._ruler = torch.arange(round_up(context), device=model.device)
 
     @property
@@ -225,16 +242,17 @@ class SlotBatch:
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
         """Compute what at most `slots - active` jobs have, sample their next tokens; return jobs that ended."""
         free = [slot for slot, row in enumerate(self._rows) if row is None]
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
         for slot, job in zip(free, jobs, strict=False):
             self._rows[slot] = job
             job.swap(self.version)
             if job.generator is None and job.request is not None and job.request.seed is not None:
                 job.generator = torch.Generator(self._token.device).manual_seed(job.request.seed)
-            groups.setdefault((*job.prompt, *job.tokens), []).append(slot)
+            same = ((*job.prompt, *job.tokens), tuple(image.sha256 for image in job.images))
+            groups.setdefault(same, []).append(slot)
         ended: list[Job] = []
-        for prompts in _parts(sorted(groups, key=len)):
-            ended += self._prefill(prompts, [groups[prompt] for prompt in prompts])
+        for part in _parts(sorted(groups.items(), key=lambda group: len(group[0][0]))):
+            ended += self._prefill([ids for (ids, _), _ in part], [slots for _, slots in part])
         return ended
 
     def _prefill(self, prompts: list[tuple[int, ...]], groups: list[list[int]]) -> list[Job]:
@@ -250,9 +268,11 @@ class SlotBatch:
         ends = torch.unique(last) if self._keep else self._ruler[:longest]
         self._cache.reserve(longest)
         self._cache.prefill(sources, slots)
+        places, shift, pixels = self._seen(prompts, [self._rows[group[0]] for group in groups])
         output = self.model(
             input_ids=inputs,
-            position_ids=self._ruler[:longest].expand(len(prompts), -1),
+            position_ids=places,
+            **pixels,
             past_key_values=self._cache,
             use_cache=True,
             **({"logits_to_keep": ends} if self._keep else {}),
@@ -261,9 +281,32 @@ class SlotBatch:
         tokens, logprobs = self._draw(logits[sources], flat)
         self._token[slots] = tokens
         self._position[slots] = last[sources] + 1
+        self._shift[slots] = shift[sources]
         self._taken[slots] = 1
         self._high = max(self._high, *(slot + 1 for slot in flat))
         return self._record(flat, tokens.tolist(), logprobs.tolist())
+
+    def _seen(
+        self, prompts: list[tuple[int, ...]], jobs: Sequence[Job | None]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Rotary positions of prompts, how far they are off behind each, and the pixels of their images."""
+        places = self._ruler[: len(prompts[-1])].expand(len(prompts), -1)
+        shift = torch.zeros(len(prompts), dtype=torch.long, device=places.device)
+        if self._vision is None:
+            return places, shift, {}
+        if self._axes > 1:
+            places = places.repeat(self._axes, 1, 1)
+        shown: list[Pixels] = []
+        for row, (ids, job) in enumerate(zip(prompts, jobs, strict=True)):
+            if job is not None and job.images:
+                pixels = [self._vision.pixels(image.sha256, image.data) for image in job.images]
+                found, behind = self._vision.positions(ids, pixels)
+                if self._axes > 1:
+                    places[:, row, : len(ids)] = torch.from_numpy(found)
+                shift[row] = behind - len(ids)
+                shown += pixels
+        joined = self._vision.joined(shown) if shown else {}
+        return places, shift, {key: torch.from_numpy(array).to(places.device) for key, array in joined.items()}
 
     @property
     def cache_use(self) -> float:
@@ -282,7 +325,7 @@ class SlotBatch:
         self._cache.decode(position, span)
         output = self.model(
             input_ids=self._token[:count, None],
-            position_ids=position[:, None],
+            position_ids=self._placed(position + self._shift[:count]),
             attention_mask=self._mask(position, span),
             past_key_values=self._cache,
             use_cache=True,
@@ -292,6 +335,9 @@ class SlotBatch:
         # a free slot stays at position 0, so that it always has one row to attend to
         position += self._taken[:count]
         return self._record(range(count), tokens.tolist(), logprobs.tolist())
+
+    def _placed(self, position: torch.Tensor) -> torch.Tensor:
+        return position[:, None] if self._axes == 1 else position[None, :, None].expand(self._axes, -1, -1)
 
     def _mask(self, position: torch.Tensor, span: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """What one token at `position` in each slot sees of rows 0 to `span`; by kind of layer where they differ."""
@@ -321,6 +367,8 @@ class SlotBatch:
 
     def _draw(self, logits: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = {at: row for at, slot in enumerate(slots) if (row := self._rows[slot]) is not None}
+        if self._forbidden is not None:
+            logits = logits.index_fill(-1, self._forbidden, -math.inf)
         if all(row.request is None and row.temperature == 1.0 for row in rows.values()):
             return sample(logits, None, self._generator)  # the usual case, and a division saved
         special = {at: row.request for at, row in rows.items() if row.request is not None}
@@ -362,8 +410,8 @@ class SlotBatch:
             return
         for slot in slots:
             self._rows[slot] = None
-        self._position[slots] = 0
-        self._taken[slots] = 0
+        for values in (self._position, self._taken, self._shift):
+            values[slots] = 0
         while self._high and self._rows[self._high - 1] is None:
             self._high -= 1
 
@@ -375,23 +423,27 @@ class SlotBatch:
         sources = [slot for slot in range(active, self._high) if self._rows[slot] is not None]
         targets = [slot for slot in range(active) if self._rows[slot] is None]
         self._cache.move(sources, targets, max(row.length for _, row in self._active()))
-        for values in (self._token, self._position, self._taken):
+        for values in (self._token, self._position, self._taken, self._shift):
             values[targets] = values[sources]
         for source, target in zip(sources, targets, strict=True):
             self._rows[target], self._rows[source] = self._rows[source], None
-        self._position[active : self._high] = 0
-        self._taken[active : self._high] = 0
+        for values in (self._position, self._taken, self._shift):
+            values[active : self._high] = 0
         self._high = active
 
 
-def _parts(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Split prompts, shortest first, into batches of at most `PREFILL_TOKENS` tokens, padding included."""
-    part: list[tuple[int, ...]] = []
-    for prompt in prompts:
-        if part and (len(part) + 1) * len(prompt) > PREFILL_TOKENS:
+_Group: TypeAlias = tuple[tuple[tuple[int, ...], tuple[str, ...]], list[int]]
+"""Ids and images of a prompt, and the slots of those who have it."""
+
+
+def _parts(groups: list[_Group]) -> Iterator[list[_Group]]:
+    """Split groups, the shortest prompt first, into batches of at most `PREFILL_TOKENS` tokens, padding included."""
+    part: list[_Group] = []
+    for group in groups:
+        if part and (len(part) + 1) * len(group[0][0]) > PREFILL_TOKENS:
             yield part
             part = []
-        part.append(prompt)
+        part.append(group)
     if part:
         yield part
 

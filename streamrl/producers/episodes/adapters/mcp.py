@@ -154,13 +154,19 @@ async def _listed(client: Client) -> list[Tool]:
             return tools
 
 
-async def _call(client: Client, name: str, /, **arguments: Any) -> str:
-    """What a tool answered. TypeError: an image, sound or bytes; RuntimeError: it failed, and says why."""
+async def _call(client: Client, name: str, /, **arguments: Any) -> str | list[Any]:
+    """What a tool answered, as parts of OpenAI where it shows images; RuntimeError: it failed, and says why.
+
+    TypeError: sound or bytes.
+    """
     result = await client.call_tool(name, arguments)
-    parts = []
+    parts: list[str] = []
+    shown: list[Any] = []
     for block in result.content:
         if block.type == "text":
             parts.append(block.text)
+        elif block.type == "image":
+            shown.append({"type": "image_url", "image_url": {"url": f"data:{block.mime_type};base64,{block.data}"}})
         elif block.type == "resource" and hasattr(block.resource, "text"):
             parts.append(block.resource.text)
         elif block.type == "resource_link":
@@ -171,4 +177,4 @@ async def _call(client: Client, name: str, /, **arguments: Any) -> str:
         raise RuntimeError("\n".join(parts))
     if not parts and result.structured_content is not None:
         return as_text(result.structured_content)
-    return "\n".join(parts)
+    return ["\n".join(parts), *shown] if shown else "\n".join(parts)

@@ -122,12 +122,16 @@ def _spoken(content: list[dict[str, Any]]) -> Message:
 def _answers(content: list[dict[str, Any]]) -> list[Message]:
     """A message of the user: the results of tools in it come first, each as a message of its own."""
     results: list[Message] = [
-        {"role": "tool", "tool_call_id": str(part.get("tool_use_id", "")), "content": text_of(part.get("content"))}
+        {
+            "role": "tool",
+            "tool_call_id": str(part.get("tool_use_id", "")),
+            "content": shared.content_of(part.get("content")),
+        }
         for part in content
         if part.get("type") == "tool_result"
     ]
     others = [part for part in content if part.get("type") != "tool_result"]
-    return [*results, {"role": "user", "content": text_of(others)}] if others else results
+    return [*results, {"role": "user", "content": shared.content_of(others)}] if others else results
 
 
 def _arguments(given: Any) -> str:

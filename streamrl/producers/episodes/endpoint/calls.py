@@ -12,12 +12,14 @@ import orjson
 
 from streamrl.config.episode import CALL_DRAWS
 from streamrl.errors import StreamrlError
+from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message, ToolSchema
 from streamrl.producers.episodes.session import SampledTurn
 from streamrl.wire import utf8
 
 MODEL: Final = "policy"  # in `/v1/models`; calls may use any name
 Content: TypeAlias = str | list[dict[str, Any]] | None
+_IMAGES: Final = ("image_url", "input_image", "image")
 Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Options: TypeAlias = dict[str, Collection[Any] | None]
 """What a body may have besides fields that are obeyed: values that ask for nothing, None: any. Others are refused."""
@@ -28,6 +30,24 @@ HARMLESS: Final[Options] = {**_PENALTIES, **dict.fromkeys((*_ACCOUNTS, *_CACHES)
 OVERFLOW: Final = "context_length_exceeded"  # the agent may go on with a shorter conversation
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
+
+
+def content_of(given: Content) -> str | list[dict[str, Any]]:
+    """Text, or where images are shown the parts of OpenAI's chat; a URL that is to be fetched is refused later."""
+    if not isinstance(given, list) or not any(part.get("type") in _IMAGES for part in given):
+        return text_of(given)
+    return [_part(part) for part in given]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind not in _IMAGES:
+        return {"type": "text", "text": text_of([part])}
+    url = part.get("image_url")  # of OpenAI: a text in `responses`, an object in `chat/completions`
+    if kind == "image":  # of Anthropic
+        source = part.get("source") or {}
+        url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": url if isinstance(url, dict) else {"url": url}}
 
 
 class CallRefused(StreamrlError):

@@ -126,11 +126,12 @@ def _bytes(piece: str) -> list[int] | None:
 
 
 def _message(given: _Message) -> Message:
-    text = text_of(given.content)
     if given.role == "assistant":
+        text = text_of(given.content)
         calls = [(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
         return assistant(text, calls, given.reasoning_content or "")
-    message: Message = {"role": "system" if given.role == "developer" else given.role, "content": text}
+    role = "system" if given.role == "developer" else given.role
+    message: Message = {"role": role, "content": shared.content_of(given.content)}
     if given.role == "tool":
         message["tool_call_id"] = given.tool_call_id or ""
     if given.name:

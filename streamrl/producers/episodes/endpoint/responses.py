@@ -137,10 +137,12 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
             continue
         for item in group:
             if item.type == "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": shared.content_of(item.output)}
+                )
             else:
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text_of(item.content)})
+                messages.append({"role": role, "content": shared.content_of(item.content)})
     return messages
 
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 lacks on a CPU. Every process of a vLLM server loads this (`vllm.general_plugins`)."""
+"""What vLLM 0.32 lacks on a CPU, and for images. Every process of a vLLM server loads this (`vllm.general_plugins`)."""
 
 import multiprocessing
 import time
@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from .images import prefer_pillow
+
 _NAP_SECONDS = 2e-5
 
 
 def prepare() -> None:
     """Ask Linux for the AMX tiles, wait for other processes asleep, and fork instead of spawn."""
+    prefer_pillow()
     if torch.cpu._is_amx_tile_supported():  # noqa: SLF001  (there is no public one)
         torch.cpu._init_amx()  # noqa: SLF001  (Linux kills a process that uses them without asking)
     if current_platform.is_cpu():

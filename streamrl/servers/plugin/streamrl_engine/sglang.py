@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from . import images
 from .files import BadVersion, Landing, Opened, Source, gathered
 from .sglang_rehearsal import check_used, rehearse
 from .sglang_spans import renamed
@@ -20,6 +23,8 @@ from .sglang_spans import renamed
 LOADER = "streamrl_engine.sglang.load"
 _COMPONENT = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_HUGGING_FACE = "sglang.srt.utils.hf_transformers.processor"
+_MULTIMODAL = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
 FETCH = "streamrl_fetch "
 """With this begins the name of a setting that is none: the rest is the description of a version."""
 
@@ -41,20 +46,27 @@ def register() -> None:
         HookRegistry.register(f"{_COMPONENT}.{name}", hook, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", renamed, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.set_internal_state", _fetch, HookType.AROUND)
+    if images.VARIABLE in os.environ:
+        HookRegistry.register(f"{_HUGGING_FACE}.get_processor", images.same_processor, HookType.AFTER)
+        HookRegistry.register(f"{_MULTIMODAL}.load_mm_data", images.by_tokens, HookType.AROUND)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Replace the weights of `model`; `named_tensors` is one pair, whose name describes the version (`files.Source`).
 
+    With `forget_images` what the image side made of an image, which is kept by its hash alone, is made again.
+
     `BadVersion`: nothing was changed. `RuntimeError`: the weights may be half replaced, and the process must end.
     """
-    problem, known, heads, copied = "", False, {}, []
+    problem, known, heads, copied, forget_images = "", False, {}, [], False
     try:
-        source = _landing.bring(Source(**json.loads(named_tensors[0][0])), _everyone)
+        described = json.loads(named_tensors[0][0])
+        forget_images = described.pop("forget_images", False)
+        source = _landing.bring(Source(**described), _everyone)
         opened = Opened(source)
         known = _rehearsed.get(model) == source.structure
         if not known:
-            heads = opened.heads()
+            heads = {_hub_name(model, name): head for name, head in opened.heads().items()}
             copied = rehearse(model, heads)
     except BadVersion as error:
         problem = str(error)
@@ -64,10 +76,20 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         check_used(heads, [sum(counts) for counts in zip(*_everyone(copied), strict=True)])
         _rehearsed[model] = source.structure
     try:
-        model.load_weights(opened.tensors())
+        model.load_weights((_hub_name(model, name), tensor) for name, tensor in opened.tensors())
     except Exception as error:
         raise RuntimeError(f"the weights of {source.folder} may be half copied: {error}") from error
+    kept = getattr(sys.modules.get("sglang.srt.managers.mm_schedule"), "embedding_cache", None)
+    if forget_images and kept is not None:
+        kept.clear()
     _landing.clear(keep=source)
+
+
+def _hub_name(model: Any, name: str) -> str:
+    """As checkpoints of Qwen2-VL have it: its loader here knows no other names, and in transformers it has others."""
+    if type(model).__name__ != "Qwen2VLForConditionalGeneration":
+        return name
+    return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
 
 
 def _everyone(mine: Any) -> list[Any]:

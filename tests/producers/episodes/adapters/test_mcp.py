@@ -53,7 +53,7 @@ async def test_tools_of_one_process_answer_or_fail_and_the_model_is_told(pids):
     assert "<tool_response>\n3\n</tool_response>" in found.prompts[1]
     assert "the floor broke" in found.prompts[2]
     assert "validation error" in found.prompts[3]
-    assert "the tool returned image where text is expected" in found.prompts[4]
+    assert "this model takes text" in found.prompts[4]
     assert "characters left out]" in found.prompts[5]
     assert found.sample.stop == "completed"
     assert found.sample.score is None

@@ -35,6 +35,9 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# What reads Qwen's images imports a module of another model, which looks for these.
+for _name in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", "qkvzba_split_reshape_cat_contiguous"):
+    setattr(torch.ops.sgl_kernel, f"fused_{_name}_cpu", __getattr__(f"fused_{_name}_cpu"))
 for _name in ("arange", "empty", "full", "ones", "tensor", "zeros", "empty_like", "zeros_like"):
     setattr(torch, _name, _without_pinning(getattr(torch, _name)))
 setattr(torch.Tensor, "pin_memory", lambda self, *_args, **_named: self)  # noqa: B010 - mypy forbids the assignment
