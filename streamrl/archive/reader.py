@@ -30,7 +30,9 @@ import msgspec
 import zstandard
 
 from streamrl import wire
+from streamrl.config import ImagesConfig
 from streamrl.errors import ConfigError, WireError
+from streamrl.images.store import ImageStore, files_beside
 from streamrl.queues.records import ClosedGroup
 
 # directories in that of the run
@@ -226,6 +228,7 @@ class ArchivedGroup:
     causes: dict[int, str]  # why the others died, by number
     header: Header  # of the file it comes from
     raw: RecordedGroup  # as it is in the file
+    images: ImageStore  # large ones that are files of the run
 
 
 class ArchiveReading:
@@ -258,7 +261,7 @@ class ArchiveReading:
             if last.get((group.group_id, group.attempt)) != place or not group.samples:
                 continue
             try:
-                yield _opened(header, group)
+                yield _opened(header, group, place[0])
             except WireError as error:
                 self.problems.append(f"group {group.group_id}: {error.message}")
 
@@ -311,7 +314,7 @@ def archive_files(path: Path, *, evaluation: bool = False) -> list[Path]:
     return next((files for files in found if files), [])
 
 
-def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
+def _opened(header: Header, group: RecordedGroup, file: Path) -> ArchivedGroup:
     samples = tuple(
         ArchivedSample(number, wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore))
         for number, (payload, score) in zip(group.numbers, group.samples, strict=True)
@@ -326,4 +329,5 @@ def _opened(header: Header, group: RecordedGroup) -> ArchivedGroup:
         causes=dict(group.causes),
         header=header,
         raw=group,
+        images=ImageStore(ImagesConfig(), files_beside(file)),
     )

@@ -24,6 +24,7 @@ from streamrl.config import RewardSpec, RunConfig
 from streamrl.consumers.reward import RewardSample, Score, finite
 from streamrl.consumers.transcript import transcript
 from streamrl.errors import DataError, PluginError
+from streamrl.images.encoded import decode
 
 _VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_GROUP: Final = tuple(f"{name}s" for name in _VERL)
@@ -244,7 +245,8 @@ class _TrlCalls:
 def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
     """The function's columns, each a list with one entry per sample.
 
-    A chat prompt is a list of messages; its completion is the list of messages from the first reply on.
+    A chat prompt is a list of messages; its completion is the list of messages from the first reply on. `images` are
+    those of the prompt, as images of Pillow.
     """
     metadata = [copy.deepcopy(sample.prompt.metadata) for sample in samples]
     columns: dict[str, Any] = {name: [one.get(name) for one in metadata] for name in dict.fromkeys(metadata[0])}
@@ -253,6 +255,8 @@ def _trl_columns(samples: Sequence[RewardSample]) -> dict[str, Any]:
     chat = samples[0].prompt.messages is not None
     columns["prompts"] = [copy.deepcopy(sample.prompt.messages) if chat else sample.prompt.text for sample in samples]
     columns["completions"] = [copy.deepcopy(sample.completion) if chat else transcript(sample) for sample in samples]
+    if any(sample.images for sample in samples):
+        columns["images"] = [[decode(image.data) for image in sample.prompt.images] for sample in samples]
     columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
     return columns
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from streamrl.consumers.reward import RewardContext, RewardLife, RewardSample, Score
 from streamrl.errors import ConfigError, PluginError, RewardBusy, RewardUnavailable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key
+from streamrl.images.encoded import data_url
 
 _BUSY: Final = frozenset({429, 503})
 _NOT_HERE: Final = frozenset({404, 405, 409})  # says nothing of the samples: a proxy answers it while the server starts
@@ -47,6 +48,7 @@ class HttpReward(RewardLife):
             samples of a group, as a list, so the server may compare them.
         batch: most samples of a request with `send: batch`. One worker sends one such request at a time.
         api_key_file: file with a key, which is sent as a bearer token.
+        images: what stands in `images` for those that the policy saw: their SHA-256 (`hash`), or `data:` URLs (`data`).
 
     Raises:
         PluginError: an argument is wrong.
@@ -59,17 +61,21 @@ class HttpReward(RewardLife):
         send: Literal["sample", "batch", "group"] = "sample",
         batch: int = 64,
         api_key_file: str | None = None,
+        images: Literal["hash", "data"] = "hash",
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
             raise PluginError(f"url {url!r} is no address", "write http://HOST:PORT/PATH; a key is in api_key_file")
         if send not in {"sample", "batch", "group"}:
             raise PluginError(f"send is {send!r}", "it is one of sample, batch, group")
+        if images not in {"hash", "data"}:
+            raise PluginError(f"images is {images!r}", "it is hash or data")
         if type(batch) is not int or batch < 1:
             raise PluginError(f"batch is {batch!r}", "it is a whole number from 1 on")
         self._server = f"{parts.scheme}://{parts.netloc}"
         self._path = url.removeprefix(self._server) or "/"
         self._send, self._batch, self._key_file = send, batch, api_key_file
+        self._shows = images == "data"
         self._waiting: list[_Waiting] = []
         self._sending: asyncio.Task[None] | None = None
         self._client: HttpClient | None = None
@@ -158,7 +164,7 @@ class HttpReward(RewardLife):
 
     async def _post(self, samples: Sequence[RewardSample], until: float) -> list[Score | Exception]:
         """A score or an error for each sample. Raises what failed the request as a whole."""
-        bodies = [_body(sample) for sample in samples]
+        bodies = [_body(sample) | await self._images(sample) for sample in samples]
         single = self._send == "sample"
         answer = await self._answer(bodies[0] if single else {"samples": bodies}, until)
         try:
@@ -172,6 +178,11 @@ class HttpReward(RewardLife):
         if len(found) != len(samples):
             raise WireError(f"{self._server}{self._path} answered {len(found)} scores for {len(samples)} samples")
         return [_score(one) for one in found]
+
+    async def _images(self, sample: RewardSample) -> dict[str, list[str]]:
+        if not self._shows or not sample.images:
+            return {"images": [image.sha256 for image in sample.images]} if sample.images else {}
+        return {"images": await asyncio.to_thread(lambda: [data_url(image.data) for image in sample.images])}
 
     async def _answer(self, body: dict[str, Any], until: float, *, pooled: bool = True) -> Any:
         """What the server answers. Asked again if a pooled connection broke, since the server may have closed it."""

@@ -224,7 +224,8 @@ async def _one(
         return
     if not group.samples:
         return
-    samples = [RewardSample.of(group.prompt, each.response, group.group_id, each.number) for each in group.samples]
+    about = group.group_id
+    samples = [RewardSample.of(group.prompt, each.response, about, each.number, group.images) for each in group.samples]
     results = await score(samples)
     scores: dict[int, wire.SampleScore] = {}
     causes: dict[int, str] = {}

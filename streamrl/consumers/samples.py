@@ -138,7 +138,7 @@ def _recorded(path: Path, problems: list[str] | None) -> Iterator[RewardSample]:
     reading = read_archive(path)
     for group in reading:
         for sample in group.samples:
-            yield RewardSample.of(group.prompt, sample.response, group.group_id, sample.number)
+            yield RewardSample.of(group.prompt, sample.response, group.group_id, sample.number, group.images)
     if problems is not None:
         problems += reading.problems
     elif reading.problems:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from streamrl.consumers.reward import RewardSample
+from streamrl.images.encoded import is_shown
 
 
 def transcript(sample: RewardSample, fence: str = "") -> str:
@@ -38,8 +39,12 @@ def _text(message: Mapping[str, Any]) -> str:
 
 def _content(content: Any) -> str:
     if isinstance(content, list):
-        return "".join(_content(part.get("text", part) if isinstance(part, Mapping) else part) for part in content)
+        return "".join("[image]" if is_shown(part) else _content(_said(part)) for part in content)
     return content if isinstance(content, str) else orjson.dumps(content).decode()
+
+
+def _said(part: Any) -> Any:
+    return part.get("text", part) if isinstance(part, Mapping) else part
 
 
 def _call(function: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ _SIXTEEN: Final = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _UPRIGHT: Final = (None, 1)
 _ORIENTATION: Final = 0x0112  # tag of EXIF
 _MARK: Final = ";base64,"
+_BEGINNINGS: Final = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,17 @@ def decode(data: bytes) -> Image:
     image = Image.open(io.BytesIO(data))
     image.load()
     return image
+
+
+def is_encoded(value: object) -> bool:
+    """Whether these may be the bytes of an image; `accept` knows."""
+    return isinstance(value, bytes | bytearray | memoryview) and bytes(value[:6]).startswith(_BEGINNINGS)
+
+
+def in_png(image: Image) -> bytes:
+    written = io.BytesIO()
+    in_rgb(image).save(written, format="PNG", compress_level=1)
+    return written.getvalue()
 
 
 def in_rgb(image: Image) -> Image:

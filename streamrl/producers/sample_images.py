@@ -38,6 +38,10 @@ class SampleImages:
         self._urls: dict[str, EncodedImage] = {}
         self._decoding = asyncio.Lock()
 
+    @property
+    def sees(self) -> bool:
+        return self._vision is not None
+
     async def open(self) -> None:
         """Fetch the images of the prompt. `DataError`: one is missing, or another processor counted their tokens."""
         prompt = self._prompt

@@ -7,13 +7,17 @@ import hashlib
 import pytest
 
 from streamrl import wire
-from streamrl.config import RunConfig
+from streamrl.config import ImagesConfig, RewardSpec, RunConfig
+from streamrl.consumers import Score
+from streamrl.consumers.adapters import adapt
 from streamrl.consumers.models.judge import Judge
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.samples import make_sample
+from streamrl.consumers.transcript import transcript
 from streamrl.errors import DataError
-from streamrl.images.encoded import data_url
-from streamrl.images.store import ImageStore
+from streamrl.images.encoded import data_url, decode
+from streamrl.images.store import ImageStore, files_beside
+from tests.consumers.test_http_reward import opened, served
 from tests.vision_kit import picture
 
 SMALL, LARGE, SHOWN = picture(1), picture(2, 400, 400), picture(3)
@@ -57,6 +61,63 @@ def test_a_sample_made_for_a_test_shows_what_it_is_given():
     sample = make_sample("red", images=[SMALL, SHOWN])
     assert [image.data for image in sample.prompt.images] == [image.data for image in sample.images] == [SMALL, SHOWN]
     assert make_sample("red").images == ()
+
+
+@pytest.mark.parametrize("images", ["hash", "data"])
+async def test_a_server_gets_hashes_or_bytes(images):
+    bodies = []
+
+    async def keep(body):
+        bodies.append(body)
+        return 1.0
+
+    shown = make_sample("red", images=[SMALL, SHOWN])
+    async with served(keep) as url, opened(url, images=images) as reward:
+        await reward.score(shown)
+        await reward.score(make_sample("red"))
+    data = [data_url(SMALL), data_url(SHOWN)]
+    assert bodies[0]["images"] == (data if images == "data" else [name(SMALL), name(SHOWN)])
+    assert "images" not in bodies[1], "a text run posts what it did"
+
+
+def test_a_function_for_trl_gets_the_images_of_the_prompt():
+    spec = RewardSpec(use="m:f", adapter="trl")
+    seen = []
+
+    def function(prompts, completions, images, **kwargs):
+        seen.extend(images)
+        return [float(image.getpixel((0, 0)) == decode(SMALL).getpixel((0, 0))) for (image,) in images]
+
+    reward = adapt(function, spec, RunConfig())
+    assert reward(make_sample("red", images=[SMALL])) == Score(1.0)
+    assert seen[0][0].size == (40, 32)
+    with pytest.raises(DataError, match="needs images"):
+        reward(make_sample("red"))
+
+
+def test_a_transcript_says_where_an_image_is():
+    part = {"type": "image", "sha256": name(SMALL), "width": 40, "height": 32}
+    tool = {"role": "tool", "content": [{"type": "text", "text": "here: "}, part]}
+    said = [{"role": "assistant", "content": "look"}, tool, {"role": "assistant", "content": "red"}]
+    assert transcript(make_sample("red", completion=said)) == (
+        "look\n<tool_response>\nhere: [image]\n</tool_response>\nred"
+    )
+
+
+@pytest.mark.parametrize("place", ["archive", "archive/evaluation", "rescored/strict", "recording"])
+def test_large_images_of_recorded_groups_are_found_in_their_run(tmp_path, place):
+    """For rewards that score them again, and for a run that trains them."""
+    ImageStore.of(RunConfig.model_validate({"name": "t", "images": {"inline": 1000}}), tmp_path).keep(
+        {name(LARGE): LARGE}
+    )
+    store = ImageStore(ImagesConfig(), files_beside(tmp_path / place / "groups-1-0.msgpack.zst"))
+    assert [image.data for image in seen(store).prompt.images] == [SMALL, LARGE]
+    config = RunConfig.model_validate({"name": "u", "recording": {"mode": "read", "path": str(tmp_path / place)}})
+    other = ImageStore.of(config, tmp_path / "other")
+    assert other.read([name(LARGE)], []) == {name(LARGE): LARGE}
+    (tmp_path / "images" / name(LARGE)).unlink()
+    with pytest.raises(DataError, match=f"the image {name(LARGE)[:12]} is not in"):
+        other.read([name(LARGE)], [])
 
 
 def test_a_judge_is_shown_images_when_it_is_asked_to():

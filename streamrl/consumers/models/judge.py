@@ -215,7 +215,8 @@ class Judge(AskingReward):
             body["n"] = votes
         body |= self._extra
         body = {key: value for key, value in body.items() if value is not None and value != ""}
-        characters = sum(len(message["content"]) for message in messages)
+        texts = (said if isinstance(said := message["content"], str) else said[0]["text"] for message in messages)
+        characters = sum(map(len, texts))
         tokens = characters // CHARACTERS_PER_TOKEN + 1 + votes * self._max_tokens
         found, used = await self._asked.ask(
             self._path,

@@ -15,7 +15,7 @@ from typing_extensions import override
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.episode import Chat, Episode, Task
 from streamrl.producers.episodes.rendering import Message
-from streamrl.producers.episodes.tools import Tool, Toolbox, call_function, in_thread
+from streamrl.producers.episodes.tools import Tool, Toolbox, call_function, in_thread, told
 from streamrl.score import Score
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ class EnvironmentEpisode(Episode):
     """One object of `factory` a sample (`episode.environment`).
 
     `reset(**row)` gets `prompt`, `messages`, `answer` and the metadata of the line, as far as it takes them; text that
-    it returns is appended to the last message of the user. The other public methods are tools, until an attribute
-    `done` of the object is true. `get_reward()`, if there is one, gives the score, also when a limit ended the
-    episode. `close()`, if there is one, is called at the end. Each method may be async; others run in threads. `tools`
-    are functions that the model may call as well.
+    it returns, or images, are appended to the last message of the user. The other public methods are tools, until an
+    attribute `done` of the object is true. `get_reward()`, if there is one, gives the score, also when a limit ended
+    the episode. `close()`, if there is one, is called at the end. Each method may be async; others run in threads.
+    `tools` are functions that the model may call as well.
 
     With `get_state()` and `set_state(state)` another process goes on with a sample whose process died: it makes an
     object, calls `reset(**row)`, which has to return the same text, and `set_state` with what `get_state` returned
@@ -83,7 +83,7 @@ class EnvironmentEpisode(Episode):
         try:
             async with chat.session.part("start"):
                 known = {"text": task.text, "rendered": task.rendered, **row(task)}
-                begin(task, await _called(environment, "reset", known))
+                begin(task, await _opening(environment, known))
             try:
                 await act(chat, task.messages, lambda: bool(getattr(environment, "done", False)))
             except EpisodeOver as over:
@@ -125,19 +125,29 @@ def row(task: Task) -> dict[str, Any]:
     return {**task.metadata, "prompt": prompt, "messages": task.messages, "answer": task.answer}
 
 
-def begin(task: Task, text: Any) -> None:
-    """Append what `reset` returned to the last message of the user."""
-    if text is None or text == "":
+def begin(task: Task, text: str | list[dict[str, Any]]) -> None:
+    """Append what `reset` returned, text or parts, to the last message of the user."""
+    if not text:
         return
-    if not isinstance(text, str):
-        raise TypeError(f"reset returned a {type(text).__name__}, not text or None")
     last = next((message for message in reversed(task.messages) if message.get("role") == "user"), None)
     if last is None:
         task.messages.append({"role": "user", "content": text})
-    elif isinstance(last.get("content"), str):
+    elif isinstance(text, str) and isinstance(last.get("content"), str):
         last["content"] = f"{last['content']}{text}"
     else:
-        last["content"] = [*(last.get("content") or ()), {"type": "text", "text": text}]
+        last["content"] = [*_parts(last.get("content") or []), *_parts(text)]
+
+
+async def _opening(environment: Any, known: dict[str, Any]) -> str | list[dict[str, Any]]:
+    said = await _called(environment, "reset", known)
+    content = await told(said)
+    if isinstance(content, str) and not isinstance(said, str | None):
+        raise TypeError(f"reset returned a {type(said).__name__}, not text, images or None")
+    return content
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 async def closed(closing: Awaitable[Any], what: str) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import logging
 import re
+import sys
 import textwrap
 import threading
 import time
@@ -22,7 +23,7 @@ import msgspec
 import orjson
 
 from streamrl.errors import PluginError
-from streamrl.images.encoded import is_shown
+from streamrl.images.encoded import data_url, in_png, is_encoded
 from streamrl.plugin_import import closest
 from streamrl.producers.episodes.clock import EpisodeOver
 from streamrl.producers.episodes.rendering import Message, ToolCall, ToolSchema
@@ -192,7 +193,7 @@ class Toolbox:
             async with tool.slots or contextlib.nullcontext(), asyncio.timeout(deadline) as limit:
                 calling = call_function(tool.function, arguments, f"tool {tool.name}")
                 value = await in_task(calling, f"tool {tool.name}", _GRACE)
-            return "ok", as_content(value)
+            return "ok", await told(value)
         except EpisodeOver:
             raise
         except Exception as error:  # the model is told
@@ -317,11 +318,46 @@ def _as_error(raised: BaseException) -> Exception:
     return error
 
 
+async def told(value: Any) -> str | list[dict[str, Any]]:
+    """`as_content`, with images in a thread."""
+    return await asyncio.to_thread(as_content, value) if any(map(_is_image, _pieces(value))) else as_text(value)
+
+
 def as_content(value: Any) -> str | list[dict[str, Any]]:
-    """What a tool returned, for the model: text, or parts of OpenAI if it is a list in which one is an `image_url`."""
-    if not (isinstance(value, list) and any(isinstance(part, dict) and "image_url" in part for part in value)):
+    """What a tool or an environment returned, for the model: text, or parts of OpenAI where it has images.
+
+    An image is one of Pillow, encoded bytes, a part of OpenAI or TRL, or content of MCP: alone, or in a list.
+    """
+    pieces = _pieces(value)
+    if not any(map(_is_image, pieces)):
         return as_text(value)
-    return [part if is_shown(part) else {"type": "text", "text": _text_of(part)} for part in value]
+    return [_image(piece) if _is_image(piece) else {"type": "text", "text": _text_of(piece)} for piece in pieces]
+
+
+def _pieces(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _is_image(piece: Any) -> bool:
+    if isinstance(piece, dict):
+        return "image_url" in piece or (piece.get("type") == "image" and ("image" in piece or "data" in piece))
+    return is_encoded(piece) or _is_of_pillow(piece)
+
+
+def _is_of_pillow(piece: Any) -> bool:
+    return (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(piece, pillow.Image)
+
+
+def _image(piece: Any) -> dict[str, Any]:
+    if not isinstance(piece, dict):
+        url = data_url(in_png(piece) if _is_of_pillow(piece) else bytes(piece))
+    elif "image_url" in piece:
+        return {"type": "image_url", "image_url": piece["image_url"]}
+    elif "image" in piece:  # of TRL
+        return _image(piece["image"])
+    else:  # of MCP
+        url = f"data:{piece.get('mimeType')};base64,{piece['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text_of(part: Any) -> str:

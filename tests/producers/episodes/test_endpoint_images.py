@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 
+import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from streamrl.config import ModelConfig
 from streamrl.images.encoded import data_url
@@ -83,7 +86,46 @@ async def test_images_reach_the_engine_in_their_order(serve, qwen, path, body):
     assert (sample.v, sample.blobs, len(sample.images)) == (3, [RED, BLUE], 2)
 
 
-@pytest.mark.parametrize("url", ["https://example.org/a.png", "file:///etc/passwd", "data:image/png;base64,AAAA"])
+@pytest.mark.parametrize(
+    ("path", "messages"),
+    [
+        ("chat/completions", [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]),
+        ("chat/completions", [{"type": "image_url", "image_url": 7}]),
+        ("chat/completions", [{"type": "image", "sha256": "0" * 64}]),
+        ("responses", [{"type": "input_image", "image_url": "http://example.org/a.png"}]),
+        ("responses", [{"type": "input_image", "file_id": "file-1"}]),
+        ("messages", [{"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}]),
+        ("messages", [{"type": "image", "source": "https://example.org/a.png"}]),
+    ],
+)
+async def test_each_api_refuses_an_image_that_is_elsewhere_in_its_own_form(serve, qwen, path, messages):
+    served = await serve("red", tokenizer=qwen, sections=ROOM)
+    said = [{"role": "user", "content": messages}]
+    body = {"model": "policy", "max_tokens": 9, "input" if path == "responses" else "messages": said}
+    body = {key: value for key, value in body.items() if path != "responses" or key != "max_tokens"}
+    status, answer = await post(served, body, path=path)
+    assert status == 400
+    assert "nothing is fetched here" in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer.get("type") == ("error" if path == "messages" else None)
+    assert served.engine.requests == []
+
+
+async def test_bytes_of_images_do_not_fill_the_context(serve, qwen):
+    """The body is longer than any text that fits; the image is some dozen tokens."""
+    served = await serve("red", tokenizer=qwen, sections=ROOM)
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(noise).save(written, "PNG")
+    large = written.getvalue()
+    assert len(large) > 64 * 4096
+    await served.ask([{"role": "user", "content": [TEXT, shown(large)]}])
+    assert [image.data for image in served.engine.requests[0].images] == [large]
+    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+        await served.ask([{"role": "user", "content": [{"type": "text", "text": "a" * 300_000}, shown(RED)]}])
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "data:image/png;base64,AAAA"])
 async def test_what_is_no_image_is_refused_and_nothing_is_fetched(serve, qwen, url):
     served = await serve("red", tokenizer=qwen, sections=ROOM)
     with pytest.raises(openai.BadRequestError, match="image"):

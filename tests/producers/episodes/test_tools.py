@@ -85,8 +85,8 @@ async def cancels(x: int = 0) -> str:
 
 
 def picture(x: int = 0) -> bytes:
-    """Return an image."""
-    return b"\x89PNG"
+    """Return bytes that are no image."""
+    return b"abc"
 
 
 def thing(x: int = 0) -> object:
@@ -178,7 +178,7 @@ def called(name, status="ok", **arguments):
         (called("interrupts"), "error", "it raised KeyboardInterrupt"),
         (called("interrupts_thread"), "error", "it raised KeyboardInterrupt"),
         (called("cancels"), "error", "it raised CancelledError"),
-        (called("picture"), "error", "4 bytes where text is expected"),
+        (called("picture"), "error", "3 bytes where text is expected"),
         (called("thing"), "error", "returned a object, which is no text"),
         (called("hang"), "timeout", "no answer within 0.2 s"),
         (called("slow", seconds=60), "timeout", "no answer within 0.2 s"),

@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, need_packages
 from streamrl.plugin_import import one_of
 from streamrl.producers.episodes.adapters.stepped import Blocking, EnvironmentStep, SteppedEpisode, StepRewards, seed_of
 from streamrl.producers.episodes.episode import Task
-from streamrl.producers.episodes.tools import as_text
+from streamrl.producers.episodes.tools import as_content, as_text
 from streamrl.wire import StopReason
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -33,7 +33,8 @@ class GymnasiumEpisode(SteppedEpisode):
         kwargs: for `gymnasium.make`.
         actions: names of the actions of a `Discrete` space, in the order of its numbers, or with their numbers; without
             it the model writes the number.
-        observation: `observation`, or `render` for the text of `render()` (with `kwargs: {render_mode: ansi}`).
+        observation: `observation`, or `render` for what `render()` returns: text with `kwargs: {render_mode: ansi}`, an
+            image with `rgb_array`.
         pattern, invalid_reward, rewards: see `SteppedEpisode`.
     """
 
@@ -71,8 +72,8 @@ class GymnasiumEpisode(SteppedEpisode):
             raise ConfigError(f"the environment takes {space}, and the policy writes Text or Discrete")
         if wrong := [name for name, number in self._numbers.items() if number not in space]:
             raise ConfigError(f"the environment takes {space}: there is no action for {', '.join(wrong)}")
-        if self._rendered and instance.render_mode != "ansi":
-            raise ConfigError("the environment does not render text", "set kwargs: {render_mode: ansi}")
+        if self._rendered and instance.render_mode not in ("ansi", "rgb_array"):
+            raise ConfigError("the environment renders no text and no image", "set kwargs: {render_mode: ansi}")
         instance.close()
 
     @override
@@ -98,8 +99,15 @@ class GymnasiumEpisode(SteppedEpisode):
         stop: StopReason | None = "completed" if terminated else "max_turns" if truncated else None
         return EnvironmentStep(self._shown(instance, observation), reward, stop)
 
-    def _shown(self, instance: Any, observation: Any) -> str:
-        return _COLOURS.sub("", instance.render()) if self._rendered else as_text(observation)
+    def _shown(self, instance: Any, observation: Any) -> str | list[dict[str, Any]]:
+        if not self._rendered:
+            return as_text(observation)
+        seen = instance.render()
+        if isinstance(seen, str):
+            return _COLOURS.sub("", seen)
+        from PIL import Image
+
+        return as_content(Image.fromarray(seen))
 
 
 def _plain(name: str) -> str:

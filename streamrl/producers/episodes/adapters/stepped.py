@@ -35,7 +35,7 @@ StepRewards = Literal["turns", "sum"]
 class EnvironmentStep:
     """What an environment did with one reply."""
 
-    answer: str | list[Message]  # the messages that follow; a text is one of the user
+    answer: str | list[dict[str, Any]]  # the messages that follow; a text, or parts with images, are one of the user
     reward: float | None = None
     stop: StopReason | None = None
     said: str | None = None  # what the reply is replaced with in the conversation; None: it stays as it was sampled
@@ -97,8 +97,7 @@ class SteppedEpisode(Episode):
                     if self._per_turn:
                         session.reward(step.reward, turn.number)
                 said = {"role": "assistant", "content": step.said} if step.said is not None else turn.reply.message
-                answer = [{"role": "user", "content": step.answer}] if isinstance(step.answer, str) else step.answer
-                messages += [said, *answer]
+                messages += [said, *_messages(step.answer)]
                 if step.stop is not None:
                     session.end(step.stop)
         except EpisodeOver as over:
@@ -147,11 +146,17 @@ class _InThread:
             work()
 
 
-def _opening(task: Task, answer: str | list[Message]) -> list[Message]:
-    if not isinstance(answer, str):
+def _opening(task: Task, answer: str | list[dict[str, Any]]) -> list[Message]:
+    if _messages(answer) is answer:
         return answer
-    begin(task, f"\n\n{answer}" if task.text and answer else answer)
+    begin(task, f"\n\n{answer}" if isinstance(answer, str) and task.text and answer else answer)
     return task.messages
+
+
+def _messages(answer: str | list[dict[str, Any]]) -> list[Message]:
+    if isinstance(answer, str) or any("role" not in part for part in answer):
+        return [{"role": "user", "content": answer}]
+    return answer
 
 
 def seed_of(task: Task) -> int:

@@ -12,6 +12,7 @@ import orjson
 
 from streamrl.config.episode import CALL_DRAWS
 from streamrl.errors import StreamrlError
+from streamrl.images.encoded import is_shown, url_of
 from streamrl.producers.episodes.messages import text_of
 from streamrl.producers.episodes.rendering import Message, ToolSchema
 from streamrl.producers.episodes.session import SampledTurn
@@ -33,7 +34,7 @@ _Value = TypeVar("_Value")
 
 
 def content_of(given: Content) -> str | list[dict[str, Any]]:
-    """Text, or where images are shown the parts of OpenAI's chat; a URL that is to be fetched is refused later."""
+    """Text, or where images are shown the parts of OpenAI's chat. CallRefused: an image is not in the call itself."""
     if not isinstance(given, list) or not any(part.get("type") in _IMAGES for part in given):
         return text_of(given)
     return [_part(part) for part in given]
@@ -43,11 +44,21 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if kind not in _IMAGES:
         return {"type": "text", "text": text_of([part])}
-    url = part.get("image_url")  # of OpenAI: a text in `responses`, an object in `chat/completions`
-    if kind == "image":  # of Anthropic
-        source = part.get("source") or {}
-        url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": url if isinstance(url, dict) else {"url": url}}
+    match part:
+        case {"type": "image", "source": {"type": "base64", "media_type": str(media), "data": str(data)}}:  # Anthropic
+            url = f"data:{media};base64,{data}"
+        case {"image_url": {"url": str(url)} | str(url)} if url.startswith("data:"):  # chat/completions, responses
+            pass
+        case _:
+            what = f"`{kind}` has to hold the image itself, as base64 or a data: URL: nothing is fetched here"
+            raise CallRefused(400, what, "unsupported_parameter")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def image_bytes(messages: Sequence[Message]) -> int:
+    """Bytes of a call that are images, which are not tokenized."""
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    return sum(len(url_of(part)) for part in parts if is_shown(part))
 
 
 class CallRefused(StreamrlError):

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Final, TypeAlias
 
 from streamrl.producers.episodes.clock import EpisodeOver
-from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, refuse
+from streamrl.producers.episodes.endpoint.calls import OVERFLOW, AgentCall, CallRefused, image_bytes, refuse
 from streamrl.producers.episodes.session import ContextOverflow, EpisodeSession, SampledTurn, together
 from streamrl.score import finite
 from streamrl.wire import Outcome, ToolUse
@@ -27,6 +27,8 @@ Gone: TypeAlias = Callable[[], bool]
 _NO_TRIES: Final = frozenset({"", "0"})
 _TOKEN_BYTES: Final = 64  # of JSON: none has so many, with escapes and with thinking that a template leaves out
 _ALWAYS_BYTES: Final = 1 << 16
+MAX_CALL_BYTES: Final = 8 << 20
+_WITH_IMAGES: Final = 8  # times as many: an agent sends all images of a conversation in each call
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +58,7 @@ class AgentDoor:
         self._session = session
         self._places = asyncio.Semaphore(most)
         self._longest = max(_ALWAYS_BYTES, _TOKEN_BYTES * context)
+        self.most_bytes = MAX_CALL_BYTES * (_WITH_IMAGES if session.images.sees else 1)
         self._waiting = 0
         self._calls: list[PendingCall] = []
         self._closed = False
@@ -80,7 +83,7 @@ class AgentDoor:
             self._count(-1)
 
     def ask(self, call: AgentCall, body: bytes, headers: Mapping[str, str], gone: Gone) -> PendingCall:
-        self._check_length(body)
+        self._check_length(call, body)
         option, why = self._session.refused(call.options)
         refuse(option, bool(option), (), why)
         key = _digest(body, headers.get("Idempotency-Key", ""))
@@ -97,7 +100,7 @@ class AgentDoor:
         return asked
 
     async def count(self, call: AgentCall, body: bytes) -> int:
-        self._check_length(body)
+        self._check_length(call, body)
         return await self._session.prompt_tokens(call.messages, call.tools)
 
     def check_open(self) -> None:
@@ -105,9 +108,9 @@ class AgentDoor:
             why = self._session.stop or "completed"
             raise CallRefused(410, f"the episode has ended ({why}): this key takes no more calls", "episode_over")
 
-    def _check_length(self, body: bytes) -> None:
+    def _check_length(self, call: AgentCall, body: bytes) -> None:
         self.check_open()
-        if len(body) > self._longest:  # to tokenize it would hold the event loop
+        if len(body) - image_bytes(call.messages) > self._longest:  # to tokenize it would hold the event loop
             raise CallRefused(400, f"a call of {len(body)} bytes leaves no room in model.context", OVERFLOW)
 
     def reward(self, value: float, turn: int | None) -> None:

@@ -37,7 +37,6 @@ from streamrl.producers.episodes.endpoint.responses import Responses
 from streamrl.producers.episodes.session import ContextOverflow, SampledTurn
 
 logger = logging.getLogger(__name__)
-MAX_CALL_BYTES: Final = 8 << 20
 MAX_REWARD_BYTES: Final = 1 << 12
 _READ_SECONDS: Final = 30.0
 _PING_SECONDS: Final = 5.0
@@ -104,7 +103,7 @@ class AgentEndpoint:
         async def answer(request: web.Request) -> web.StreamResponse:
             door, gone = self._door(request), _gone(request)
             async with door.place(gone):
-                body = await _body(request)
+                body = await _body(request, door.most_bytes)
                 call = api.read(body, door.ignored)
                 asked = door.ask(call, request.path.encode() + b"\n" + body, request.headers, gone)
                 stream = web.StreamResponse(headers=_STREAM)
@@ -133,7 +132,7 @@ class AgentEndpoint:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         door = self._door(request)
         async with door.place(_gone(request)):
-            body = await _body(request)
+            body = await _body(request, door.most_bytes)
             return _answer({"input_tokens": await door.count(_APIS[_COUNT].read(body, door.ignored), body)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -178,7 +177,7 @@ def _gone(request: web.Request) -> Gone:
     return lambda: transport is None or transport.is_closing()
 
 
-async def _body(request: web.Request, most: int = MAX_CALL_BYTES) -> bytes:
+async def _body(request: web.Request, most: int) -> bytes:
     try:
         async with asyncio.timeout(_READ_SECONDS):
             return await request.clone(client_max_size=most).read()

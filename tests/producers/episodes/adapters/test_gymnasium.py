@@ -164,7 +164,7 @@ async def test_a_truncated_environment_ends_with_its_limit():
         ({"environment": "absent_module:Guess-v0"}, "cannot be opened: .*absent_module"),
         ({"environment": "Guess-v0", "actions": ["up"]}, "there is no action for up"),
         ({"environment": "FrozenLake-v1", "actions": {"up": 4}}, "there is no action for up"),
-        ({"environment": "FrozenLake-v1", "observation": "render"}, "does not render text"),
+        ({"environment": "FrozenLake-v1", "observation": "render"}, "renders no text and no image"),
         ({"environment": "Pendulum-v1"}, "the policy writes Text or Discrete"),
     ],
 )
