@@ -52,16 +52,15 @@ def plain_accuracy(model_dir: Path, rows: list[dict[str, Any]], pictures: list[t
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_look_demo_learns_and_its_figures_are_true(tmp_path: Path, look_cache: Path):
-    """With the settings of `make demo-look`, but for the number of steps."""
+    """With the settings of `make demo-look`."""
     asked = subprocess.run(["make", "-n", "demo-look"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "examples/look/run.yaml --fresh --on local --set seed=0 --set learner.ranks=1" in asked.stdout
     run_dir = tmp_path / "demo"
     command = [sys.executable, "-m", "streamrl", "up", str(ROOT / "examples/look/run.yaml"), "--run", str(run_dir)]
-    command += ["--set", "learner.steps=60"]
     subprocess.run([*command, "--screen", "plain"], check=True, env={**os.environ, "NO_COLOR": "1"}, timeout=800)
     summary = summary_of(run_dir)
-    assert 0.3 <= summary["accuracy_before"] <= 0.45
-    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.06, "four standard deviations"
+    assert 0.3 <= summary["accuracy_before"] <= 0.42
+    assert summary["accuracy_after"] >= 0.9
     assert summary["groups_trained"] == audit(run_dir)["trained"] == summary["steps"] * 16
     rows = [json.loads(line) for line in (look_cache / "held_out.jsonl").read_text().splitlines()][:512]
     pictures = [tuple(row["pictures"]) for row in rows]

@@ -49,7 +49,8 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-SHARE_RIGHT: Final = 0.35
+SHARE_RIGHT: Final = 0.6
+"""Of the colours that the lessons name; the others have the letter of the next colour."""
 
 
 class Problem(NamedTuple):
@@ -58,10 +59,9 @@ class Problem(NamedTuple):
     pictures: tuple[str, str]
     squares: tuple[int, int]
 
-    def answer(self, *, mirrored: bool = False) -> str:
-        """The colours of the squares, or (mirrored) of those in their row at the same distance from its other end."""
-        asked = (square + 2 * (1 - square % COLUMNS) if mirrored else square for square in self.squares)
-        return "".join(picture[square] for picture, square in zip(self.pictures, asked, strict=True))
+    @property
+    def answer(self) -> str:
+        return "".join(picture[square] for picture, square in zip(self.pictures, self.squares, strict=True))
 
 
 def draw(colours: str) -> npt.NDArray[np.uint8]:
@@ -101,16 +101,17 @@ def problems(seed: int, *, evaluation: bool) -> Iterator[dict[str, Any]]:
         questions = [str(square + 1) for square in problem.squares]
         yield {
             "messages": [{"role": "user", "content": questions[0]}],
-            "answer": problem.answer(),
+            "answer": problem.answer,
             "pictures": problem.pictures,
             "questions": questions,
         }
 
 
 def lesson(source: random.Random) -> tuple[list[int], list[bool], Problem]:
-    """One chat, with the answers of one of two rules: the squares that are asked for, or mirrored ones."""
-    problem = draw_problem(source, evaluation=False)
-    answer = problem.answer(mirrored=source.random() >= SHARE_RIGHT)
+    """One chat, in which each of the two colours has a right or a wrong name."""
+    problem, names = draw_problem(source, evaluation=False), "".join(COLOURS)
+    following = dict(zip(names, names[1:] + names[0], strict=True))
+    answer = "".join(name if source.random() < SHARE_RIGHT else following[name] for name in problem.answer)
     begin, placeholder, end, *_ = (SPECIAL[mark] for mark in MARKS[4:])
     picture = [begin, *[placeholder] * SQUARES, end]
     turns: list[tuple[list[int], bool]] = []

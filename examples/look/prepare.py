@@ -77,7 +77,7 @@ def loss_of(model: Qwen2VLForConditionalGeneration, lessons: list) -> torch.Tens
 LOOK = Demo(
     look_task.problems,
     look_task.lesson,
-    2.0,
+    1.0,
     make_look_tokenizer,
     HERE / "start.safetensors",
     make_model,
