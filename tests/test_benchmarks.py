@@ -169,3 +169,12 @@ def test_episodes(tmp_path):
     found = run("episodes.py", *sizes, path=tmp_path / "e.json")
     assert found["sleep"]["sleeping_to_at_once"]["median"] > 0
     assert found["memory"]["resident_mb"] > found["memory"]["before_mb"]
+
+
+@pytest.mark.benchmarks
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_images_race(tmp_path, trl, look_cache):
+    found = run("images_race.py", "--rounds", "1", "--steps", "2", path=tmp_path / "i.json")
+    assert found["speedup_vs_trl"]["median"] > 0
+    assert found["two_turns_samples_per_second"]["median"] > 0
