@@ -62,6 +62,9 @@ def test_any_sample_survives_the_wire_exactly(drawn):
 def test_prompt_and_score_round_trip():
     prompt = Prompt(tokens=wire.pack_int32([1, 2]), text="é", answer={"x": [1, None]}, metadata={"k": 1.5}, line=3)
     assert wire.decode(wire.encode(prompt), Prompt) == prompt
+    named = msgspec.structs.replace(prompt, source="gsm8k")
+    assert wire.decode(wire.encode(named), Prompt) == named
+    assert b"source" not in wire.encode(prompt), "bytes of prompts without one stay as they were"
     score = SampleScore(value=0.5, parts={"exact": 1.0, "length": -0.5})
     assert wire.decode(wire.encode(score), SampleScore) == score
 
