@@ -256,7 +256,7 @@ def _groups(samples: Sequence[RewardSample], *, whole: bool) -> list[dict[int, R
     """What is scored together, by number: single samples, or groups, which have one prompt."""
     found: dict[Any, dict[int, RewardSample]] = {}
     for number, sample in enumerate(samples):
-        key = (sample.prompt.evaluation, sample.group_id, sample.prompt.text) if whole else number
+        key = (sample.prompt.evaluation, sample.group_id, sample.prompt.text, sample.prompt.source) if whole else number
         found.setdefault(key, {})[number] = sample
     return list(found.values())
 

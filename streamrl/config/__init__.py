@@ -28,7 +28,7 @@ from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
-from streamrl.config.rewards import RewardModelName, check_retrying, check_scoring
+from streamrl.config.rewards import RewardModelName, check_retrying, check_routes, check_scoring
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
@@ -77,6 +77,13 @@ class ModelConfig(Section):
         return self.chat_template is not None or bool(self.template_args)
 
 
+class CurriculumConfig(Section):
+    """Which prompts are passed over for a while (docs/guides/curriculum.md)."""
+
+    use: str = Field("skip_solved", description="skip_solved, or module:Name of your own")
+    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments: visits, epochs, threshold")
+
+
 class DataConfig(Section):
     """JSONL prompts: `prompt` (text) or `messages` (chat), `answer`, any other key is metadata."""
 
@@ -88,6 +95,13 @@ class DataConfig(Section):
     long_prompts: Literal["refuse", "drop"] = Field(
         "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
     )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="prompts are passed over by what responses to them scored; empty: none is"
+    )
+
+    @property
+    def sources(self) -> frozenset[str] | None:
+        return None  # only the lines name them
 
 
 class ImagesConfig(Section):
@@ -558,6 +572,8 @@ class RunConfig(Section):
             raise ValueError("recording.path names what recording.mode read reads: set both, or none")
         if recording.mode == "read" and self.evaluation.every:
             raise ValueError("recording.mode read has no engines to evaluate with: set evaluation.every to 0")
+        if recording.mode != "off" and self.data.curriculum is not None:
+            raise ValueError("data.curriculum needs a learner and a feeder: set recording.mode to off, or leave it out")
         if recording.mode != "off" and self.rollout.placement == "colocated":
             raise ValueError(
                 "rollout.placement colocated shares devices between engines and learner: set recording.mode to off"
@@ -567,6 +583,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_rewards(self) -> RunConfig:
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
+        if (sources := self.data.sources) is not None:
+            check_routes(self.rewards, sources)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
         return self
 

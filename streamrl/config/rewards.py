@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from streamrl.config.base import Duration, Positive, Section, ServerKind, ServerUrl, Size, StoreUrl
 
@@ -25,11 +25,24 @@ class Normalisation(Section):
     squash: Literal["none", "sigmoid", "tanh"] = Field("none", description="function of the result")
 
 
+def _names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class When(Section):
+    """Which prompts a reward is called for."""
+
+    source: Annotated[tuple[str, ...], BeforeValidator(_names), Field(min_length=1)] = Field(
+        description="prompts of this source (docs/guides/combine-rewards.md), or of one of these; a name or a list"
+    )
+
+
 class RewardSpec(Section):
     """One reward: a built-in name or `module:Name`."""
 
     use: str = Field(description="built-in name, module:Name, or entry point of streamrl.rewards")
     name: str | None = Field(None, description="name in scores and metrics; empty: derived from `use`")
+    when: When | None = Field(None, description="which prompts it is called for; empty: all")
     weight: FiniteFloat = Field(1.0, description="factor in a sum, exponent in a product; 0: only shown")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
     adapter: Literal["verl", "trl"] | None = Field(None, description="a function with the signature of another system")
@@ -48,6 +61,14 @@ class RewardSpec(Section):
     on_failure: Literal["drop_sample", "dead", "retry"] | None = Field(
         None, description="empty: reward_worker.on_failure"
     )
+
+    @property
+    def adds(self) -> bool:
+        """Whether its value is in the sum, product or min."""
+        return self.gate is None and bool(self.weight)
+
+    def applies(self, source: str) -> bool:
+        return self.when is None or source in self.when.source
 
     @model_validator(mode="after")
     def _check(self) -> RewardSpec:
@@ -181,7 +202,7 @@ class ArchiveConfig(Section):
 
 def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest: int) -> None:
     """Raise ValueError for rewards that make no score; `longest` is the longest response in tokens."""
-    if all(reward.gate is not None or not reward.weight for reward in rewards):
+    if not any(reward.adds for reward in rewards):
         raise ValueError("every reward has a gate or weight 0, so there is nothing to make a score of")
     if any((reward.name or reward.use) == "overlong" for reward in rewards):
         raise ValueError("overlong is the name of the penalty in scores: give the reward another `name:`")
@@ -190,6 +211,19 @@ def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest
             f"scoring.overlong.buffer {scoring.overlong.buffer} is above sampling.max_new_tokens {longest}: every"
             " response would be too long"
         )
+
+
+def check_routes(rewards: Sequence[RewardSpec], sources: Collection[str]) -> None:
+    """Raise ValueError if a reward waits for none of the `sources` of the data, or if one of them gets no score."""
+    for reward in rewards:
+        if unknown := set(reward.when.source if reward.when else ()) - set(sources):
+            raise ValueError(
+                f"rewards.{reward.name or reward.use}.when.source: no data has the name {min(unknown)}, there are"
+                f" {', '.join(sorted(sources))}"
+            )
+    for name in sources:
+        if not any(reward.adds and reward.applies(name) for reward in rewards):
+            raise ValueError(f"no reward scores prompts of {name}: all have a gate, weight 0 or another when.source")
 
 
 def check_retrying(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig, max_hold: float) -> None:

@@ -138,7 +138,7 @@ def _verl_columns(sample: RewardSample) -> tuple[Any, str, Any, dict[str, Any]]:
     model = metadata.get("reward_model")
     if truth is None and isinstance(model, dict):
         truth = model.get("ground_truth")
-    source = metadata.get("data_source", "")
+    source = metadata.get("data_source", sample.prompt.source)
     extra = metadata.get("extra_info")
     if not isinstance(extra, dict):
         extra = metadata

@@ -223,6 +223,7 @@ def _body(sample: RewardSample) -> dict[str, Any]:
         "index": sample.index,
         "line": prompt.line,
         "evaluation": prompt.evaluation,
+        "source": prompt.source,
         "prompt": prompt.text,
         "messages": sample.messages,
         "answer": prompt.answer,

@@ -48,7 +48,8 @@ Read = TypeVar("Read")
 class RewardPrompt:
     """The prompt of a response: `text` and `messages` as in the data set, with its `answer` and `metadata`.
 
-    `tokens` are the ids the engine was given, shape (prompt tokens,). `line` is the line of the data set, from 0.
+    `tokens` are the ids the engine was given, shape (prompt tokens,). `line` is the line of the data set, from 0, and
+    `source` the name of the data set in a mixture, or what the line says; empty: none.
     `images` are in the order in which it shows them; its messages have `{"type": "image", "sha256": ...}` for each.
     """
 
@@ -60,6 +61,7 @@ class RewardPrompt:
     line: int
     evaluation: bool
     images: tuple[RewardImage, ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class RewardSample:
             line=prompt.line,
             evaluation=prompt.evaluation,
             images=shown,
+            source=prompt.source,
         )
         return cls(
             text=sample.text,

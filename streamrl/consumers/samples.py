@@ -38,6 +38,7 @@ class _Line(msgspec.Struct, kw_only=True):
     index: int = 0
     line: int = 0
     evaluation: bool = False
+    source: str = ""
 
 
 def make_sample(
@@ -55,6 +56,7 @@ def make_sample(
     evaluation: bool = False,
     completion: Sequence[dict[str, Any]] | None = None,
     images: Sequence[bytes] = (),
+    source: str = "",
 ) -> RewardSample:
     """Make a sample as rewards see it, for tests: `make_sample("4", prompt="2+2=", answer="4")`.
 
@@ -72,6 +74,7 @@ def make_sample(
         evaluation: held-out.
         completion: of an episode, all messages from the first reply to the last one.
         images: encoded ones that the prompt shows.
+        source: of the prompt, for rewards with `when`.
 
     Raises:
         ValueError: `finish` is unknown, tokens are no whole numbers, or the completion does not begin and end with a
@@ -89,6 +92,7 @@ def make_sample(
         line=line,
         evaluation=evaluation,
         images=shown,
+        source=source,
     )
     said = list(completion or ())
     if said and {said[0].get("role"), said[-1].get("role")} != {"assistant"}:
@@ -110,9 +114,9 @@ def read_samples(path: Path, problems: list[str] | None = None) -> Iterator[Rewa
     """The samples of a file of JSON or JSON lines, of a recording, or of the archive or the directory of a run.
 
     JSON has `response` and the keys of a data set: `prompt` or `messages`, `answer`, `metadata`; also `finish`,
-    `tokens`, `completion` (messages of an episode), `group`, `index`, `line` and `evaluation`. Any other key is
-    metadata. The default of `line` is the number of the sample in the file, from 0. `messages` that end with those of
-    `completion` are a whole conversation, as the reward `http` posts it.
+    `tokens`, `completion` (messages of an episode), `group`, `index`, `line`, `evaluation` and `source`. Any other key
+    is metadata. The default of `line` is the number of the sample in the file, from 0. `messages` that end with those
+    of `completion` are a whole conversation, as the reward `http` posts it.
 
     `problems` collects damage of a recording, and the rest is read; None: damage is a `DataError`, as is a file that
     cannot be read, is empty, or has a line that is no sample. `ConfigError`: the directory has no recorded groups.

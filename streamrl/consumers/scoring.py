@@ -41,8 +41,6 @@ class Scorer:
         self.group_scored = any(reward.group for reward in rewards)
         self._composition = Composition(rewards, scoring or ScoringConfig(), longest)
         self._fails_group = worker.on_failure == "dead"
-        found = iter(self.calls)
-        self._stages = [[next(found) for _ in stage] for stage in stages(rewards)]
 
     @property
     def retried(self) -> int:
@@ -73,13 +71,21 @@ class Scorer:
         earlier stage, and no instant rule of its own stage, has failed. Slow rewards of its stage run concurrently, so
         it may compare samples that they fail. If the comparison fails, all its samples fail.
 
+        Rewards with `when` are called for prompts of their sources only; a source that no reward scores is a failure.
+
         Raises `RewardUnavailable` and `DeadlineExceeded` as `score`; then no sample has a score.
         """
         self._check_threads()
+        source = samples[0].prompt.source
+        routed = [calls for calls in self.calls if calls.reward.spec.applies(source)]
+        if not any(calls.reward.spec.adds for calls in routed):
+            why = f"no reward scores prompts of source {source!r}: see when.source of rewards"
+            return [ScoringFailed(why, fail_group=self._fails_group) for _ in samples]
         scores: list[dict[str, Score]] = [{} for _ in samples]
         states = [SampleState(until) for _ in samples]
         going = list(range(len(samples)))
-        for stage in self._stages:
+        found = iter(routed)
+        for stage in [[next(found) for _ in stage] for stage in stages(calls.reward for calls in routed)]:
             await self._through(stage, samples, going, scores, states)
             going = [index for index in going if states[index].failure is None]
             if stage:
