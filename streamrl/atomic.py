@@ -59,6 +59,20 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def append_durably(path: Path, data: bytes) -> None:
+    """Append whole lines to a file; when it returns, they are on the disk. An OSError leaves the file as it was."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if path.exists():
+            os.truncate(path, size)
+        raise
+
+
 def finish_durably(draft: Path, final: Path) -> None:
     """Durably rename a directory whose files are on the disk; `final` must be free."""
     fsync_directory(draft)

@@ -9,6 +9,7 @@ a sample with turns is of schema 2, what has images of schema 3, so that a progr
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -323,6 +324,11 @@ def _check_arrays(message: Message) -> None:
     # On such short arrays the search for a zero byte takes half the time of `all`.
     if isinstance(message, Sample) and b"\0" in np.isfinite(message.token_logprobs).tobytes():
         raise WireError("a sample has a log-probability that is not finite")
+
+
+def prompt_key(prompt: bytes) -> str:
+    """What names a prompt in a curriculum: a hash of its bytes."""
+    return hashlib.blake2b(prompt, digest_size=8).hexdigest()
 
 
 def utf8(text: str) -> str:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+import orjson
+
 from streamrl.archive.writer import Archive
 from streamrl.config import RunConfig
 from streamrl.learner.groups import GroupOpener, TrainGroup, Unusable
 from streamrl.learner.takeover import Start
 from streamrl.queues.ledger import ZERO_VARIANCE, Ledger
 from streamrl.queues.records import ClosedGroup
+from streamrl.wire import prompt_key
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,9 @@ class TrainBuffer:
         self._ledger, self._nonce, self._config = ledger, start.nonce, config
         self._checkpoint, self._branch = start.checkpoint, start.branch
         self._opener = opener
-        self._lengths: list[int] = []
+        self._seen: list[TrainGroup] = []
+        self._outcomes: dict[int, bytes] = {}  # for the curriculum
+        self.newest: ClosedGroup | None = None  # the last one that was read, for loggers
         self._oldest_live: list[int] = []
         self._lock = asyncio.Lock()
 
@@ -141,10 +146,10 @@ class TrainBuffer:
             equal = sorted(group.group_id for group in self._at(Stage.EQUAL_REWARDS))
             self.zero_variance += await self._drop(equal, ZERO_VARIANCE)
 
-    def take_lengths(self) -> list[int]:
-        """Of all responses that were read since the last call, trained or not."""
-        lengths, self._lengths = self._lengths, []
-        return lengths
+    def take_seen(self) -> list[TrainGroup]:
+        """All groups that were read since the last call, trained or not."""
+        seen, self._seen = self._seen, []
+        return seen
 
     # ---- the step
 
@@ -239,6 +244,8 @@ class TrainBuffer:
             new = [group_id for group_id in nearest if group_id not in self._groups]
             reads = [tasks.create_task(self._ledger.read_group(group_id)) for group_id in new]
         opened = [await self._open(read.result()) for read in reads]
+        await self._ledger.note_outcomes(self._outcomes)
+        self._outcomes.clear()
         if self._config.learner.order == "strict":
             self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
         for group in self._at(Stage.CANDIDATE):
@@ -269,7 +276,10 @@ class TrainBuffer:
         except Unusable as error:
             await self._bury(closed.group_id, error.message)
             return None
-        self._lengths += [len(sample.tokens) for sample in group.samples]
+        self.newest = closed
+        self._seen.append(group)
+        if self._config.data.curriculum is not None:
+            self._outcomes[group.group_id] = orjson.dumps([prompt_key(closed.prompt), group.rewards])
         return group
 
     async def _bury(self, group_id: int, why: str) -> None:

@@ -21,6 +21,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import unwrapped
 from streamrl.images.store import ImageStore
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, DropGuard, SameFailureGuard, VersionWatcher
+from streamrl.producers.curriculum import FILE, PromptOrder, open_curriculum
 from streamrl.producers.dataset import PromptLimits, PromptSet, fingerprint_of, load_prompts
 from streamrl.producers.evaluation import Evaluation
 from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
@@ -32,6 +33,7 @@ FIRST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.05
 IDLE_PAUSE: Final = 0.5
 _COUNT_SECONDS: Final = 1.0
+_UNWRITTEN: Final = f"{FILE} cannot be written"
 _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
@@ -80,6 +82,8 @@ class Training:
         self._drops = DropGuard(config.budget, config.learner.groups_per_step)
         self._count_at = 0.0
         self._same_failure = SameFailureGuard(self._ledger)
+        curriculum = open_curriculum(config)
+        self._order = None if curriculum is None else PromptOrder(curriculum, role.run_dir, self._at)
 
     async def check(self) -> None:
         await self._admitter.locate()
@@ -87,14 +91,19 @@ class Training:
         self._show("starting")
 
     async def run(self) -> None:
-        pause, limit = FIRST_PAUSE, BURST
+        burst = min(BURST, self._role.config.budget)
+        pause, limit = FIRST_PAUSE, burst
         while not self._role.stop.is_set():
             version = self._versions.version
             await self._same_failure.check()
             await self._check_drops()
             stopped = self._drops.allowed == 0
             outcome = None if stopped else await self._replay()
-            if outcome is None and self._end is not None and self._admitter.cursor >= self._end:
+            if self._order is not None and not await self._decide(self._order, limit):
+                await self._versions.wait(version, IDLE_PAUSE)
+                continue
+            end = self._end if self._order is None else self._order.end(self._end)
+            if outcome is None and end is not None and self._end is not None and self._admitter.cursor >= end:
                 await self._finish(self._end // len(self._data))
                 continue
             if stopped:
@@ -102,19 +111,33 @@ class Training:
                 await self._versions.wait(version, IDLE_PAUSE)
                 continue
             if outcome is None:
-                outcome = await self._admit(version, limit)
+                outcome = await self._admit(version, limit, end)
             if outcome is AdmitOutcome.FULL:
                 self._show("full")
                 changed = await self._versions.wait(version, pause)
                 # Only a step makes room for many groups; between steps one prompt is enough to ask for room.
-                pause, limit = (FIRST_PAUSE, BURST) if changed else (min(2 * pause, LONGEST_PAUSE), 1)
+                pause, limit = (FIRST_PAUSE, burst) if changed else (min(2 * pause, LONGEST_PAUSE), 1)
             else:
                 self._show("admitting")
-                pause, limit = FIRST_PAUSE, BURST
+                pause, limit = FIRST_PAUSE, burst
 
-    async def _admit(self, version: int, limit: int) -> AdmitOutcome:
+    async def _decide(self, order: PromptOrder, limit: int) -> bool:
+        """Let the curriculum choose the next prompts; False while the disk does not take what it says."""
+        scores = await self._ledger.outcomes()
+        try:
+            await asyncio.to_thread(order.decide, scores, self._admitter.cursor + limit, self._end)
+        except OSError as error:
+            if self._role.status["admission"] != _UNWRITTEN:
+                logger.warning(_UNWRITTEN, extra={"error": str(error), "hint": "make room; it is tried again"})
+            self._show(_UNWRITTEN)
+            return False
+        self._role.status["skipped"] = order.next - len(order.places)
+        await self._ledger.forget_outcomes(scores)
+        return True
+
+    async def _admit(self, version: int, limit: int, end: int | None) -> AdmitOutcome:
         before = self._admitter.cursor
-        outcome = await self._admitter.admit(version, limit=self._most(limit), end=self._end)
+        outcome = await self._admitter.admit(version, limit=self._most(limit), end=end)
         self._drops.admitted(self._admitter.cursor - before)
         return outcome
 
@@ -159,8 +182,11 @@ class Training:
             logger.info("admission goes on: groups are trained again")
 
     def _prompt(self, group_id: int) -> bytes:
+        return self._at(group_id if self._order is None else self._order.places[group_id])
+
+    def _at(self, place: int) -> bytes:
         config = self._role.config
-        return self._data.prompts[self._data.index(group_id, config.seed, shuffle=config.data.shuffle)]
+        return self._data.prompts[self._data.index(place, config.seed, shuffle=config.data.shuffle)]
 
     async def _finish(self, epochs: int) -> None:
         """Store that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
@@ -171,7 +197,8 @@ class Training:
 
     def _show(self, state: str) -> None:
         cursor = self._admitter.cursor
-        self._role.status.update(admitted=cursor, epoch=cursor // len(self._data), admission=state)
+        place = cursor if self._order is None else self._order.next
+        self._role.status.update(admitted=cursor, epoch=place // len(self._data), admission=state)
         if self._data.dropped:
             self._role.status["too_long"] = self._data.dropped
 

@@ -14,6 +14,8 @@ SUPERVISOR: Final = "supervisor"
 """Name of the supervisor among the roles that send heartbeats."""
 REWARD_FIGURES: Final = "rewards"
 """Field of a reward worker's heartbeat: JSON, figures by the name of the reward."""
+SOURCE_FIGURES: Final = "sources"
+"""Field of the heartbeats of learner and feeder: JSON, figures by the source of prompts."""
 
 
 class Keys:
@@ -26,6 +28,7 @@ class Keys:
         live: sorted set of the ids of all groups that have a hash.
         dead: stream of dead letters; `k` is -1 for a whole group.
         replays: hash of the dead groups that wait to be admitted again: group to its letter and those of its samples.
+        outcomes: hash of what groups scored, by their id, until the curriculum of the feeder has it.
         dropped: bitmap of the groups that were dropped.
         state: hash with cursor, fingerprint, learner epoch and nonce, checkpoint, held, version and statistics.
 
@@ -54,6 +57,7 @@ class Keys:
         self.live = f"{self._space}live"
         self.dead = f"{self._space}dead"
         self.replays = f"{self._space}replays"
+        self.outcomes = f"{self._space}outcomes"
         self.dropped = f"{self._space}dropped"
         self.state = f"{self._space}state"
         self.weights = f"{self._run}weights"

@@ -12,7 +12,7 @@ raises. On cancellation its effect may or may not have happened; a repeat is alw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -496,6 +496,20 @@ class Ledger:
         """Ids of all dropped groups, ascending."""
         bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""
         return [8 * i + bit for i, byte in enumerate(bitmap) if byte for bit in range(8) if byte & (128 >> bit)]
+
+    async def note_outcomes(self, outcomes: Mapping[int, bytes]) -> None:
+        """Tell the curriculum what groups scored. A repeat changes nothing."""
+        if outcomes:
+            fields = [part for outcome in outcomes.items() for part in outcome]
+            await self.connection.read("HSET", self.keys.outcomes, *fields)
+
+    async def outcomes(self) -> dict[int, bytes]:
+        found = pairs(await self.connection.read("HGETALL", self.keys.outcomes))
+        return {int(group_id): outcome for group_id, outcome in found.items()}
+
+    async def forget_outcomes(self, group_ids: Collection[int]) -> None:
+        if group_ids:
+            await self.connection.read("HDEL", self.keys.outcomes, *group_ids)
 
     async def dead_letters(self, after: str = "-") -> list[DeadLetter]:
         """Dead letters of samples and of whole groups, oldest first, after an entry's id.

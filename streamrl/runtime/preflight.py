@@ -32,6 +32,7 @@ from streamrl.errors import (
     Unreachable,
     need_packages,
 )
+from streamrl.producers.curriculum import open_curriculum
 from streamrl.producers.dataset import PromptLimits, examine_prompts, first_prompt
 from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.known_models import examine_chat
@@ -165,6 +166,7 @@ def check_data(config: RunConfig) -> str:
     for file in _files(config):
         dropped = examine_prompts(file, tokenizer, PromptLimits.of(config), _LOOKED_AT, config.images)
         found.append(f"{file} ({dropped} of the first {_LOOKED_AT} prompts are too long)" if dropped else str(file))
+    open_curriculum(config)
     return ", ".join(found)
 
 
@@ -220,8 +222,10 @@ def _text_config(model: ModelConfig) -> Any:
 
 
 def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
-    """Functions of other systems must find their columns in the first line of each file."""
-    adapted = [(reward.name, reward.call) for reward in rewards if isinstance(reward.call, Adapted)]
+    """Functions of other systems must find their columns in the first line of each file, if it is for them."""
+    adapted = [
+        (reward.name, reward.call) for reward in rewards if isinstance(reward.call, Adapted) and not reward.spec.when
+    ]
     if not adapted:
         return
     for file in _files(config):
