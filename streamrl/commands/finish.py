@@ -15,7 +15,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import Refused, Unreachable
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.ending import read_finished
-from streamrl.monitor.lines import duration, number, percent, size
+from streamrl.monitor.lines import duration, number, percent, printable, size
 from streamrl.pass_at_k import in_words
 from streamrl.queues.records import by_cause
 from streamrl.runtime.audit import Audit
@@ -165,6 +165,11 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("held-out accuracy before", _accuracy(summary, "before")),
         ("held-out accuracy after", _accuracy(summary, "after")),
+        *(
+            (f"  of {printable(name)}", f"{found['accuracy_before']:.3f} -> {number(found.get('accuracy_after'))}")
+            for name, found in summary["sources"].items()
+            if "accuracy_before" in found
+        ),
         ("training", f"{duration(summary['train_seconds'])}, {summary['steps']} steps"),
         ("completion tokens per second", number(summary["completion_tokens_per_second"])),
         ("samples per second", number(summary["samples_per_second"])),

@@ -213,6 +213,9 @@ class LearnerConfig(Section):
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="where the figures of each step go besides metrics/learner.0.jsonl; extras of the package"
     )
+    log_samples_every: Natural = Field(
+        0, description="steps between tables of samples (prompt, responses, scores) in report_to; 0: none"
+    )
     device: str = Field("auto", description="auto, cpu or cuda")
     train_vision: bool = Field(
         False, description="train the vision tower, too, and the layers that bring its features to the text model"

@@ -100,6 +100,7 @@ class EpisodeFigures:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainGroup:
     group_id: int
+    source: str = ""
     crashes: int  # learners that died in a step with it
     samples: tuple[TrainSample, ...]  # its usable responses, without the greedy one
     mixed_version: int  # responses whose tokens come from more than one version
@@ -171,6 +172,7 @@ class GroupOpener:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
         return TrainGroup(
             group_id=closed.group_id,
+            source=wire.decode(closed.prompt, wire.Prompt).source,
             crashes=closed.crashes,
             samples=train,
             mixed_version=sum(

@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import orjson
+
 from streamrl.archive.writer import Archive
 from streamrl.errors import CannotCreate, ConfigError, Fenced, Forgotten, StreamrlError, Unreachable, leaves, unwrap
 from streamrl.images.store import ImageStore
@@ -38,6 +40,7 @@ from streamrl.learner.takeover import Start, take_over
 from streamrl.learner.train_buffer import TrainBuffer
 from streamrl.learner.weight_copy import PolicySnapshot
 from streamrl.queues.device_lock import LearnerDevices
+from streamrl.queues.keys import SOURCE_FIGURES
 from streamrl.queues.role import Role
 from streamrl.waits import first_of
 from streamrl.weight_sync.publisher import Publisher
@@ -318,7 +321,7 @@ class Leader:
             return
         groups, stats = done
         step = self._worker.step
-        line = self._meter.line(groups, stats, step, self._ranks.torch.take_busy(), self._buffer.take_lengths())
+        line = self._meter.line(groups, stats, step, self._ranks.torch.take_busy(), self._buffer.take_seen())
         counts = {
             "skipped_updates": self._skipped_updates,
             "dropped": self._buffer.dropped,
@@ -405,5 +408,7 @@ class Leader:
         head = {"step": step, "epoch": self._start.epoch, "version": self._version}
         shown = {"loss": line["loss"], "reward": line["reward_mean"], **self._meter.shown()}
         self._role.status.update({**head, **shown})
+        if line["sources"]:
+            self._role.status[SOURCE_FIGURES] = orjson.dumps(line["sources"]).decode()
         self._role.record({**head, **line})
-        self._loggers.log(step, line)
+        self._loggers.log(step, line, self._buffer.newest)

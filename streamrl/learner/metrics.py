@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import textwrap
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,9 @@ from threading import Semaphore
 from typing import Any, Final
 
 import numpy as np
+import orjson
 
+from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.losses import ValueSums
@@ -28,9 +31,13 @@ from streamrl.learner.groups import EpisodeFigures, TrainGroup
 from streamrl.learner.optimizer import UpdateStats
 from streamrl.learner.step import StepStats
 from streamrl.queues.pace import Pace
+from streamrl.queues.records import ClosedGroup
+from streamrl.sources import series_of
 
 _USUAL_STEPS: Final = 20
 """Least number of steps of which the longest is what a step usually takes; one of them has a checkpoint."""
+_RECENT: Final = 64  # groups of a source that its means are of
+_MEANS: Final = ("reward_mean", "zero_variance", "length")
 
 
 class StepMeter:
@@ -42,6 +49,8 @@ class StepMeter:
         self._idle = 0.0
         self._pace = Pace()
         self._seconds: deque[float] = deque(maxlen=max(_USUAL_STEPS, checkpoint_every + 1))
+        self._read: Counter[str] = Counter()  # groups by source
+        self._recent: dict[str, deque[tuple[float, float, float]]] = {}  # in the order of `_MEANS`
 
     def begin(self) -> None:
         if self._since is None:
@@ -59,9 +68,10 @@ class StepMeter:
         stats: StepStats,
         step: int,
         busy: Sequence[tuple[float, float]],
-        read: Sequence[int],
+        seen: Sequence[TrainGroup],
     ) -> dict[str, Any]:
-        """Close the step and describe it; `busy` are intervals and `read` lengths of responses since the last line."""
+        """Close the step and describe it; `busy` are intervals and `seen` the groups read since the last line."""
+        read = [len(sample.tokens) for group in seen for sample in group.samples]
         now = time.monotonic()
         seconds, self._since = now - (self._since or now), now
         idle = max(0.0, seconds - sum(end - start for start, end in busy))
@@ -79,6 +89,19 @@ class StepMeter:
             "busy": [[round(start, 6), round(end, 6)] for start, end in busy],
             "step_seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),
+            "sources": self._sources(seen),
+        }
+
+    def _sources(self, seen: Sequence[TrainGroup]) -> dict[str, dict[str, float]]:
+        known = set(self._recent)
+        for group in (group for group in seen if group.source):
+            name = series_of(group.source, known)
+            self._read[name] += 1
+            means = float(np.mean(group.rewards)), float(group.zero_variance), group.tokens / len(group.samples)
+            self._recent.setdefault(name, deque(maxlen=_RECENT)).append(means)
+        return {
+            name: {"groups": self._read[name], **dict(zip(_MEANS, np.mean(last, axis=0).tolist(), strict=True))}
+            for name, last in self._recent.items()
         }
 
 
@@ -158,33 +181,68 @@ _MOST_WAITING: Final = 256  # lines that wait for slow loggers
 _CLOSE_SECONDS: Final = 20.0
 
 
+_COLUMNS: Final = ("group", "source", "prompt", "response", "score")
+_SENT: Final = {"name", "seed", "max_staleness", "model", "data", "sampling", "scoring", "learner", "evaluation"}
+_MOST_TEXT: Final = 4000  # characters of a prompt or a response in a table of samples
+
+
+def sample_rows(closed: ClosedGroup) -> list[list[Any]]:
+    """The samples of a group as rows of `_COLUMNS`."""
+    prompt = wire.decode(closed.prompt, wire.Prompt)
+    about = [closed.group_id, prompt.source, prompt.text[:_MOST_TEXT]]
+    return [
+        [*about, wire.decode(sample, wire.Sample).text[:_MOST_TEXT], wire.decode(score, wire.SampleScore).value]
+        for _, (sample, score) in sorted(closed.samples.items())
+    ]
+
+
+def described(config: RunConfig) -> Any:
+    """The configuration as loggers get it: no address, no path and no argument of a reward."""
+    rewards = [reward.model_dump(mode="json", exclude={"args"}) for reward in config.rewards]
+    return _public({**config.model_dump(mode="json", include=_SENT), "rewards": rewards})
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: shown for name, one in value.items() if (shown := _public(one)) is not None}
+    if isinstance(value, list):
+        return [shown for one in value if (shown := _public(one)) is not None]
+    return None if isinstance(value, str) and (value.startswith("/") or "://" in value) else value
+
+
 class TensorBoard:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        del config
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        self._text("configuration", orjson.dumps(described(config), option=orjson.OPT_INDENT_2).decode(), 0)
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], rows: Sequence[Sequence[Any]]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
+        if rows:
+            lines = ("\n".join(f"{name}: {value}" for name, value in zip(_COLUMNS, row, strict=True)) for row in rows)
+            self._text("samples", "\n\n".join(lines), step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        self._writer.add_text(name, textwrap.indent(text, "    ", lambda _: True), step)  # code, in Markdown
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Tracker:
-    """A run of a library with the interface of wandb, named as the run. Addresses and paths are not sent."""
+    """A run of a library with the interface of wandb, named as the run."""
 
     def __init__(self, name: str, config: RunConfig, run_dir: Path) -> None:
-        about = config.learner.model_dump(mode="json", exclude={"reference", "critic", "device"})
         self._library: Any = importlib.import_module(name)
         options = {"dir": str(run_dir)} if name == "wandb" else {}
-        self._library.init(project=_PROJECT, name=config.name, config=about, **options)
+        self._library.init(project=_PROJECT, name=config.name, config=described(config), **options)
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], rows: Sequence[Sequence[Any]]) -> None:
         # Log the step as a figure, because it goes back when a checkpoint is loaded.
-        self._library.log({**figures, "step": step})
+        table = {"samples": self._library.Table(columns=[*_COLUMNS], data=[*rows])} if rows else {}
+        self._library.log({**figures, **table, "step": step})
 
     def close(self) -> None:
         self._library.finish()
@@ -200,6 +258,7 @@ _MAKERS: Final[dict[str, Callable[[RunConfig, Path], TensorBoard | Tracker]]] = 
 class StepLoggers:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._names = tuple(dict.fromkeys(config.learner.report_to))
+        self._every = config.learner.log_samples_every
         for name in self._names:
             if importlib.util.find_spec(name) is None:
                 raise ConfigError(
@@ -212,10 +271,11 @@ class StepLoggers:
         for name in self._names:
             self._executor.submit(self._try, name, partial(self._open, name, config, run_dir))
 
-    def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Queue the figures of a step and return at once."""
+    def log(self, step: int, line: Mapping[str, Any], closed: ClosedGroup | None = None) -> None:
+        """Queue the figures of a step, with the samples of a group if it is time for some, and return at once."""
         if self._names and self._free.acquire(blocking=False):
-            self._executor.submit(self._send, step, figures(line))
+            rows = sample_rows(closed) if closed and self._every and step % self._every == 0 else []
+            self._executor.submit(self._send, step, figures(line), rows)
         elif self._names:
             if not self._left_out:  # once: one that hangs would be in the log at every step
                 extra = {"step": step, "loggers": [*self._names]}
@@ -238,10 +298,10 @@ class StepLoggers:
     def _open(self, name: str, config: RunConfig, run_dir: Path) -> None:
         self._loggers[name] = _MAKERS[name](config, run_dir)
 
-    def _send(self, step: int, values: Mapping[str, float]) -> None:
+    def _send(self, step: int, values: Mapping[str, float], rows: Sequence[Sequence[Any]]) -> None:
         self._free.release()
         for name, target in list(self._loggers.items()):
-            self._try(name, partial(target.log, step, values))
+            self._try(name, partial(target.log, step, values, rows))
 
     def _close(self) -> None:
         for name, target in list(self._loggers.items()):
@@ -260,8 +320,8 @@ def figures(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step's line, those of an inner map as `name/key`; lists and texts are left out."""
     found: dict[str, float] = {}
     for name, value in line.items():
-        inner = value if isinstance(value, Mapping) else {"": value}
-        for key, number in inner.items():
-            if isinstance(number, int | float):
-                found[f"{name}/{key}" if key else name] = float(number)
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": number for key, number in figures(value).items()}
+        elif isinstance(value, int | float):
+            found[name] = float(value)
     return found

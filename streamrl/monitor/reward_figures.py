@@ -1,4 +1,4 @@
-"""The figures of all reward workers, as one view of each reward."""
+"""The figures of all reward workers, as one view of each reward; and those of each source of prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from streamrl.queues.keys import REWARD_FIGURES
+from streamrl.queues.keys import REWARD_FIGURES, SOURCE_FIGURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,15 @@ def reward_views(roles: Mapping[str, Mapping[str, str]]) -> tuple[RewardView, ..
         for name, line in orjson.loads(status.get(REWARD_FIGURES, "{}")).items():
             found.setdefault(name, []).append((role, line))
     return tuple(_view(name, lines) for name, lines in found.items())
+
+
+def source_figures(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Figures by source: of training from the learner, of held-out prompts from the feeder."""
+    found: dict[str, dict[str, float]] = {}
+    for _, status in sorted(roles.items(), reverse=True):
+        for source, figures in orjson.loads(status.get(SOURCE_FIGURES, "{}")).items():
+            found.setdefault(source, {}).update(figures)
+    return found
 
 
 def with_reward_rates(

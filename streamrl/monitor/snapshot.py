@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from streamrl.errors import Unreachable
-from streamrl.monitor.reward_figures import RewardView, reward_views, with_reward_rates
+from streamrl.monitor.reward_figures import RewardView, reward_views, source_figures, with_reward_rates
 from streamrl.queues.access import ReplyError
 from streamrl.queues.connection import Connection
 from streamrl.queues.damage import blame_damage
-from streamrl.queues.keys import REWARD_FIGURES, Keys
+from streamrl.queues.keys import REWARD_FIGURES, SOURCE_FIGURES, Keys
 from streamrl.queues.replies import pairs, read_number, text
 
 MOST_PENDING: Final = 10_000
@@ -106,6 +106,7 @@ class Snapshot:
     version: int = -1
     roles: dict[str, dict[str, str]] = field(default_factory=dict)
     rewards: tuple[RewardView, ...] = ()
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def role_versions(self) -> dict[str, int]:
@@ -151,10 +152,11 @@ def _snapshot(run: str, replies: list[Any], budget: int | None, hard_cap: int | 
         hard_cap=hard_cap,
         version=train.version,
         roles={
-            name: {key: value for key, value in status.items() if key != REWARD_FIGURES}
+            name: {key: value for key, value in status.items() if key not in (REWARD_FIGURES, SOURCE_FIGURES)}
             for name, status in roles.items()
         },
         rewards=rewards,
+        sources=source_figures(roles),
     )
 
 

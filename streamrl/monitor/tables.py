@@ -43,6 +43,7 @@ def lag_table(snapshot: Snapshot, verdict: Verdict, width: int) -> RenderableTyp
     if snapshot.evaluation.cursor:
         lines.append(Text(_ledger_line("held-out", snapshot.evaluation, None, None)))
     rewards = [rewards_table(snapshot.rewards)] if snapshot.rewards else []
+    rewards += [_sources_table(snapshot.sources)] if snapshot.sources else []
     end = [Text(f"stalled  {cause}", style="bold red")] if (cause := stalled(snapshot)) else []
     end += [Text(verdict.text, style="bold"), *([Text(f"to fix it: {verdict.advice}")] if verdict.advice else [])]
     return Group(_server_line(snapshot), table, *lines, Text(_weights_line(snapshot)), *rewards, *end)
@@ -70,6 +71,18 @@ def rewards_table(rewards: Sequence[RewardView]) -> RenderableType:
     lines = [printable(f"{reward.name}  {line}") for reward in rewards for line in reward.trouble]
     trouble = [Text(line, style="red") for line in lines]
     return Group(table, *trouble)
+
+
+def _sources_table(sources: Mapping[str, Mapping[str, float]]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("SOURCE", overflow="fold")
+    columns = {"GROUPS": "groups", "REWARD": "reward_mean", "ZERO VAR": "zero_variance", "LENGTH": "length"}
+    for heading in (*columns, "ACCURACY"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for source, figures in sources.items():
+        cells = [number(figures.get(key)) for key in (*columns.values(), "accuracy")]
+        table.add_row(Text(printable(source)), *cells)
+    return table
 
 
 def stream_name(stream: StreamView) -> str:

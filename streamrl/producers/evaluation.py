@@ -20,15 +20,18 @@ from typing import Final, Literal, TypeVar
 from uuid import uuid4
 
 import msgspec
+import orjson
 
 from streamrl.archive.writer import Archive
-from streamrl.atomic import write_durably
+from streamrl.atomic import append_durably, write_durably
 from streamrl.config import RunConfig
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionWatcher
 from streamrl.producers.dataset import PromptSet, fingerprint_of
 from streamrl.queues import Role
+from streamrl.queues.keys import SOURCE_FIGURES
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
+from streamrl.sources import series_of
 from streamrl.wire import Prompt, Sample, SampleScore, decode
 
 _T = TypeVar("_T")
@@ -153,6 +156,7 @@ class Evaluation:
             scores=scores,
             right=sum(score > self._config.threshold for score in scores),
             dead=group.size - len(scores),
+            source=prompt.source,
         )
 
     async def _is_complete(self) -> bool:
@@ -177,7 +181,7 @@ class Evaluation:
         fields = {"version": version, "accuracy": tally.right / tally.scored, "responses": tally.scored}
         fields |= at_k(tally.prompts, self._config.samples)
         logger.info("evaluated", extra=fields)
-        self._role.record({"kind": "evaluation", **fields})
+        self._role.record({"kind": "evaluation", **fields, "sources": tally.by_source})
 
     def _show(self) -> None:
         status = self._role.status
@@ -195,6 +199,8 @@ class Evaluation:
             for name in [name for name in status if name.startswith(("avg_at_", "pass_at_"))]:
                 del status[name]  # a round in which no prompt has all its samples has none
             status.update(at_k(tally.prompts, self._config.samples))
+            if tally.sources:
+                status[SOURCE_FIGURES] = orjson.dumps(tally.by_source).decode()
 
     @property
     def _current(self) -> EvaluationRound:
@@ -216,6 +222,7 @@ class EvaluatedGroup(msgspec.Struct, frozen=True):
     scores: list[float]
     right: int  # scores above the threshold
     dead: int = 0  # responses without a score: neither right nor wrong
+    source: str = ""
 
 
 class EvaluationRound(msgspec.Struct, frozen=True):
@@ -231,6 +238,11 @@ class Tally:
     scored: int = 0
     right: int = 0
     prompts: list[tuple[int, int]] = field(default_factory=list)
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # scored and right by the name of a source
+
+    @property
+    def by_source(self) -> dict[str, dict[str, float]]:
+        return {name: {"accuracy": right / n, "responses": n} for name, (n, right) in self.sources.items()}
 
 
 class EvaluationLog:
@@ -240,6 +252,7 @@ class EvaluationLog:
         self._path, self._round_path = run_dir / LOG_NAME, run_dir / ROUND_NAME
         self.group_ids: set[int] = set()
         self.rounds: dict[int, Tally] = {}
+        self._sources: set[str] = set()
         self._complaint: tuple[Path, int | None] | None = None
         self._read()
 
@@ -257,15 +270,9 @@ class EvaluationLog:
         new = [group for group in groups if group.group_id not in self.group_ids]
         if not new:
             return True
-        size = self._path.stat().st_size if self._path.exists() else 0
         try:
-            with self._path.open("ab") as file:
-                file.write(b"".join(msgspec.json.encode(group) + b"\n" for group in new))
-                file.flush()
-                os.fsync(file.fileno())
+            append_durably(self._path, b"".join(msgspec.json.encode(group) + b"\n" for group in new))
         except OSError as error:
-            if self._path.exists():
-                os.truncate(self._path, size)
             return self._complain(self._path, error)
         self._complaint = None
         for group in new:
@@ -320,3 +327,7 @@ class EvaluationLog:
         tally.scored += len(group.scores)
         tally.right += group.right
         tally.prompts.append((len(group.scores), group.right))
+        if group.source and group.scores:
+            name = series_of(group.source, self._sources)
+            scored, right = tally.sources.get(name, (0, 0))
+            tally.sources[name] = (scored + len(group.scores), right + group.right)

@@ -24,6 +24,7 @@ from streamrl.config import HealthConfig
 from streamrl.errors import StreamrlError
 from streamrl.http import own_key
 from streamrl.listening import listen
+from streamrl.monitor.reward_figures import source_figures
 from streamrl.monitor.snapshot import StreamView, take
 from streamrl.queues import Role
 
@@ -54,11 +55,21 @@ class RoleFigures(Collector):
             family = GaugeMetricFamily(f"streamrl_{self._kind}_{_FOREIGN.sub('_', name)}", name, labels=list(labels))
             family.add_metric(list(labels.values()), value)
             yield family
+        yield from self._of_sources()
         for name, what in _OF_STREAMS.items():
             family = GaugeMetricFamily(f"streamrl_{name}", what, labels=["run", "stream"])
             for stream in self.streams:
                 family.add_metric([self._role.config.name, stream.name], float(getattr(stream, name)))
             yield family
+
+    def _of_sources(self) -> Iterable[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for source, figures in source_figures({self._role.name: self._role.status}).items():
+            for name, value in figures.items():
+                key = f"streamrl_{self._kind}_source_{name}"
+                family = families.setdefault(key, GaugeMetricFamily(key, name, labels=["run", "role", "source"]))
+                family.add_metric([self._role.config.name, self._role.name, source], value)
+        return families.values()
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from streamrl.producers.engines.hf import HfEngine
 from streamrl.producers.episodes.sampler import EpisodeFailed, sampler_of
 from streamrl.producers.sampler import SampleOrder, Sampler, seed_of
 from streamrl.producers.tokenizer import Tokenizer
+from streamrl.sources import series_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,10 @@ async def measure_accuracy(
 ) -> dict[str, float]:
     """The share of scored responses above `evaluation.threshold` (`accuracy`), and what `at_k` says of several samples.
 
-    It is of the first `evaluation.final_prompts` held-out prompts, sampled as those of `evaluation` with transformers
-    in this process, whatever engine the run had: its servers have ended or belong to others. Runs whose rewards cannot
-    measure it then are refused at their start. A response that fails, or whose reward fails, does not count;
-    StreamrlError if none could be scored.
+    `accuracy/NAME` is that of one source. It is of the first `evaluation.final_prompts` held-out prompts, sampled as
+    those of `evaluation` with transformers in this process, whatever engine the run had: its servers have ended or
+    belong to others. Runs whose rewards cannot measure it then are refused at their start. A response that fails, or
+    whose reward fails, does not count; StreamrlError if none could be scored.
     """
     if config.data.held_out is None:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
@@ -71,7 +72,13 @@ async def measure_accuracy(
         raise StreamrlError(f"no response of the {label} could be scored", "see the warnings above")
     accuracy = sum(map(sum, right)) / sum(map(len, right))
     counts = ((len(scored), sum(scored)) for scored in right)
-    return {"accuracy": accuracy, **at_k(counts, config.evaluation.samples)}
+    known, sources = set[str](), dict[str, list[bool]]()
+    for prompt, scored in zip(prompts, values, strict=True):
+        if prompt.source and scored:
+            found = sources.setdefault(f"accuracy/{series_of(prompt.source, known)}", [])
+            found += [value > config.evaluation.threshold for value in scored]
+    by_source = {name: sum(found) / len(found) for name, found in sources.items()}
+    return {"accuracy": accuracy, **at_k(counts, config.evaluation.samples), **by_source}
 
 
 async def _scores(

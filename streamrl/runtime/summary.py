@@ -114,22 +114,36 @@ def summarize(
         "engine_gap": learner.mean("engine_gap"),
         **{f"groups_{key}": int(counts[key]) for key in ("admitted", "trained", "dropped", "dead", "evaluated")},
         "samples_dead": int(counts["dead_samples"]),
-        **{f"{name}_before": value for name, value in accuracies.before.items() if "_at_" in name},
-        **{f"{name}_after": value for name, value in accuracies.after.items() if "_at_" in name},
+        **{f"{name}_before": value for name, value in accuracies.before.items() if name.startswith(("avg_", "pass_"))},
+        **{f"{name}_after": value for name, value in accuracies.after.items() if name.startswith(("avg_", "pass_"))},
+        "sources": _sources(learner, accuracies),
     }
 
 
-def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, float, int]]:
-    """Complete rounds as `(step, accuracy, responses)`, ascending; the step is the one that made the version."""
+def _sources(learner: LearnerFigures, accuracies: Accuracies) -> dict[str, dict[str, float]]:
+    """The last figures of each source, with the groups of all learners of the run, and its accuracies."""
+    found: dict[str, dict[str, float]] = {}
+    ends = {line["epoch"]: line.get("sources", {}) for line in learner.steps.values()}
+    for source, figures in (item for sources in ends.values() for item in sources.items()):
+        found[source] = figures | {"groups": figures["groups"] + found.get(source, {}).get("groups", 0)}
+    for when, accuracy in (("before", accuracies.before), ("after", accuracies.after)):
+        for name, value in accuracy.items():
+            if name.startswith("accuracy/"):
+                found.setdefault(name.removeprefix("accuracy/"), {})[f"accuracy_{when}"] = value
+    return found
+
+
+def read_rounds(run_dir: Path, learner: LearnerFigures) -> list[tuple[int, dict[str, Any]]]:
+    """Complete rounds as `(step, line)`, ascending; the step is the one that made the version."""
     made: dict[int, int] = {}
     for step, line in sorted(learner.steps.items()):
         made.setdefault(int(line["version"]), step)  # the later ones train on before the next version
-    rounds: dict[int, tuple[int, float, int]] = {}
+    rounds: dict[int, tuple[int, dict[str, Any]]] = {}
     for line in Tail(run_dir / "metrics" / "feeder.0.jsonl").read():
         if line.get("kind") == "evaluation":
             version = int(line["version"])
             step = max((step for other, step in made.items() if other <= version), default=0)
-            rounds[version] = (step, float(line["accuracy"]), int(line["responses"]))
+            rounds[version] = (step, line)
     return [rounds[version] for version in sorted(rounds)]
 
 
@@ -145,8 +159,13 @@ def draw_curve(
     numbers = sorted(steps)
     if numbers:
         axes.plot(numbers, [steps[n]["reward_mean"] for n in numbers], color=_REWARD, lw=1, label="reward of training")
+    for source in dict.fromkeys(source for _, line in rounds for source in line.get("sources", ())):
+        points = [(step, line["sources"][source]["accuracy"]) for step, line in rounds if source in line["sources"]]
+        axes.plot(*zip(*points, strict=True), lw=1, ls=":", marker=".", label=f"of {source}")
     if rounds:
-        places, values, counts = zip(*rounds, strict=True)
+        places, values, counts = zip(
+            *((step, line["accuracy"], line["responses"]) for step, line in rounds), strict=True
+        )
         # One standard deviation of a binomial share: how much of a wiggle is chance.
         errors = [(value * (1 - value) / max(1, count)) ** 0.5 for value, count in zip(values, counts, strict=True)]
         axes.errorbar(

@@ -46,6 +46,7 @@ KEYS = [
     "groups_dead",
     "groups_evaluated",
     "samples_dead",
+    "sources",
 ]
 COUNTS = {"admitted": 30, "trained": 8, "dropped": 1, "dead": 2, "evaluated": 9, "live": 10, "lost": 0, "twice": 0}
 COUNTS["dead_samples"] = 414
@@ -131,6 +132,7 @@ def test_the_summary_by_hand(run_dir: Path):
         "groups_dead": 2,
         "groups_evaluated": 9,
         "samples_dead": 414,
+        "sources": {},
     }
     assert ("responses dead", "414") in finish.rows(summary)
     assert ("held-out accuracy after", "0.900") in finish.rows(summary)
@@ -140,7 +142,7 @@ def test_several_responses_to_a_held_out_prompt_give_more_figures(run_dir: Path)
     config = load(None, [], {}).config
     after = {"accuracy": 0.5, "avg_at_4": 0.5, "pass_at_2": 0.6, "pass_at_4": 0.75}
     summary = summarize(config, run_dir, read_learner(run_dir), COUNTS, Accuracies({"accuracy": 0.25}, after))
-    assert list(summary) == [*KEYS, "avg_at_4_after", "pass_at_2_after", "pass_at_4_after"]
+    assert list(summary) == [*KEYS[:-1], "avg_at_4_after", "pass_at_2_after", "pass_at_4_after", "sources"]
     rows = dict(finish.rows(summary))
     assert rows["held-out accuracy before"] == "0.250"
     assert rows["held-out accuracy after"] == "0.500  avg@4 0.500  pass@4 0.750"
@@ -233,7 +235,41 @@ def test_nothing_sampled_or_nothing_trained_is_a_share_of_zero():
 
 
 def test_rounds_belong_to_the_step_that_made_their_version(run_dir: Path):
-    assert read_rounds(run_dir, read_learner(run_dir)) == [(0, 0.4, 100), (2, 0.8, 100)]
+    rounds = read_rounds(run_dir, read_learner(run_dir))
+    assert [(step, line["accuracy"], line["responses"]) for step, line in rounds] == [(0, 0.4, 100), (2, 0.8, 100)]
+
+
+def test_sources_have_their_last_figures_and_their_accuracies(run_dir: Path):
+    def line(number: int, epoch: int, **groups: int) -> dict:
+        sources = {
+            name: {"groups": count, "reward_mean": 0.1 * number, "zero_variance": 0.5, "length": 7.0}
+            for name, count in groups.items()
+        }
+        return step(number, [[10.0 * number, 10.0 * number + 1]], epoch=epoch, sources=sources)
+
+    # The second learner counts anew, and does step 2 again.
+    lines = [line(1, 1, math=4), line(2, 1, math=8), line(2, 2, math=3, code=2), line(3, 2, math=5, code=2)]
+    write(run_dir / "metrics" / "learner.0.jsonl", lines)
+    before = {"accuracy": 0.5, "accuracy/math": 0.25, "accuracy/pass_at_2": 0.5}
+    after = {"accuracy": 0.75, "accuracy/math": 0.75, "accuracy/pass_at_2": 1.0}
+    config, learner = load(None, [], {}).config, read_learner(run_dir)
+    summary = summarize(config, run_dir, learner, COUNTS, Accuracies(before, after))
+    last = {"reward_mean": pytest.approx(0.3), "zero_variance": 0.5, "length": 7.0}
+    assert summary["sources"] == {
+        "math": {"groups": 4 + 5, **last, "accuracy_before": 0.25, "accuracy_after": 0.75},
+        "code": {"groups": 2, **last},
+        "pass_at_2": {"accuracy_before": 0.5, "accuracy_after": 1.0},
+    }
+    assert list(summary) == KEYS, "a source with such a name is no figure of several samples"
+    assert finish.rows(summary)[1:4] == [
+        ("held-out accuracy after", "0.750"),
+        ("  of math", "0.250 -> 0.75"),
+        ("  of pass_at_2", "0.500 -> 1"),
+    ]
+    sources = {"math": {"accuracy": 0.5, "responses": 8}}
+    rounds = [(1, {"accuracy": 0.5, "responses": 8, "sources": sources}), (2, {"accuracy": 0.5, "responses": 8})]
+    draw_curve(run_dir / "curve.png", "demo", learner.steps, summary, rounds[:1])
+    draw_curve(run_dir / "other.png", "demo", learner.steps, summary, [rounds[0], (2, {**rounds[1][1], "sources": {}})])
 
 
 @pytest.mark.parametrize("accuracies", [Accuracies({"accuracy": 0.4}, {"accuracy": 0.9}), Accuracies()])

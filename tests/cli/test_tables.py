@@ -66,11 +66,16 @@ def test_lag_cuts_no_value(width: int, unit: str):
     )
     ledger = replace(now.train, streams=streams)
     verdict = Verdict("rewards", "all wait for rewards", "raise reward_worker.concurrency (now 8)")
-    lines = drawn(lag_table(replace(now, train=ledger, evaluation=ledger, rewards=(REWARD,)), verdict, width), width)
+    figures = {"groups": 412, "reward_mean": 0.5312, "zero_variance": 0.25, "length": 87.5, "accuracy": 0.5}
+    sources = {"gsm8k": figures, "other": {"accuracy": 1.0, "responses": 4}}
+    now = replace(now, train=ledger, evaluation=ledger, rewards=(REWARD,), sources=sources)
+    lines = drawn(lag_table(now, verdict, width), width)
     assert "…" not in "".join(lines)
     rows = [line.split() for line in lines]
     heading = next(row for row in rows if row[:1] == ["STREAM"])
     assert ("DEPTH" in heading) == ("RETRIED" in heading) == (width == 110)
     for word in ("12.3k", "0.0218", "2h05m", "9m59s", "16/16", "my_rewards:unit_tests"):
         assert any(word in row for row in rows), word
+    assert any(row == ["gsm8k", "412", "0.531", "0.25", "87.5", "0.5"] for row in rows)
+    assert any(row == ["other", "-", "-", "-", "-", "1"] for row in rows)
     assert lines[-2:] == ["all wait for rewards", "to fix it: raise reward_worker.concurrency (now 8)"]

@@ -1,6 +1,7 @@
 """Figures of steps in TensorBoard and in trackers; a broken one costs nothing but itself."""
 
 import importlib.util
+import re
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -8,21 +9,54 @@ from types import ModuleType
 
 import pytest
 
+from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.learner import metrics
 from streamrl.learner.metrics import StepLoggers, figures
+from streamrl.queues.records import ClosedGroup
 
 LINE = {"loss": 0.5, "groups": 4, "skipped": False, "staleness": {"0": 3, "1": 2}, "busy": [[1, 2]], "kind": "full"}
 FLAT = {"loss": 0.5, "groups": 4.0, "skipped": 0.0, "staleness/0": 3.0, "staleness/1": 2.0}
 
 
-def config(*names):
-    return RunConfig.model_validate({"name": "mine", "model": {"path": "none"}, "learner": {"report_to": names}})
+def config(*names, every=0):
+    return RunConfig.model_validate(
+        {
+            "name": "mine",
+            "model": {"path": "/mine/models/none", "tokenizer": "org/none"},
+            "data": {"train": "/mine/train.jsonl"},
+            "rewards": [{"use": "http", "args": {"url": "http://judge"}}],
+            "learner": {
+                "report_to": names,
+                "log_samples_every": every,
+                "kl": {"where": "loss"},
+                "reference": {"kind": "remote", "url": ["http://reference"], "api_key_file": "/mine/key"},
+            },
+        }
+    )
+
+
+def closed():
+    """A group of two samples, the second of which failed."""
+    prompt = wire.Prompt(tokens=wire.pack_int32([1]), text="1+1=", source="sums")
+    sample = wire.Sample(tokens=wire.pack_int32([2]), logprobs=b"\0" * 4, runs=[(0, 1)], finish="stop", text="two\n| 2")
+    score = wire.encode(wire.SampleScore(value=0.5))
+    samples = {0: (wire.encode(sample), score)}
+    return ClosedGroup(
+        group_id=7,
+        size=2,
+        attempt=1,
+        version=1,
+        crashes=0,
+        prompt=wire.encode(prompt),
+        samples=samples,
+        causes={1: "no score"},
+    )
 
 
 class Library(ModuleType):
-    """Stands for wandb or trackio: the same four functions, which remember what they were given."""
+    """Stands for wandb or trackio: the same functions, which remember what they were given, and the same table."""
 
     def __init__(self, name, failing=""):
         super().__init__(name)
@@ -43,9 +77,16 @@ class Library(ModuleType):
     def finish(self):
         self._call("finish")
 
+    def Table(self, *, columns, data):
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
 
 def test_numbers_of_a_line_and_of_the_maps_in_it():
     assert figures(LINE) == FLAT
+    assert figures({"sources": {"math": {"groups": 3, "length": 2.5}}}) == {
+        "sources/math/groups": 3.0,
+        "sources/math/length": 2.5,
+    }
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -58,10 +99,25 @@ def test_a_tracker_gets_the_run_its_settings_and_every_step(name, tmp_path, monk
     loggers.close()
     (_, _, init), *logs, (last, _, _) = library.calls
     assert (init["project"], init["name"]) == ("streamrl", "mine")
-    assert init["config"]["loss"]["use"] == "ppo"
-    assert "reference" not in init["config"], "addresses and paths are nobody's business"
+    said = init["config"]
+    assert (said["seed"], said["learner"]["loss"]["use"], said["model"]["tokenizer"]) == (0, "ppo", "org/none")
+    assert [reward["use"] for reward in said["rewards"]] == ["http"]
+    assert not re.search("mine/|://", str(said)), "addresses and paths are nobody's business"
     assert [args[0] for _, args, _ in logs] == [{**FLAT, "step": 7}, {**FLAT, "step": 8}]
     assert last == "finish"
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_a_table_of_samples_each_k_steps(name, tmp_path, monkeypatch):
+    library = Library(name)
+    monkeypatch.setitem(sys.modules, name, library)
+    loggers = StepLoggers(config(name, every=2), tmp_path)
+    for step in (1, 2, 3):
+        loggers.log(step, LINE, closed())
+    loggers.log(4, LINE)  # nothing was read yet
+    loggers.close()
+    row = {"group": 7, "source": "sums", "prompt": "1+1=", "response": "two\n| 2", "score": 0.5}
+    assert [args[0].get("samples") for what, args, _ in library.calls if what == "log"] == [None, [row], None, None]
 
 
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])
@@ -102,9 +158,15 @@ def test_a_library_that_is_not_there_is_an_error_at_the_start(tmp_path, monkeypa
 def test_event_files_of_tensorboard(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
-    loggers = StepLoggers(config("tensorboard"), tmp_path)
-    loggers.log(7, LINE)
+    loggers = StepLoggers(config("tensorboard", every=1), tmp_path)
+    loggers.log(7, LINE, closed())
     loggers.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == set(FLAT)
     assert [(event.step, event.value) for event in events.Scalars("staleness/0")] == [(7, 3.0)]
+    [shown] = events.Tensors("samples/text_summary")
+    assert shown.tensor_proto.string_val[0].decode().splitlines() == [
+        "    group: 7", "    source: sums", "    prompt: 1+1=", "    response: two", "    | 2", "    score: 0.5",
+    ]  # fmt: skip
+    [shown] = events.Tensors("configuration/text_summary")
+    assert b'"seed": 0' in shown.tensor_proto.string_val[0]

@@ -79,6 +79,7 @@ async def test_rounds_lines_and_accuracy(run):
     assert len(lines(run)) == len(found) == 8
     assert found[2] == {
         "gid": 2, "line": 2, "round": 1, "version_min": 3, "version_max": 4, "scores": [1.0], "right": 1, "dead": 1,
+        "source": "",
     }  # fmt: skip
     assert [found[group_id]["round"] for group_id in range(8)] == [1] * 4 + [3] * 4
     assert [found[group_id]["line"] for group_id in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]  # round and round the file
