@@ -14,7 +14,7 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]], **h
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = answer(self)
             self.send_response(status)
             for name, value in {

@@ -13,7 +13,7 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.options import JsonOption, RunOption
 from streamrl.commands.rundir import find_run
-from streamrl.errors import CannotCreate, need_packages
+from streamrl.errors import CannotCreate, UsageError, need_packages
 from streamrl.monitor.lines import size
 from streamrl.store import ObjectStore
 
@@ -21,8 +21,12 @@ from streamrl.store import ObjectStore
 def export(
     *,
     out: Annotated[
-        str, typer.Option("--out", metavar="DIR", help="Directory to write, or the URL of a store (s3://).")
-    ],
+        str | None, typer.Option("--out", metavar="DIR", help="Directory to write, or the URL of a store (s3://).")
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="OWNER/NAME", help="Push it to a model hub with a card (token: HF_TOKEN)."),
+    ] = None,
     run: RunOption = None,
     checkpoint: Annotated[
         int | None, typer.Option("--checkpoint", min=0, metavar="STEP", help="Step of the checkpoint; else the newest.")
@@ -31,10 +35,13 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace what is in DIR.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Write a checkpoint as a Hugging Face directory. The run need not be running."""
+    """Write a checkpoint as a Hugging Face directory, or push it to a hub. The run need not be running."""
+    if out is None and push is None:
+        raise UsageError("nowhere to export to", "name a directory with --out, or a repository with --push")
     target = find_run(run)
-    store = ObjectStore(out, "--out") if "://" in out else None
-    _check_empty(Path(out), store, force=force)
+    store = ObjectStore(out, "--out") if out is not None and "://" in out else None
+    if out is not None:
+        _check_empty(Path(out), store, force=force)
     need_packages("an export", "torch", "transformers", "safetensors")
     from streamrl.learner.checkpoint import Checkpoints
     from streamrl.learner.export import choose_checkpoint, copy_model, export_checkpoint
@@ -44,8 +51,8 @@ def export(
     folder = checkpoints.path(meta.position)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(output.ProgressLine())
-        local = Path(out)
-        if store is not None:
+        local = Path(out or "")
+        if store is not None or out is None:
             local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=target.path))) / "model"
 
         def written(done: int, total: int) -> None:
@@ -54,16 +61,24 @@ def export(
         found = export_checkpoint(target.config, folder, meta, local, average=average, on_progress=written)
         if store is not None:
             copy_model(local, store)
+        url = None
+        if push is not None:
+            from streamrl.commands.hub import model_card, push_model  # an HTTP client, which takes a while
+
+            (local / "README.md").write_text(model_card(target.config, target.path, meta.step, push))
+            url = push_model(local, push)
     data = {
         "run": target.name,
         "checkpoint": found.checkpoint,
         "step": meta.step,
         "average": average,
-        "directory": out if store is not None else str(local.resolve()),
+        "directory": out if store is not None or out is None else str(local.resolve()),
+        "url": url,
         "files": found.files,
         "bytes": found.bytes,
     }
-    said = f"ckpt-{meta.name} (step {meta.step}) is in {out}: {size(found.bytes)}"
+    where = " and ".join(place for place in (out, url) if place)
+    said = f"ckpt-{meta.name} (step {meta.step}) is in {where}: {size(found.bytes)}"
     output.answer("streamrl.export/1", data, [said], json=json)
     return 0
 
