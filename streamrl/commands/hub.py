@@ -41,9 +41,8 @@ def model_card(config: RunConfig, run_dir: Path, step: int, repository: str) -> 
 def push_model(folder: Path, repository: str) -> str:
     """Push the files of a model in one commit; returns the URL of the repository."""
     need_packages("--push", "huggingface_hub")
-    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     api = HfApi()
     try:

@@ -69,9 +69,8 @@ class Scorer:
         Rewards up to a gate run concurrently, later ones only for samples that pass it. Rewards of single samples are
         called for each sample. A reward that compares gets the samples that passed all earlier gates and that no
         earlier stage, and no instant rule of its own stage, has failed. Slow rewards of its stage run concurrently, so
-        it may compare samples that they fail. If the comparison fails, all its samples fail.
-
-        Rewards with `when` are called for prompts of their sources only; a source that no reward scores is a failure.
+        it may compare samples that they fail. If the comparison fails, all its samples fail. Rewards with `when` are
+        called for their sources only; a source that no reward scores fails.
 
         Raises `RewardUnavailable` and `DeadlineExceeded` as `score`; then no sample has a score.
         """

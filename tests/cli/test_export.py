@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,11 @@ import pytest
 
 from streamrl.archive.reader import Header, RecordedGroup
 from streamrl.archive.writer import RecordingWriter
+from streamrl.commands.hub import model_card, push_model
+from streamrl.config import RunConfig
+from streamrl.errors import StreamrlError, Unreachable, UsageError
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta, shard_name
+from tests.http_kit import answering
 
 from .run_kit import cli, data_of, make_run, process
 
@@ -61,6 +66,102 @@ def test_exports_that_are_refused(tmp_path: Path, trained: Path):
     assert cli("export", "--run", str(trained)).returncode == 2  # nowhere to write to
     (tmp_path / "file").touch()
     assert cli("export", "--run", str(trained), "--out", str(tmp_path / "file")).returncode == 73
+
+
+class Hub:
+    """A model hub that is played: it takes whole files in the one commit of a repository."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, str | None] = {}
+        self.made: dict[str, object] = {}
+        self.card: dict[str, str] = {}
+        self.files: dict[str, bytes] = {}
+        self.status = 200
+
+    def __call__(self, request) -> tuple[int, bytes]:
+        here = f"http://{request.headers['Host']}"
+        self.tokens[request.path] = request.headers.get("Authorization")
+        if self.status != 200:
+            return self.status, b'{"error": "you may not"}'
+        if request.path == "/api/repos/create":
+            self.made = orjson.loads(request.body)
+            return 200, orjson.dumps({"url": f"{here}/org/sums", "id": "org/sums"})
+        if request.path == "/api/validate-yaml":
+            self.card = orjson.loads(request.body)
+            return 200, b'{"errors": [], "warnings": []}'
+        if request.path.endswith("/preupload/main"):
+            names = [file["path"] for file in orjson.loads(request.body)["files"]]
+            return 200, orjson.dumps(
+                {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+            )
+        if request.path.endswith("/commit/main"):
+            lines = [orjson.loads(line) for line in request.body.splitlines()]
+            self.files |= {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
+            return 200, orjson.dumps({"commitUrl": f"{here}/org/sums/commit/1", "commitOid": "1" * 40})
+        return 404, b"{}"
+
+
+def test_a_model_is_pushed_with_its_card(trained: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing of the token is in an argument; what is pushed is the model of the checkpoint."""
+    sources = {"math": {"groups": 3, "accuracy_before": 0.25, "accuracy_after": 0.75}}
+    summary = {"steps": 4, "accuracy_before": 0.125, "accuracy_after": 0.5, "sources": sources}
+    (trained / "summary.json").write_bytes(orjson.dumps(summary))
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with answering(hub) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)  # of HF_ENDPOINT
+        arguments = ("export", "--run", str(trained), "--push", "org/sums", "--json")
+        done = cli(*arguments, env={"HF_TOKEN": "hf_played"})
+    assert done.returncode == 0, done.stderr
+    data = data_of(done.stdout, "streamrl.export/1")
+    assert (data["directory"], data["url"]) == (None, f"{url}/org/sums")
+    assert (hub.made["name"], hub.made["organization"]) == ("sums", "org")
+    about = [path for path in hub.tokens if "repos/create" in path or "org/sums" in path]
+    assert [hub.tokens[path] for path in about] == ["Bearer hf_played"] * 3, hub.tokens
+    assert hub.files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert len(hub.files["model.safetensors"]) == data["bytes"]
+    card = hub.files["README.md"].decode()
+    assert hub.card == {"content": card, "repoType": "model"}
+    assert card.startswith("---\nlibrary_name: transformers\ntags:"), "the base model is a directory of this host"
+    for line in ("# sums", "| run | demo |", "| steps | 4 |", "| data | math |", "| rewards | exact_match |"):
+        assert line in card.splitlines()
+    assert "| held-out accuracy | 0.125 before training, 0.500 after |" in card
+    assert "| held-out accuracy of math | 0.250 before training, 0.750 after |" in card
+    assert not list(trained.glob("export-*"))
+
+
+def test_the_card_of_another_step_has_no_accuracy_and_names_a_model_of_the_hub(tmp_path: Path):
+    (tmp_path / "summary.json").write_bytes(orjson.dumps({"steps": 5, "accuracy_before": 0.1, "accuracy_after": 0.2}))
+    config = RunConfig.model_validate({"model": {"path": "org/base"}, "data": {"train": "/x/sums.jsonl"}})
+    card = model_card(config, tmp_path, 4, "org/sums")
+    assert card.startswith("---\nlibrary_name: transformers\nbase_model: org/base\ntags: [streamrl,")
+    assert "| data | sums.jsonl |" in card
+    assert "accuracy" not in card
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [(403, 78, "set HF_TOKEN to a token"), (401, 78, "hf auth login"), (503, 69, "HF_ENDPOINT names another hub")],
+)
+def test_a_hub_that_refuses_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: int, said: str
+):
+    hub = Hub()
+    hub.status = status
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with answering(hub) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        with pytest.raises(StreamrlError, match=said) as caught:
+            push_model(tmp_path, "org/sums")
+    assert caught.value.exit_code == code
+    with pytest.raises(Unreachable):  # nobody listens there any more
+        push_model(tmp_path, "org/sums")
+    with pytest.raises(UsageError, match="write OWNER/NAME"):
+        push_model(tmp_path, "a/b/c")
 
 
 def test_the_plan_of_a_recording(tiny: Path, tmp_path: Path):

@@ -283,6 +283,28 @@ def test_a_group_of_episodes_is_opened_with_ages_of_each_token_and_its_figures()
     assert "episodes" not in StepMeter().line([opened((single(), 1.0))], stats, 1, [], [])
 
 
+def test_a_step_has_figures_of_the_last_groups_of_each_source():
+    meter, stats = StepMeter(), StepStats.of([], kl_coefficient=0)
+
+    def group(source, *rewards):
+        return replace(opened(*((single(), reward) for reward in rewards)), source=source)
+
+    def sources(*seen):
+        return meter.line([opened((single(), 1.0))], stats, 1, [], seen)["sources"]
+
+    assert sources(group("", 1.0)) == {}, "prompts without a source have no figures of their own"
+    first = sources(group("math", 1.0, 0.0), group("math", 1.0, 1.0), group("code", 0.5))
+    assert first == {
+        "math": {"groups": 2, "reward_mean": 0.75, "zero_variance": 0.5, "length": 1.0},
+        "code": {"groups": 1, "reward_mean": 0.5, "zero_variance": 1.0, "length": 1.0},
+    }
+    assert sources() == first, "a source without a new group keeps its figures"
+    last = sources(*(group("math", 0.0, 0.5) for _ in range(64)))
+    assert last["math"] == {"groups": 66, "reward_mean": 0.25, "zero_variance": 0.0, "length": 1.0}
+    assert len(sources(*(group(f"s{n}", 1.0) for n in range(40)))) == 17
+    assert sources()["other"]["groups"] == 40 - 14
+
+
 def test_a_learner_says_in_its_heartbeat_how_long_it_waits_and_how_long_a_step_takes():
     meter, stats = StepMeter(), StepStats.of([], kl_coefficient=0)
     meter.begin()

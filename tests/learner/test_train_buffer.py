@@ -10,6 +10,7 @@ from playing import Player, make_config, reward
 
 from streamrl import wire
 from streamrl.archive.writer import Archive
+from streamrl.config import CurriculumConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta
@@ -102,6 +103,32 @@ async def test_a_step_from_candidates_to_retirement(table):
     assert (state.unretired, state.live, state.checkpoint, state.retired) == (0, 8, "1-1", 4)
     await buffer.saved("1-1", [0, 1, 2, 3])  # a repeat changes nothing
     assert (await table.ledger.state()).retired == 4
+
+
+async def test_what_was_read_is_told_to_a_curriculum_and_to_the_figures(table):
+    buffer = await table.buffer()
+    await table.play()
+    await buffer.refresh()
+    assert await table.ledger.outcomes() == {}, "nobody wants to know"
+    assert (ids(buffer.take_seen()), buffer.take_seen()) == (list(range(8)), [])
+    assert buffer.newest is not None
+    assert buffer.newest.group_id == 7
+    data = table.config.data.model_copy(update={"curriculum": CurriculumConfig()})
+    table.config = table.config.model_copy(update={"data": data})
+    for _ in range(2):  # a learner that died after it had told
+        buffer = await table.buffer()
+        await buffer.refresh()
+        buffer.set_equal_aside(8)
+        await buffer.drop_equal()
+    told = await table.ledger.outcomes()
+    assert told.keys() == set(range(8)), "also those that were dropped at once"
+    for group_id, outcome in told.items():
+        prompt = wire.Prompt(tokens=wire.pack_int32([1 + group_id, 2, 3]), line=group_id)
+        scores = [reward(group_id, sample) for sample in range(3)]
+        assert msgspec.json.decode(outcome) == [wire.prompt_key(wire.encode(prompt)), scores]
+    await table.ledger.forget_outcomes(range(7))
+    await table.ledger.forget_outcomes(range(7))
+    assert (await table.ledger.outcomes()).keys() == {7}
 
 
 async def test_a_checkpoint_that_ends_while_a_version_is_published_makes_no_room_for_its_step(table):

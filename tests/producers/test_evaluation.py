@@ -306,6 +306,31 @@ def test_the_log_counts_each_group_once_and_knows_what_is_whole(tmp_path):
     assert EvaluationLog(tmp_path).group_ids == {0, 1, 3}
 
 
+def test_a_round_has_an_accuracy_for_each_source_and_few_of_them(tmp_path):
+    log = EvaluationLog(tmp_path)
+
+    def group(group_id, source, *scores, version=7):
+        right = sum(score > 0.5 for score in scores)
+        return EvaluatedGroup(group_id, group_id, version, version, version, list(scores), right, 0, source)
+
+    rows = [
+        group(0, "math", 1.0, 0.0),
+        group(1, "code", 1.0),
+        group(2, "math", 1.0, 1.0),
+        group(3, "sql"),
+        group(4, ""),
+    ]
+    log.append([*rows, *(group(n, f"s{n}", 0.0, version=8) for n in range(5, 30))])
+    for known in (log, EvaluationLog(tmp_path)):
+        assert known.rounds[7].by_source == {
+            "math": {"accuracy": 0.75, "responses": 4},
+            "code": {"accuracy": 1.0, "responses": 1},
+        }
+        found = known.rounds[8].by_source
+        assert list(found) == [*(f"s{n}" for n in range(5, 19)), "other"], "14 beside math and code"
+        assert found["other"] == {"accuracy": 0.0, "responses": 11}
+
+
 def test_a_log_that_cannot_be_written_is_said_once_until_it_can(tmp_path, caplog):
     """The run directory was moved: it is tried again many times a second."""
     folder, away = tmp_path / "run", tmp_path / "away"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from types import SimpleNamespace
 
 import pytest
 
+from streamrl import wire
 from streamrl.config import LeaseConfig, RunConfig
 from streamrl.consumers import scoring as scoring_module
 from streamrl.consumers.scoring import PatientScorer
 from streamrl.errors import DataError, DeadlineExceeded, RewardBusy, RewardUnavailable
 from streamrl.producers.episodes.sampler import EpisodeFailed
 from streamrl.producers.sampler import SingleTurn
+from streamrl.runtime import offline
 from streamrl.runtime.offline import _scores
 from tests.consumers.calls_kit import loaded, scorer
 from tests.consumers.samples import prompt, response
@@ -54,6 +58,37 @@ async def test_a_wait_for_those_who_score_is_no_failed_attempt_and_is_said(kind,
 
     with caplog.at_level(logging.WARNING):
         assert await measured(judge, attempts=1) == [[1.0, 1.0]]
+
+
+async def test_the_accuracy_of_each_source(tmp_path, monkeypatch):
+    sources = ("math", "", "code", "math", "sql")
+    values = [[1.0, 0.0], [1.0, 1.0], [0.0], [1.0, 1.0], []]
+    data = SimpleNamespace(prompts=[wire.encode(prompt(source=source)) for source in sources])
+
+    @contextlib.asynccontextmanager
+    async def nothing(*_, **__):
+        yield None
+
+    async def scored(*_, **__):
+        return values
+
+    class Silent:
+        def __init__(self, *_):
+            self.start = self.close = lambda: asyncio.sleep(0)
+
+    for name, played in {"load_prompts": lambda *_, **__: data, "HfEngine": Silent, "_scores": scored}.items():
+        monkeypatch.setattr(offline, name, played)
+    monkeypatch.setattr(offline, "sampler_of", nothing)
+    monkeypatch.setattr(offline.Tokenizer, "load", lambda _: None)
+    config = RunConfig.model_validate(
+        {"data": {"held_out": "x.jsonl"}, "evaluation": {"samples": 2, "final_prompts": 9}}
+    )
+    found = await offline.measure_accuracy(config, tmp_path, "first version", 0, lambda *_: None)
+    assert {name: value for name, value in found.items() if "_at_" not in name} == {
+        "accuracy": 5 / 7,
+        "accuracy/math": 0.75,
+        "accuracy/code": 0.0,
+    }
 
 
 async def test_a_failure_counts_neither_way(caplog):
