@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from streamrl import wire
-from streamrl.errors import DataError, StreamrlError, WireError
+from streamrl.errors import DataError, Refused, StreamrlError, WireError
 from streamrl.images.store import ImageStore
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
@@ -167,6 +167,8 @@ class GroupOpener:
             samples = self._shown(closed, responses, _train_samples(closed, responses, step_of))
             self._check(samples)
             train = self._estimated(samples)
+        except Refused:  # not the group is wrong, but this host
+            raise
         except (WireError, DataError, ValueError) as error:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
         return TrainGroup(
@@ -191,9 +193,8 @@ class GroupOpener:
         if self.images is None:
             raise DataError("it has images, and the model takes text alone")
         if prompt.processor != self._processor:
-            raise DataError(
-                "its images became tokens by an image processor with other settings (model.image_processor)"
-            )
+            what = f"images were counted by the image processor {prompt.processor}, the learner has {self._processor}"
+            raise Refused(what, "install the same version of transformers on all hosts")
         travelled = [*prompt.blobs, *(data for sample in answers for data in sample.blobs)]
         own = [dict.fromkeys((*prompt.images, *sample.images)) for sample in answers]
         found = self.images.read({name: None for names in own for name in names}, travelled)
