@@ -27,7 +27,7 @@ ALGORITHMS: Final[dict[str, tuple[str, ...]]] = {
     "m2po": ("learner.correction.gates=[{use: m2po}, {use: tis}, {use: veto}]",),
     "kpop": _preset("kpop"),
     "ipo": _preset("ipo"),
-    "sao": (*_preset("sao"), "learner.critic.lr=3e-4"),
+    "sao": (*_preset("sao"), "learner.critic.lr=3e-4", "learner.advantage.args={alpha: 1.0}"),  # for ten tokens
     "flash_reinforce": _preset("flash_reinforce"),
     "cispo": ("learner.loss.use=cispo", "learner.correction.base=bypass"),
     "dppo": ("learner.loss.use=dppo", "learner.correction.base=bypass"),
