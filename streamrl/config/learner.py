@@ -22,6 +22,7 @@ Preset = Literal[
     "flash_reinforce",
     "high_staleness",
     "on_policy",
+    "distill",
 ]
 
 
@@ -107,7 +108,9 @@ class CorrectionConfig(Section):
 class KlConfig(Section):
     """Distance to the reference policy."""
 
-    where: Literal["none", "reward", "loss"] = Field("none", description="what the KL term is added to")
+    where: Literal["none", "reward", "loss", "advantage"] = Field(
+        "none", description="what the KL term is added to; advantage: to that of its own token alone (distillation)"
+    )
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = Field(
         "k3", description="estimator per token; with +: its value, and the gradient of k2 (straight through)"
     )
@@ -282,6 +285,8 @@ class LearnerConfig(Section):
             raise ValueError("learner.correction.base uncorrected has no gates: take decoupled")
         if self.kl.where != "none" and self.reference.kind == "none":
             raise ValueError("learner.kl.where needs a reference policy: set learner.reference.kind")
+        if self.advantage.use == "none":
+            self._check_teacher()
         if self.reference.kind == "base" and not self.lora.rank:
             raise ValueError("learner.reference.kind base is the policy without adapter: set learner.lora.rank")
         if self.reference.kind == "remote" and not self.reference.url:
@@ -297,6 +302,15 @@ class LearnerConfig(Section):
         if self.mini_batches > self.groups_per_step:
             raise ValueError("learner.mini_batches is above learner.groups_per_step: some would be empty")
         return self
+
+    def _check_teacher(self) -> None:
+        if self.kl.where not in {"loss", "advantage"}:
+            raise ValueError("learner.advantage.use none learns from a teacher alone: set learner.kl.where to advantage")
+        if self.reference.kind == "base" or (self.reference.kind == "frozen" and self.reference.path is None):
+            raise ValueError(
+                "learner.advantage.use none needs a teacher, and the reference is the policy as it begins: set"
+                " learner.reference.path, or kind to remote and url"
+            )
 
 
 class CheckpointConfig(Section):

@@ -123,6 +123,15 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 "max_token_staleness": 0,
             },
         },
+        "distill": {
+            "learner": {
+                "advantage": {"use": "none"},
+                "loss": {"use": "reinforce", "aggregate": "token_mean"},
+                "correction": {"base": "bypass", "gates": [{"use": "tis", "high": 2.0}]},
+                "kl": {"where": "advantage", "estimator": "k1", "coefficient": 1.0},
+                "reference": {"kind": "frozen"},
+            }
+        },
     }
 )
 

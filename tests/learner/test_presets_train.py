@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 import pytest
+from playing import make_model
 
 from streamrl.config import LearnerConfig
 from streamrl.config.presets import PRESETS
@@ -12,9 +13,11 @@ from streamrl.runfile import LoadedConfig, save
 
 
 @pytest.mark.parametrize("name", PRESETS)
-async def test_each_preset_trains(run, name):
+async def test_each_preset_trains(run, name, tmp_path):
     config, preset = run.configure(steps=3), deepcopy(dict(PRESETS[name]))
     own = {"groups_per_step": config.learner.groups_per_step}
+    if name == "distill":
+        own["reference"] = {"kind": "frozen", "path": str(make_model(tmp_path / "teacher", seed=1))}
     learner = LearnerConfig.model_validate({**config.learner.model_dump(), **preset["learner"], **own})
     sampling = config.sampling.model_copy(update=preset.pop("sampling", {}))
     run.config = config.model_copy(update={**preset, "sampling": sampling, "learner": learner})

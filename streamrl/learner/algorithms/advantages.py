@@ -401,6 +401,12 @@ def grpo(group: GroupData) -> list[FloatArray]:
     return group.constant(*_scaled(group))
 
 
+@ESTIMATORS.register("none")
+def none(group: GroupData) -> list[FloatArray]:
+    """`A_i = 0`: rewards are shown, and all that is learnt comes from a teacher (`learner.kl.where: advantage`)."""
+    return group.constant(np.zeros_like(group.rewards), 0.0)
+
+
 @ESTIMATORS.register("dr_grpo")
 def dr_grpo(group: GroupData) -> list[FloatArray]:
     """`A_i = r_i - mean(r)`: no group weighs more because it is nearly solved (Liu et al., arXiv 2503.20783)."""

@@ -23,7 +23,7 @@ from streamrl.config.learner import CriticConfig, KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, TokenTexts
 from streamrl.learner.algorithms.corrections import Corrections, Level, correct
-from streamrl.learner.algorithms.kl import kl_term
+from streamrl.learner.algorithms.kl import kl_term, with_teacher
 from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
 from streamrl.learner.algorithms.tokens import Objective, Tokens, TokenSums, token_sums
 
@@ -89,6 +89,8 @@ def objective(
     Gates act on the policy loss alone: the KL term and the entropy bonus are about the policy where it has been, not
     about how good the token was, and go on for tokens that a gate drops. `weights` are `token_weights`; None: 1.
     """
+    if recipe.kl.where == "advantage":
+        tokens = with_teacher(tokens, kl_coefficient)
     correction = correct(tokens, recipe.corrections)
     loss = recipe.loss(tokens)
     per_token = correction.factor * loss.per_token
@@ -109,7 +111,7 @@ def objective(
         cut=correction.cut,
         keep=correction.keep,
         kl_reference=kl,
-        kl_whole=recipe.kl.where == "loss",
+        kl_whole=recipe.kl.where in {"loss", "advantage"},
         measure_all=measure_all,
     )
     return Objective(per_token=per_token, sums=sums)
@@ -120,7 +122,7 @@ def reaches_zero_advantage(recipe: Recipe) -> bool:
 
     The KL term and the entropy bonus give one; so do losses with a term of their own (kimi), which a trial shows.
     """
-    if recipe.kl.where == "loss" or recipe.entropy:
+    if recipe.kl.where in {"loss", "advantage"} or recipe.entropy:
         return True
     tokens = Tokens.trial(0.0, 0.0, 0.0)
     (gradient,) = torch.autograd.grad(recipe.loss(tokens).per_token.sum(), tokens.logprobs)
@@ -270,6 +272,11 @@ def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Ca
             f"{where}: no gate corrects for old / behaviour, outliers apart",
             "add tis, icepop, mask or m2po to learner.correction.gates, or say so with base: uncorrected",
         )
+    if learner.kl.where == "advantage" and (learner.kl.estimator != "k1" or learner.kl.unbiased):
+        raise ConfigError(
+            "learner.kl: an advantage has the gradient of the KL with estimator k1 alone, and gates and loss correct it",
+            "set learner.kl.estimator to k1 and unbiased to false",
+        )
     if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):
         raise ConfigError(
             "learner.kl: unbiased and estimators with + are about the gradient of a KL term in the loss; in the reward"
@@ -325,9 +332,9 @@ def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
             f"{where} with learner.advantage.use {estimator.name}: groups with equal sums may differ in their rewards",
             "set learner.advantage.zero_variance: keep",
         )
-    if learner.kl.where == "reward":
+    if learner.kl.where in {"reward", "advantage"}:
         raise ConfigError(
-            f"{where} with learner.kl.where reward: groups with equal rewards are not equal after the KL",
+            f"{where} with learner.kl.where {learner.kl.where}: groups with equal rewards are not equal after the KL",
             "set learner.advantage.zero_variance: keep, or learner.kl.where: loss",
         )
     try:

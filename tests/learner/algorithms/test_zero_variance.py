@@ -18,6 +18,8 @@ def recipe(what, use="grpo", *, args=None, sampling=None, rewards=REWARDS, **lea
         args = args or {"weights": {"right": 1.0}}
     if use == "gae":
         learner["critic"] = {"kind": "model"}
+    if use == "none":
+        learner |= {"kl": {"where": "loss"}, "reference": {"kind": "frozen", "path": "teacher"}}
     advantage = {"use": use, "args": args or {}, "zero_variance": what}
     sampling = {"greedy_baseline": use == "remax", **(sampling or {})}
     learner = {"advantage": advantage, **learner}
@@ -45,10 +47,10 @@ def test_so_do_options_estimators_of_a_user_and_a_kl_in_the_reward():
         recipe("drop", f"{__name__}:raw")
     with pytest.raises(ConfigError, match="no contrast"):
         recipe("resample", f"{__name__}:strict")
-    for kl, reference in (("reward", "frozen"), ("loss", "frozen")):
-        learner = {"kl": {"where": kl}, "reference": {"kind": reference}}
+    for kl in ("reward", "loss", "advantage"):
+        learner = {"kl": {"where": kl, "estimator": "k1"}, "reference": {"kind": "frozen"}}
         recipe("keep", **learner)
-        if kl == "reward":
+        if kl != "loss":
             with pytest.raises(ConfigError, match="zero_variance drop with learner"):
                 recipe("drop", **learner)
         else:
