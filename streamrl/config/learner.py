@@ -305,7 +305,7 @@ class LearnerConfig(Section):
 
     def _check_teacher(self) -> None:
         if self.kl.where not in {"loss", "advantage"}:
-            raise ValueError("learner.advantage.use none learns from a teacher alone: set learner.kl.where to advantage")
+            raise ValueError("learner.advantage.use none learns from a teacher alone: set learner.kl.where: advantage")
         if self.reference.kind == "base" or (self.reference.kind == "frozen" and self.reference.path is None):
             raise ValueError(
                 "learner.advantage.use none needs a teacher, and the reference is the policy as it begins: set"

@@ -274,7 +274,7 @@ def check_combination(learner: LearnerConfig, corrections: Corrections, loss: Ca
         )
     if learner.kl.where == "advantage" and (learner.kl.estimator != "k1" or learner.kl.unbiased):
         raise ConfigError(
-            "learner.kl: an advantage has the gradient of the KL with estimator k1 alone, and gates and loss correct it",
+            "learner.kl: an advantage has the gradient of the KL with estimator k1 alone, and loss and gates weigh it",
             "set learner.kl.estimator to k1 and unbiased to false",
         )
     if learner.kl.where == "reward" and (learner.kl.unbiased or learner.kl.estimator.endswith("+")):

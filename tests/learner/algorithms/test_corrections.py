@@ -246,7 +246,8 @@ def test_what_is_sound_is_let_through(learner, loss):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound(name):
-    learner = LearnerConfig.model_validate(PRESETS[name]["learner"])
+    teacher = {"reference": {"kind": "frozen", "path": "teacher"}} if name == "distill" else {}
+    learner = LearnerConfig.model_validate({**PRESETS[name]["learner"], **teacher})
     check_combination(learner, Corrections.of(learner.correction), LOSSES.resolve(learner.loss.use, learner.loss.args))
 
 

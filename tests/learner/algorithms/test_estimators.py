@@ -26,8 +26,10 @@ def estimator(use, **args):
         args = {"mode": "ratio"} | args  # which needs nothing but log-probabilities
     if use == "gdpo":
         args = {"weights": {"right": 1.0}} | args
-    critic = {"kind": "model"} if use == "gae" else {}
-    return Estimator.of(LearnerConfig.model_validate({"advantage": {"use": use, "args": args}, "critic": critic}))
+    more = {"critic": {"kind": "model"}} if use == "gae" else {}
+    if use == "none":
+        more = {"kl": {"where": "advantage"}, "reference": {"kind": "frozen", "path": "teacher"}}
+    return Estimator.of(LearnerConfig.model_validate({"advantage": {"use": use, "args": args}, **more}))
 
 
 def per_response(use, rewards, lengths=None, *, data=None, **args):
@@ -263,6 +265,11 @@ def test_a_function_of_the_user_says_what_it_needs():
     own = estimator(f"{__name__}:weighted_by_entropy", scale=2.0)
     assert (own.needs, own.normalise) == (frozenset({"entropy"}), "std")
     assert own(group([1], [2], entropy=[np.asarray([1.0, 2.0])]))[0].tolist() == [2, 4]
+
+
+def test_none_is_0_also_with_rewards_of_turns():
+    found = estimator("none")(group([1, 0, 3], [2, 1, 2], going=[np.asarray([1.0, 0.5]), np.zeros(1), np.ones(2)]))
+    assert [array.tolist() for array in found] == [[0, 0], [0], [0, 0]]
 
 
 def test_each_estimator_says_how_it_is_normalised_and_what_it_needs():
