@@ -312,7 +312,7 @@ def _check_needs(estimator: Estimator, config: RunConfig) -> None:
 
 def _check_single(estimator: Estimator, config: RunConfig) -> None:
     """Refuse single responses where the others of a group are their baseline: nothing would ever be learnt."""
-    single = config.sampling.group_size == 1 and ":" not in estimator.name
+    single = config.sampling.group_size == 1 and ":" not in estimator.name and estimator.name != "none"
     if single and not estimator.learns_from_equal_rewards():
         raise ConfigError(
             f"learner.advantage.use {estimator.name} compares the responses of a group, and sampling.group_size is 1:"
