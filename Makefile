@@ -5,6 +5,7 @@
 #   make demo ENGINE=vllm             the same with a vLLM server (or ENGINE=sglang); installs it first
 #   make demo-tools [SEED=3] [ON=ray] watch one learn to use a tool, over several turns; RANKS and ENGINE as above
 #   make demo-look [SEED=3] [ON=ray]  watch a vision-language model learn to answer about two pictures; as above
+#   make demo-distill [SEED=3]        watch one learn from a teacher's log-probabilities instead of rewards; as above
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
@@ -63,6 +64,11 @@ demo-look: setup
 	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
 	@$(BIN)/streamrl up examples/look/run.yaml --fresh --on $(ON) --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
 
+demo-distill: setup
+	@$(BIN)/python examples/distill/prepare.py
+	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
+	@$(BIN)/streamrl up examples/distill/run.yaml --fresh --on $(ON) --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
+
 demo-tools: setup
 	@$(BIN)/python examples/tools/prepare.py
 	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
@@ -116,7 +122,7 @@ compiled: setup
 # What slow tests would make for themselves while they hold a worker; `make -j2` makes two at a time, the longest first.
 prepare-slow: environment-vllm environment-sglang crosscheck adapters demo-data
 
-demo-data: demo-data-sort demo-data-tools demo-data-look
+demo-data: demo-data-sort demo-data-tools demo-data-look demo-data-distill
 demo-data-%: setup
 	@$(BIN)/python examples/$*/prepare.py
 
@@ -162,4 +168,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup compiled demo demo-look demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-look demo-distill demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean

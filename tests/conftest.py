@@ -75,6 +75,12 @@ def look_cache() -> Path:
     return _prepared("look")
 
 
+@pytest.fixture(scope="session")
+def distill_cache() -> Path:
+    """Prompts, student and teacher of the distillation demo; made here when they are not there."""
+    return _prepared("distill")
+
+
 def _prepared(example: str) -> Path:
     folder = Path(__file__).parent.parent / "examples" / example
     subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, timeout=900)

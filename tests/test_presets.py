@@ -12,11 +12,17 @@ from streamrl.config.learner import Preset
 from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.recipe import Recipe
-from streamrl.runfile import leaves, load
+from streamrl.runfile import LoadedConfig, leaves, load
 from tests.docs_kit import hooks
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference" / "presets"
 NAMES = sorted(get_args(Preset))
+TEACHER = "learner.reference.path=teacher"
+
+
+def chosen(name: str, *overrides: str) -> LoadedConfig:
+    """A run with a preset and what it cannot do without."""
+    return load(None, [f"learner.preset={name}", *[TEACHER] * (name == "distill"), *overrides], {})
 
 
 def page(name: str) -> str:
@@ -41,16 +47,17 @@ def test_the_page_shows_exactly_the_preset(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_a_run_that_starts(name):
-    config = load(None, [f"learner.preset={name}"], {}).config
+    config = chosen(name).config
     assert config.learner.preset == name
     recipe = Recipe.of(config)
     assert recipe.estimator.name == config.learner.advantage.use
-    assert recipe.streams == (name in {"grpo", "egpo_zhao", "high_staleness", "on_policy"})
+    streaming = {"grpo", "egpo_zhao", "kpop", "ipo", "high_staleness", "on_policy", "distill"}
+    assert recipe.streams == (name in streaming)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_value_has_its_origin(name):
-    loaded = load(None, [f"learner.preset={name}"], {})
+    loaded = chosen(name)
     brought = {key for key, origin in loaded.origins.items() if origin == f"preset {name}"}
     assert brought == {key for key, _ in leaves(PRESETS[name])}
     assert loaded.origins["learner.preset"] == "--set"
@@ -59,6 +66,16 @@ def test_every_value_has_its_origin(name):
 
 def test_on_policy_trains_no_token_of_older_weights():
     assert load(None, ["learner.preset=on_policy"], {}).config.token_staleness_limit == 0
+
+
+@pytest.mark.parametrize("name", ["sao", "flash_reinforce"])
+def test_one_response_per_prompt_is_a_group_that_is_complete(name):
+    config = load(None, [f"learner.preset={name}"], {}).config
+    assert (config.sampling.group_size, config.sampling.min_group) == (1, 1)
+    with pytest.raises(ConfigError, match="compares the responses of a group"):
+        Recipe.of(
+            load(None, [f"learner.preset={name}", "learner.advantage.use=grpo", "learner.critic.kind=none"], {}).config
+        )
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -99,9 +116,21 @@ def test_the_newest_name_wins(tmp_path: Path):
 
 def test_what_belongs_to_another_choice_is_left_out():
     learner = load(None, ["learner.preset=scalerl", "learner.loss.use=gspo"], {}).config.learner
-    assert (learner.loss.use, learner.loss.args, learner.loss.aggregate) == ("gspo", {}, "token_mean")
+    assert (learner.loss.use, learner.loss.args, learner.loss.aggregate) == ("gspo", {}, "prompt_mean")
     learner = load(None, ["learner.preset=scalerl", "learner.correction.base=decoupled"], {}).config.learner
     assert learner.correction.gates is None  # the default ones of that base
+
+
+@pytest.mark.parametrize("override", ["learner.kl.estimator=k3", "learner.kl.unbiased=true"])
+def test_a_teacher_gives_advantages_by_k1_alone(override):
+    with pytest.raises(ConfigError, match="estimator k1 alone"):
+        Recipe.of(chosen("distill", override).config)
+
+
+def test_a_teacher_and_rewards_may_be_learnt_from_together():
+    config = chosen("distill", "learner.advantage.use=grpo", "learner.kl.coefficient=0.1").config
+    recipe = Recipe.of(config)
+    assert (recipe.estimator.name, recipe.kl.where, recipe.streams) == ("grpo", "advantage", True)
 
 
 def test_one_run_does_not_change_the_next():
@@ -120,6 +149,10 @@ def test_one_run_does_not_change_the_next():
         (["learner.preset=on_policy", "learner.correction.gates=[{use: tis}]"], "uncorrected has no gates"),
         (["learner.preset=ppo", "learner.advantage.use=grpo"], "only learner.advantage.use gae reads"),
         (["learner.preset=ppo", "learner.groups_per_step=1"], "mini_batches"),
+        (["learner.preset=distill"], "needs a teacher"),
+        (["learner.preset=distill", "learner.lora.rank=2", "learner.reference.kind=base"], "needs a teacher"),
+        (["learner.preset=distill", "learner.reference.kind=remote"], "learner.reference.url"),
+        (["learner.preset=distill", TEACHER, "learner.kl.where=reward"], "learns from a teacher alone"),
     ],
 )
 def test_what_does_not_fit_says_so(overrides, message):

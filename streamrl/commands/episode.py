@@ -166,7 +166,7 @@ async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenize
 
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
-    store = ImageStore.nowhere(config.images)
+    store = ImageStore(config.images)
     data = await asyncio.to_thread(load_prompts, task, tokenizer, limits, store=store)
     prompts = [decode(prompt, Prompt) for prompt in itertools.islice(data.prompts, limit)]
     engine = HfEngine(config, config.seed)

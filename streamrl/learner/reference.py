@@ -79,7 +79,7 @@ def make_reference(config: RunConfig, ranks: Ranks, policy: ShardedModel) -> Ref
         if policy.vision is not None:
             what = "learner.reference.kind remote sends servers token ids alone, and model.path takes images"
             raise ConfigError(what, "set learner.reference.kind to frozen, or to base with an adapter")
-        return ServerReference(config, ranks)
+        return ServerReference(config, ranks, policy.vocabulary)
     if reference.kind != "frozen":
         return None
     frozen = FrozenReference(config, ranks)

@@ -23,8 +23,9 @@ from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, 
 from streamrl.http import BadRequest, Call, HttpClient, read_key
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
+from streamrl.learner.sharding import probe_of
 from streamrl.learner.tree import Span, spans
-from streamrl.servers.dialect import Dialect
+from streamrl.servers.dialect import Dialect, read_probe
 from streamrl.servers.kinds import DIALECTS
 from streamrl.wire import Float32Array
 
@@ -63,8 +64,9 @@ Clients: TypeAlias = Mapping[str, HttpClient]
 class ServerReference:
     """Each rank sends its own samples; what has no answer within the deadline fails, on all ranks (NoReference)."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        self._config, self._ranks = config, ranks
+    def __init__(self, config: RunConfig, ranks: Ranks, vocabulary: int) -> None:
+        self._config, self._ranks, self._vocabulary = config, ranks, vocabulary
+        self._probe = probe_of(config.model)
         self._deadline = config.learner.reference.deadline
         self._servers = [_Server(url) for url in config.learner.reference.url]
         # Short enough that every server is asked before the deadline.
@@ -180,9 +182,35 @@ class ServerReference:
                 f" model.context {needed}",
                 f"start it with a context of {needed + dialect.spare} or more",
             )
+        await self._check_tokens(clients[server.url], dialect, model)
         server.speaks = dialect, model
         logger.info("reference server", extra={"url": server.url, "kind": kind, "model": model})
         return server.speaks
+
+    async def _check_tokens(self, client: HttpClient, dialect: Dialect, model: str) -> None:
+        """Refuse a server to which the ids of the policy are other words, or none."""
+        text, ours = self._probe or ("", [])
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        call = Call("POST", "/tokenize", body, repeatable=True, optional=True)
+        theirs = read_probe(await client.call(call, self._patience, retry=False)) if text else None
+        if theirs is None:
+            logger.info("tokenizers not compared", extra={"url": client.url, "reason": "one of the two has none"})
+        elif list(theirs) != ours:
+            raise ConfigError(
+                f"the reference server {client.url} has another tokenizer than the policy: {text!r} is {theirs[:8]}..."
+                f" there and {ours[:8]}... here",
+                "start it with a model that has the tokenizer of model.path",
+            )
+        if dialect.kind != "vllm":
+            return  # SGLang 0.5.23 dies of ids beyond its vocabulary
+        try:
+            await client.call(dialect.score(model, [0, self._vocabulary - 1], 1), self._patience, retry=False)
+        except BadRequest as error:
+            raise ConfigError(
+                f"the reference server {client.url} knows fewer tokens than the policy, {self._vocabulary}:"
+                f" {error.message}",
+                "start it with a model that has the vocabulary of model.path",
+            ) from error
 
     async def _ask(self, server: _Server, clients: Clients, span: Span, group_id: int) -> Float32Array:
         dialect, model = await self._know(server, clients)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from streamrl.config import ModelConfig
 from streamrl.config.learner import LearnerConfig
@@ -86,7 +86,7 @@ class ShardedModel:
             pieces += zip(sample.tree.observed, sample.tree.media, strict=True)
         for ids, names in pieces:
             shown = [known(name, sample.blobs[name]) for name in names]
-            self.vision.spans(ids.tolist(), [(image.width, image.height) for image in shown])
+            self.vision.spans(ids.tolist(), [image.size for image in shown])
 
     def _reshard(self) -> None:
         for module in self._module.modules():
@@ -140,6 +140,7 @@ class ShardedModel:
 
 
 _PROBE = "Two plus 34 is thirty-six; naïve?"
+_ADDED = 16  # newest added tokens in a probe: models of one family differ in them
 
 
 def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, model: ModelConfig) -> None:
@@ -162,22 +163,31 @@ def check_fit(key: str, path: str, module: ShardedModel, actor: ShardedModel, mo
     module.vision = actor.vision  # so that each image is processed once for both
     if path == model.path:
         return
-    ours, theirs = _probe_ids(model.tokenizer or model.path), _probe_ids(path)
-    if ours is not None and theirs is not None and ours != theirs:
+    probe, theirs = probe_of(model), _tokenizer(path)
+    if probe is not None and theirs is not None and theirs.encode(probe[0], add_special_tokens=False) != probe[1]:
         raise ConfigError(
             f"{key} {path} has another tokenizer than the policy: the same ids would be other words to it",
             "name a model with the tokenizer of model.path",
         )
 
 
-def _probe_ids(path: str) -> list[int] | None:
-    """What a tokenizer makes of a sentence; None when there is none."""
+def probe_of(model: ModelConfig) -> tuple[str, list[int]] | None:
+    """A text with tokens of all kinds and what the policy's tokenizer makes of it; None when there is none."""
+    tokenizer = _tokenizer(model.tokenizer or model.path)
+    if tokenizer is None:
+        return None
+    added = tokenizer.get_added_vocab()
+    text = _PROBE + "".join(sorted(added, key=added.__getitem__)[-_ADDED:])
+    return text, tokenizer.encode(text, add_special_tokens=False)
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
     folder, reason = Path(path), "it has none"
     try:
         # Where a directory has no tokenizer, transformers would make up an empty one.
         if not folder.is_dir() or [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
-            ids: list[int] = AutoTokenizer.from_pretrained(path).encode(_PROBE, add_special_tokens=False)
-            return ids
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+            return found
     except (OSError, ValueError, KeyError) as error:
         reason = str(error)
     logger.info("tokenizers not compared", extra={"path": path, "reason": reason})

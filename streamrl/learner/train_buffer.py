@@ -276,6 +276,9 @@ class TrainBuffer:
         except Unusable as error:
             await self._bury(closed.group_id, error.message)
             return None
+        except OSError as error:  # the store of images is away; the next reading tries again
+            logger.warning("images of a group cannot be read", extra={"group": closed.group_id, "why": str(error)})
+            return None
         self.newest = closed
         self._seen.append(group)
         if self._config.data.curriculum is not None:

@@ -25,7 +25,7 @@ from streamrl.config import ImagesConfig, RunConfig
 from streamrl.errors import DataError, WireError
 from streamrl.images.encoded import EncodedImage
 from streamrl.images.store import ImageStore
-from streamrl.producers.prompt_images import PromptImages
+from streamrl.producers.images import PromptImages
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import SCHEMA, Int32Array, Prompt, encode, pack_int32
 
@@ -101,7 +101,7 @@ def load_prompts(
     A `prompt` that is a list of messages, as in the data of verl, is read as `messages`. Other keys travel as metadata.
     `store` keeps the large images; None: all of them travel.
     """
-    images = PromptImages(path, tokenizer.vision, store or ImageStore.nowhere(ImagesConfig()))
+    images = PromptImages(path, tokenizer.vision, store or ImageStore(ImagesConfig()))
     digest = hashlib.blake2b(digest_size=16)
     processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
     data, faults = PromptSet(path, [], "", processor=processor), _Faults(path)
@@ -118,7 +118,7 @@ def load_prompts(
                 if row.images:
                     names = [image.sha256 for image in row.images]
                     digest.update("".join(names).encode())
-                    blobs = images.keep(row.images)
+                    blobs = images.store.keep({image.sha256: image.data for image in row.images})
                     more |= {"v": SCHEMA, "images": names, "blobs": blobs}
                 data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation, **more))
     faults.check()
@@ -141,7 +141,7 @@ def examine_prompts(
         # A token has a byte or more, but for the special ones at the ends of a text.
         text = row.record.get("prompt")
         if text is None or row.record.get("images") or limits.exceeded_by(len(text.encode()) + _SPECIAL):
-            store = ImageStore.nowhere(images or ImagesConfig())
+            store = ImageStore(images or ImagesConfig())
             return load_prompts(path, tokenizer(), limits, count=count, store=store).dropped
     return 0
 
@@ -239,7 +239,7 @@ def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> I
             text, written = row.record.get("prompt"), texts
             if text is None:
                 text, written = tokenizer.chat_text(row.record["messages"]), chats
-            sizes = [(image.width, image.height) for image in row.images]
+            sizes = [image.size for image in row.images]
             written.append((row, text, tokenizer.vision.expand(text, sizes) if tokenizer.vision else text))
     found: dict[int, tuple[_Line, str, Int32Array]] = {}
     for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself

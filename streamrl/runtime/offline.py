@@ -51,7 +51,7 @@ async def measure_accuracy(
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
-    store = ImageStore.nowhere(config.images)
+    store = ImageStore(config.images)
     data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from streamrl.config import RunConfig
+from streamrl.config import ModelConfig, RunConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.ranks import Ranks
@@ -97,7 +99,7 @@ async def test_a_batch_is_scored_as_by_a_forward_pass(bench: Bench, ranks: Ranks
     wanted = [forward(bench, one) for one in samples]
 
     def compare() -> None:
-        reference = ServerReference(run_of(bench, longest), ranks)
+        reference = ServerReference(run_of(bench, longest), ranks, tiny.VOCABULARY)
         for _ in range(2):
             for found, expected in zip(reference.compute_ref_log_prob(samples), wanted, strict=True):
                 assert found.shape == expected.shape
@@ -106,13 +108,26 @@ async def test_a_batch_is_scored_as_by_a_forward_pass(bench: Bench, ranks: Ranks
     await asyncio.to_thread(compare)
 
 
-async def test_what_a_server_cannot_score_is_refused(bench: Bench, ranks: Ranks):
+def retokenized(bench: Bench, folder: Path) -> ModelConfig:
+    """The model with one more token, in the place of nothing that it knows."""
+    tokenizer = AutoTokenizer.from_pretrained(bench.config.model.path)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+    return bench.config.model.model_copy(update={"path": str(folder), "context": 1024})
+
+
+async def test_what_a_server_cannot_score_is_refused(bench: Bench, ranks: Ranks, tmp_path: Path):
     def refused() -> None:
         with pytest.raises(ConfigError, match=r"too few for model\.context"):
-            ServerReference(run_of(bench, tiny.CONTEXT), ranks)
+            ServerReference(run_of(bench, tiny.CONTEXT), ranks, tiny.VOCABULARY)
         if bench.kind == "vllm":
-            reference = ServerReference(run_of(bench, 1024), ranks)
+            reference = ServerReference(run_of(bench, 1024), ranks, tiny.VOCABULARY)
             with pytest.raises(DataError, match="group 7"):
                 reference.compute_ref_log_prob([sample(7, [8], [tiny.VOCABULARY + 1000])])
+            with pytest.raises(ConfigError, match="knows fewer tokens than the policy"):
+                ServerReference(run_of(bench, 1024), ranks, tiny.VOCABULARY + 1000)
+        config = run_of(bench, 1024)
+        with pytest.raises(ConfigError, match="another tokenizer"):
+            ServerReference(config.model_copy(update={"model": retokenized(bench, tmp_path)}), ranks, tiny.VOCABULARY)
 
     await asyncio.to_thread(refused)

@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 import torch
+from aiohttp import web
 from safetensors.torch import load_file
 from test_reference_servers import Server, fails
+
+from streamrl.config.presets import PRESETS
 
 GAE = {"advantage": {"use": "gae"}, "mini_batches": 2}
 FROZEN = {"reference": {"kind": "frozen"}}
@@ -97,6 +100,29 @@ async def test_two_ranks_wait_together_for_a_reference_server(run, tmp_path):
             found = await run.audit()
     assert found.trained == 8
     assert all(line["kl_reference"] > 0 and line["grad_norm"] > 0 for line in run.steps())
+
+
+async def test_a_teacher_that_dies_is_waited_for_and_taught_by_again(run):
+    server = Server()
+
+    async def dies_once_it_has_scored(_):
+        return web.Response(status=503) if server.scored > 12 else None
+
+    server.wrong = dies_once_it_has_scored
+    with server.running() as url:
+        teacher = {"reference": {"kind": "remote", "url": [url], "deadline": 0.5}}
+        run.configure(**PRESETS["distill"]["learner"] | teacher, steps=3)
+        async with run.play():
+            pid = run.start()
+            await run.until(lambda: "micro-batch skipped" in run.log())
+            server.wrong = None
+            assert await run.wait(pid) == 0, run.log()
+            found = await run.audit()
+    assert found.trained == 12
+    assert "reference server failed" in run.log()
+    lines = run.steps()
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["grad_norm"] > 0 and line["kl_reference"] != 0 for line in lines)
 
 
 async def test_without_a_reference_server_the_learner_ends_with_the_reason(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +12,10 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from test_fit import LETTERS
 from tiny_policy import VOCABULARY, make_batch, run_config
+from tokenizers import AddedToken
+from transformers import Qwen2Tokenizer
 from tree_kit import THREE, make_episodes
 
 from streamrl.errors import ConfigError, DataError, StreamrlError, Unreachable, WireError
@@ -31,8 +35,11 @@ def score(token: int) -> float:
 class Server:
     """Answers like a real one, but for what `wrong` does to it; runs in a thread with a loop of its own."""
 
-    def __init__(self, kind: str = "vllm", *, context: int | None = 4096, wrong=None) -> None:
+    def __init__(
+        self, kind: str = "vllm", *, context: int | None = 4096, wrong=None, tokenizer=None, vocabulary=VOCABULARY
+    ) -> None:
         self.kind, self.context, self.wrong = kind, context, wrong
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.scored = 0
         self.keys: set[str | None] = set()
 
@@ -44,6 +51,8 @@ class Server:
     async def complete(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
         assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("reference", 1, 0)
+        if len(body["prompt"]) == 2 and not body["prompt"][0]:  # the question at the start
+            return web.json_response({}) if body["prompt"][1] < self.vocabulary else await refuses(body)
         entries = [None] + [{str(token): {"logprob": score(token), "rank": 1}} for token in body["prompt"][1:]]
         return await self.answer({"choices": [{"text": "", "prompt_logprobs": entries}]})
 
@@ -54,6 +63,13 @@ class Server:
         # As the real one does, it calls the last token of its vocabulary 0.
         entries = [[None, tail[0], None]] + [[score(token), token % (VOCABULARY - 1), None] for token in tail[1:]]
         return await self.answer({"text": "", "meta_info": {"input_token_logprobs": entries}})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            return web.json_response({"error": "started without a tokenizer"}, status=400)
+        body = orjson.loads(await request.read())
+        assert (body["model"], body["add_special_tokens"]) == ("reference", False)
+        return web.json_response({"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)})
 
     async def answer(self, whole) -> web.Response:
         self.scored += 1
@@ -82,6 +98,7 @@ class Server:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/tokenize", self.tokenize)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -125,10 +142,10 @@ def short_pauses(monkeypatch):
 def make(one_rank, model_of):
     with ExitStack() as stack:
 
-        def reference(*servers, deadline=20.0, **more):
+        def reference(*servers, deadline=20.0, model=None, **more):
             urls = [server if isinstance(server, str) else stack.enter_context(server.running()) for server in servers]
             settings = {"kind": "remote", "url": urls, "deadline": deadline, **more}
-            return ServerReference(run_config(model_of("Llama"), reference=settings), one_rank)
+            return ServerReference(run_config(model or model_of("Llama"), reference=settings), one_rank, VOCABULARY)
 
         yield reference
 
@@ -248,6 +265,44 @@ def test_answers_that_make_no_sense_are_refused_when_all_servers_give_them(make,
 def test_servers_that_do_not_fit_are_refused_at_the_start(make, server, message):
     with pytest.raises(ConfigError, match=message):
         make(Server(), server, "http://127.0.0.1:9")
+
+
+@pytest.fixture
+def tokenized(tmp_path):
+    """A model's folder with a tokenizer of these letters and added tokens, and the tokenizer."""
+
+    def make(letters, *added):
+        vocabulary = {"<pad>": 0} | {letter: place for place, letter in enumerate(letters, start=1)}
+        tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token="<pad>", pad_token="<pad>")
+        tokenizer.add_tokens([AddedToken(word, special=True) for word in added])
+        folder = tmp_path / f"{letters[:2]}{len(added)}"
+        tokenizer.save_pretrained(folder)
+        return folder, tokenizer
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_tokenizer_is_refused_at_the_start(make, tokenized, kind):
+    policy, same = tokenized(LETTERS, "<think>")
+    make(Server(kind, tokenizer=same), model=policy)
+    make(Server(kind, tokenizer=tokenized(LETTERS, "<think>", "<more>")[1]), model=policy)
+    for other in (tokenized(LETTERS[::-1], "<think>"), tokenized(LETTERS), tokenized(LETTERS, "<call>", "<think>")):
+        with pytest.raises(ConfigError, match=r"another tokenizer(.|\n)*the tokenizer of model.path"):
+            make(Server(kind, tokenizer=other[1]), model=policy)
+
+
+def test_where_one_side_has_no_tokenizer_they_are_not_compared(make, tokenized, caplog):
+    caplog.set_level(logging.INFO, "streamrl.learner.reference_servers")
+    policy, tokenizer = tokenized(LETTERS)
+    make(Server(), model=policy)
+    make(Server(tokenizer=tokenizer))
+    assert caplog.text.count("tokenizers not compared") == 2
+
+
+def test_fewer_tokens_are_refused_at_the_start(make):
+    with pytest.raises(ConfigError, match=r"knows fewer tokens than the policy, 61: .*out of vocabulary"):
+        make(Server(vocabulary=60))
 
 
 class OtherRank:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,19 @@ def penalties(
     """`coefficient x estimate` of each token, to be taken off its reward; `logprobs` is of the start of the step."""
     double = ([torch.from_numpy(array.astype(np.float64)) for array in arrays] for arrays in (logprobs, reference))
     return [coefficient * kl_estimate(estimator, mine, theirs).numpy() for mine, theirs in zip(*double, strict=True)]
+
+
+def with_teacher(tokens: Tokens, coefficient: float) -> Tokens:
+    """The tokens with `coefficient x (log reference - log policy)` added to the advantage of each.
+
+    With importance weights the policy gradient of that is `-coefficient` times the gradient of KL(policy || reference)
+    at each place where the policy has been: on-policy distillation (Lu et al., "On-Policy Distillation", Thinking
+    Machines Lab, 2025, with its discount of 0; Agarwal et al., arXiv 2306.13649, section 3). The policy is the present
+    one, so old tokens do not push on what has been learnt since. The difference is bounded to +-`LOG_RATIO_BOUND`.
+    """
+    assert tokens.reference is not None
+    difference = (tokens.reference - tokens.logprobs.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return replace(tokens, advantages=tokens.advantages + coefficient * difference)
 
 
 class KlController:

@@ -145,6 +145,52 @@ def test_a_reference_is_measured_also_where_its_kl_is_in_the_reward():
     assert sums.kl_reference == pytest.approx(0.5)
 
 
+TEACHER = KlConfig(where="advantage", estimator="k1")
+TIS = [{"use": "tis"}]
+
+
+def test_a_teacher_by_hand():
+    ln = math.log
+    theta, behaviour, teacher = [0.3, 0.2, 0.5], [0.2, 0.2, 0.1], [0.6, 0.05, 1.0]
+    columns = [[ln(p) for p in column] for column in (theta, theta, behaviour)]
+    reference = [ln(p) for p in teacher]
+    tokens = tokens_of(*columns, [0.0, 0.0, 1.0], base="bypass", reference=reference)
+    _, gradient, sums = differentiate(tokens, terms("bypass", TIS, loss="reinforce", kl=TEACHER), coefficient=0.5)
+    #    w = theta / behaviour    A + 0.5 log(teacher / theta)
+    # 0  1.5                      0.5 log 2
+    # 1  1                        0.5 log 1/4
+    # 2  5 -> capped at 2         1 + 0.5 log 2
+    assert gradient.tolist() == pytest.approx([-1.5 * 0.5 * ln(2), 0.5 * ln(4), -2 * (1 + 0.5 * ln(2))])
+    assert sums.kl_reference == pytest.approx(-ln(2) + ln(4) - ln(2)), "the KL, without its coefficient"
+    assert (sums.kl_tokens, sums.measured, sums.capped) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("sampling", [[0.5, 0.3, 0.2], [0.4, 0.4, 0.2]], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize(("loss", "gates"), [("reinforce", TIS), ("cispo", [])])
+def test_what_a_teacher_gives_is_in_expectation_the_gradient_of_the_kl(loss, gates, sampling):
+    policy, teacher = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
+    logits = policy.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher.log())).sum(), logits, retain_graph=True)
+    behaviour = torch.tensor(sampling, dtype=torch.float64).log()
+    recipe = terms("bypass", gates, loss=loss, kl=TEACHER)
+    tokens = tokens_of(logprobs.detach(), behaviour, behaviour, [0.0] * 3, base="bypass", reference=teacher.log())
+    per_token = objective(with_logprobs(tokens, logprobs), recipe, 1.0).per_token
+    (found,) = torch.autograd.grad((behaviour.exp() * per_token).sum(), logits)
+    torch.testing.assert_close(found, exact)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(-1000, 0, width=32)] * 3), min_size=1, max_size=8))
+def test_what_a_teacher_gives_is_finite(rows):
+    theta, behaviour, reference = zip(*rows, strict=True)
+    tokens = tokens_of(theta, theta, behaviour, [0.0] * len(rows), base="bypass", reference=reference)
+    loss, gradient, sums = differentiate(tokens, terms("bypass", TIS, loss="reinforce", kl=TEACHER), coefficient=1.0)
+    assert torch.isfinite(loss).all()
+    assert (gradient.abs() <= 2 * 20 * (1 + 1e-9)).all(), "the cap of tis times the bound of the difference"
+    assert all(math.isfinite(getattr(sums, name)) for name in TOKEN_SUMS)
+
+
 def full_recipe(base):
     return terms(base, EVERYTHING[base], kl=KlConfig(where="loss", estimator="k3", unbiased=True), entropy=0.01)
 
@@ -238,6 +284,7 @@ def test_dropped_tokens_are_counted_by_staleness():
         ("ppo", "none", 0.0, False),
         ("reinforce", "reward", 0.0, False),
         ("ppo", "loss", 0.0, True),
+        ("ppo", "advantage", 0.0, True),
         ("ppo", "none", 0.01, True),
         ("kimi", "none", 0.0, True),
     ],
