@@ -16,7 +16,6 @@ HUB: Final = re.compile(r"hf:(?P<name>[^:]+):((?P<config>[^/]+)/)?(?P<split>[^/]
 BLOCK: Final = 1000
 """Groups in which a mixture has its weights exactly."""
 _IMPORT: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
-_FILE: Final = (".jsonl", ".json", ".parquet")
 
 
 def _place(value: Any) -> Path | str:
@@ -24,12 +23,12 @@ def _place(value: Any) -> Path | str:
     if isinstance(value, Path):
         return value
     if not isinstance(value, str):
-        raise ValueError("must be a file, hf:OWNER/NAME:SPLIT or module:Name")  # noqa: TRY004: pydantic's
+        raise ValueError("must be a file, hf:OWNER/NAME:SPLIT or module:Name")  # noqa: TRY004
     if value.startswith("hf:"):
         if not HUB.fullmatch(value):
             raise ValueError(f"{value}: write hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG/SPLIT")
         return value
-    return value if _IMPORT.fullmatch(value) and not value.endswith(_FILE) else Path(value)
+    return value if _IMPORT.fullmatch(value) else Path(value)
 
 
 def _listed(value: Any) -> Any:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import orjson
 
@@ -85,7 +85,7 @@ def load_prompts(
     for source in sources:
         records = open_records(source, plugin_paths, count)
         reader = PromptReader(source, records, tokenizer, limits, store, evaluation=evaluation)
-        raw = first_records(records, count or _IN_MEMORY + 1)
+        raw = records.first(count or _IN_MEMORY + 1)
         if len(raw) > (count or _IN_MEMORY):
             raise DataError(f"{records.where} has more than {_IN_MEMORY} prompts", "held-out prompts are few")
         digest.update(reader.fingerprint)
@@ -118,35 +118,28 @@ def examine_prompts(
 
     The tokenizer (seconds) is loaded only where it may matter.
     """
-    faults, raw = Faults(), first_records(records, count)
+    faults, raw = Faults(), records.first(count)
     lines = _parsed(raw, source, records.where, faults)
     faults.check()
-    if not any(line.record.get("images") or _may_exceed(line.record, limits) for line in lines):
+    found = [line.record for line in lines]
+    if not any("messages" in one or one.get("images") or _may_exceed(one, limits) for one in found):
         return 0
     reader = PromptReader(source, records, tokenizer(), limits, ImageStore.nowhere(images or ImagesConfig()))
-    found = list(reader.encode(raw, faults))
+    prompts = list(reader.encode(raw, faults))
     faults.check()
-    return found.count(None)
+    return prompts.count(None)
 
 
 def first_prompt(source: SourceConfig, records: Records) -> dict[str, Any]:
-    faults = Faults()
-    lines = _parsed(first_records(records, 1), source, records.where, faults)
-    faults.check()
-    return lines[0].record
-
-
-def first_records(records: Records, count: int) -> list[tuple[int, Any]]:
-    raw = records.first(count)
-    if not raw:
-        raise DataError(f"{records.where} is empty", _HINT)
-    return raw
+    """With the names that columns have inside."""
+    [(_, raw)] = records.first(1)
+    return _parse(raw, source)
 
 
 def _may_exceed(record: dict[str, Any], limits: PromptLimits) -> bool:
-    """Whether tokens have to be counted: one has a byte or more, but for the special ones at the ends of a text."""
-    text = record.get("prompt")
-    return text is None or limits.exceeded_by(len(text.encode()) + _SPECIAL)
+    """Whether tokens have to be counted: one has a byte or more, but for those around a text or turn."""
+    text = record.get("prompt") or "".join(str(turn["content"]) for turn in record["messages"])
+    return limits.exceeded_by(len(text.encode()) + _SPECIAL)
 
 
 class PromptReader:
@@ -204,16 +197,11 @@ class PromptReader:
         lines = [
             line
             for line in _parsed(self.records.read(rows), self.source, self.records.where, faults)
-            if not self._limits.drop and self._tokenizer.vision is None and self._seems_long(line.record)
+            if not self._limits.drop and self._tokenizer.vision is None and _may_exceed(line.record, self._limits)
         ]
         for line, _, tokens in self._tokenize(lines, faults):
             with faults.at(self.records.where, line.line):
                 _check_tokens(tokens, self._limits)
-
-    def _seems_long(self, record: dict[str, Any]) -> bool:
-        if (messages := record.get("messages")) is None:
-            return _may_exceed(record, self._limits)
-        return self._limits.exceeded_by(sum(len(str(message["content"]).encode()) for message in messages))
 
     def _tokenize(self, lines: Sequence[_Line], faults: Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
         """The text and the ids of each prompt; a chat that the template refuses is a fault."""
@@ -358,17 +346,3 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, **more: Any) -> by
         return encode(prompt)
     except (WireError, TypeError, OverflowError, ValueError) as error:
         raise DataError(f"cannot be sent: {error}") from error
-
-
-class Fingerprinted(Protocol):
-    """Prompts with a fingerprint, and with that of what makes tokens of images; empty: the model takes text alone."""
-
-    fingerprint: str
-    processor: str
-
-
-def fingerprint_of(data: Fingerprinted, **settings: int | bool) -> str:
-    """Of the data, and of the settings that say which prompt a group has; the ledger refuses any other fingerprint."""
-    options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
-    digest = hashlib.blake2b(options, digest_size=16).hexdigest()
-    return f"{digest} {data.processor}" if data.processor else digest

@@ -21,9 +21,9 @@ from streamrl.config import RunConfig
 from streamrl.errors import Refused, unwrapped
 from streamrl.images.store import ImageStore
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, DropGuard, SameFailureGuard, VersionWatcher
-from streamrl.producers.dataset import Faults, PromptLimits, fingerprint_of, load_prompts
+from streamrl.producers.dataset import Faults, PromptLimits, load_prompts
 from streamrl.producers.evaluation import Evaluation
-from streamrl.producers.order import TrainingPrompts
+from streamrl.producers.order import TrainingPrompts, fingerprint_of
 from streamrl.producers.tokenizer import Tokenizer, vocabulary_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ReplayOutcome
@@ -140,8 +140,8 @@ class Training:
 
     async def _admit(self, version: int, limit: int, end: int | None) -> AdmitOutcome:
         before = self._admitter.cursor
-        last = before + limit if end is None else min(before + limit, end)
-        await asyncio.to_thread(self._data.prepare, range(before, last))
+        wanted = range(before, before + limit if end is None else min(before + limit, end))
+        await asyncio.to_thread(list, map(self._data.prompt, wanted))  # made here, so that the loop goes on meanwhile
         outcome = await self._admitter.admit(version, limit=limit, end=end)
         self._drops.admitted(self._admitter.cursor - before)
         return outcome

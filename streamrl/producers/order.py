@@ -22,12 +22,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from streamrl.config import RunConfig
 from streamrl.config.data import BLOCK, DataConfig, quotas
 from streamrl.errors import ConfigError, DataError
 from streamrl.images.store import ImageStore
-from streamrl.producers.dataset import Faults, PromptLimits, PromptReader, first_records
+from streamrl.producers.dataset import Faults, PromptLimits, PromptReader, PromptSet
 from streamrl.producers.records import HEAD, Records, open_records
 from streamrl.producers.tokenizer import Tokenizer
 
@@ -53,14 +54,10 @@ def permutation(count: int, seed: int, epoch: int, name: str = "") -> npt.NDArra
 def check_lengths(records: Sequence[Records], data: DataConfig) -> None:
     """`ConfigError`: an iterable, which may have no end, stands where its length is needed."""
     for one in records:
-        if one.size is not None:
-            continue
-        if data.epochs is not None:
-            what = f"{one.where} is an iterable, which may have no end: data.epochs cannot count its passes"
-            raise ConfigError(what, "leave out data.epochs and set learner.steps, or give it __len__ and __getitem__")
-        if len(records) > 1 and not data.weights:
-            what = f"{one.where} is an iterable, whose length is not known: it has no place in one order of all prompts"
-            raise ConfigError(what, "give each source of data.train a weight, or give it __len__ and __getitem__")
+        if one.size is None and (data.epochs is not None or (len(records) > 1 and not data.weights)):
+            what = f"{one.where} is an iterable, which may have no end: it has no epochs, and no place in one order"
+            hint = "set learner.steps instead of data.epochs, give each source of data.train a weight"
+            raise ConfigError(what, f"{hint}, or give {one.where} __len__ and __getitem__")
 
 
 class PromptPool:
@@ -80,11 +77,11 @@ class PromptPool:
         self._walked = self.dropped = 0
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
-    def prompts(self, positions: Sequence[int]) -> list[bytes]:
-        """Encoded, of ascending positions."""
-        self._walk(positions[-1], None)
-        places = [self._fitting[position] for position in positions] if self._drop else positions
-        return [prompt[0] for prompt in self._encode(places) if prompt is not None]
+    def prompt(self, position: int) -> bytes:
+        self._walk(position, None)
+        [prompt] = self._encode([self._fitting[position] if self._drop else position])
+        assert prompt is not None
+        return prompt[0]
 
     def end(self, before: int) -> int | None:
         """The position at which the passes end; None: not at `before` or earlier."""
@@ -111,19 +108,15 @@ class PromptPool:
                 raise DataError(f"{where} has no prompts that are short enough", "raise data.max_prompt_tokens")
 
     def _encode(self, places: Sequence[int]) -> list[tuple[bytes, bytes] | None]:
-        found: list[tuple[bytes, bytes] | None] = [None] * len(places)
-        records: dict[int, dict[int, int]] = {}
-        for slot, place in enumerate(places):
-            number, row = self._record(place)
-            records.setdefault(number, {})[slot] = row
-        faults = Faults()
-        for number, rows in records.items():
+        records, faults = [self._record(place) for place in places], Faults()
+        found: dict[int, tuple[bytes, bytes] | None] = {}
+        for number in {number for number, _ in records}:
             reader = self._readers[number]
-            prompts = list(reader.encode(reader.records.read(list(rows.values())), faults))
+            slots = [slot for slot, (of, _) in enumerate(records) if of == number]
+            prompts = list(reader.encode(reader.records.read([records[slot][1] for slot in slots]), faults))
             faults.check()
-            for slot, prompt in zip(rows, prompts, strict=True):
-                found[slot] = prompt
-        return found
+            found |= zip(slots, prompts, strict=True)
+        return [found[slot] for slot in range(len(places))]
 
     def _record(self, place: int) -> tuple[int, int]:
         """Which source, and which of its records."""
@@ -165,7 +158,7 @@ class TrainingPrompts:
     def _fingerprint(self) -> str:
         digest, faults = hashlib.blake2b(digest_size=16), Faults()
         for reader in self._readers:
-            prompts = list(reader.encode(first_records(reader.records, HEAD), faults))
+            prompts = list(reader.encode(reader.records.first(HEAD), faults))
             faults.check()
             digest.update(reader.fingerprint + b"".join(prompt[1] for prompt in prompts if prompt is not None))
             digest.update(b"dropped" if None in prompts else b"")
@@ -180,21 +173,13 @@ class TrainingPrompts:
         """Whether a source is code, which may give something else the next time."""
         return not all(reader.records.identity for reader in self._readers)
 
-    def prepare(self, group_ids: Sequence[int]) -> None:
-        """Make the prompts of groups, which ascend, so that `prompt` has them."""
-        groups: dict[int, dict[int, int]] = {}
-        for group_id in group_ids:
-            if group_id not in self._ready:
-                number, position = self._place(group_id)
-                groups.setdefault(number, {})[group_id] = position
-        for number, positions in groups.items():
-            prompts = self._pools[number].prompts(list(positions.values()))
-            self._ready.update(zip(positions, prompts, strict=True))
-        for old in list(self._ready)[:-_HELD]:
-            del self._ready[old]
-
     def prompt(self, group_id: int) -> bytes:
-        self.prepare([group_id])
+        """Encoded; the newest are kept, since a group that finds no room is admitted later."""
+        if group_id not in self._ready:
+            number, position = self._place(group_id)
+            self._ready[group_id] = self._pools[number].prompt(position)
+            for old in list(self._ready)[:-_HELD]:
+                del self._ready[old]
         return self._ready[group_id]
 
     def end(self, before: int) -> int | None:
@@ -219,3 +204,10 @@ class TrainingPrompts:
         for reader in self._readers:
             size = (reader.records.size or 0) if reader.records.identity else 0
             yield from ((reader, range(row, min(row + _CHECKED, size))) for row in range(0, size, _CHECKED))
+
+
+def fingerprint_of(data: PromptSet | TrainingPrompts, **settings: int | bool) -> str:
+    """Of the data, and of the settings that say which prompt a group has; the ledger refuses any other fingerprint."""
+    options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
+    digest = hashlib.blake2b(options, digest_size=16).hexdigest()
+    return f"{digest} {data.processor}" if data.processor else digest

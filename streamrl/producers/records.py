@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from streamrl.config.data import HUB
 from streamrl.errors import DataError, PluginError, StreamrlError, need_packages
 from streamrl.plugin_import import build_plugin, import_plugin, last_line, look_in
 
+_T = TypeVar("_T")
 HEAD: Final = 1024
 """Records of each source whose tokens the fingerprint covers."""
 _BLOCK: Final = 16 << 20
@@ -53,7 +54,17 @@ class Records(ABC):
 
 
 def open_records(source: SourceConfig, plugin_paths: Iterable[Path], most: int | None = None) -> Records:
-    """`DataError`: it cannot be read; `PluginError`: code that cannot be used. `most`: so many lines are looked at."""
+    """`DataError`: it cannot be read or is empty; `PluginError`: code that cannot be used.
+
+    `most`: no more lines of a file are looked for.
+    """
+    records = _open(source, plugin_paths, most)
+    if not records.first(1):
+        raise DataError(f"{records.where} is empty", 'a record is {"prompt": "2+2=", "answer": "4"}')
+    return records
+
+
+def _open(source: SourceConfig, plugin_paths: Iterable[Path], most: int | None) -> Records:
     place = source.source
     if isinstance(place, Path):
         return Table.of_file(place) if place.suffix == ".parquet" else JsonLines(place, most)
@@ -62,7 +73,12 @@ def open_records(source: SourceConfig, plugin_paths: Iterable[Path], most: int |
     target = import_plugin(place, look_in(plugin_paths), role="data")
     if not callable(target):
         raise PluginError(f"data {place} is no class or function", "name one that makes the records when it is called")
-    return _of_code(place, lambda: build_plugin(target, f"data {place}", source.args))
+    found = build_plugin(target, f"data {place}", source.args)
+    if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
+        return PythonSequence(place, found)
+    if hasattr(found, "__iter__"):
+        return PythonIterable(place, lambda: build_plugin(target, f"data {place}", source.args))
+    raise PluginError(f"data {place} is neither a sequence nor an iterable", "give it __iter__")
 
 
 class JsonLines(Records):
@@ -167,17 +183,6 @@ def _said(error: BaseException) -> str:
     return " ".join(str(inner if isinstance(inner, ValueError) else error).split())
 
 
-def _of_code(where: str, build: Callable[[], Any]) -> Records:
-    found = build()
-    if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
-        return PythonSequence(where, found)
-    if hasattr(found, "__iter__"):
-        return PythonIterable(where, build, found)
-    raise PluginError(
-        f"data {where} is neither a sequence nor an iterable", "give it __len__ and __getitem__, or __iter__"
-    )
-
-
 class PythonSequence(Records):
     def __init__(self, where: str, found: Any) -> None:
         self.where, self.size, self._found = where, len(found), found
@@ -191,38 +196,39 @@ class PythonIterable(Records):
 
     size = None
 
-    def __init__(self, where: str, build: Callable[[], Any], found: Any) -> None:
+    def __init__(self, where: str, build: Callable[[], Iterable[Any]]) -> None:
         self.where, self._build = where, build
-        self._begin(iter(found))
+        self._begin()
 
-    def _begin(self, iterator: Iterator[Any]) -> None:
-        self._pass: Iterator[tuple[int, Any]] = enumerate(iterator)
-        self._read = 0
+    def _begin(self) -> None:
+        self._records, self._read = self._passes(), 0
         self._recent: deque[tuple[int, Any]] = deque(maxlen=_WINDOW)
+
+    def _passes(self) -> Iterator[tuple[int, Any]]:
+        while True:
+            row = -1
+            for row, record in enumerate(self._build()):
+                yield row, record
+            if row < 0:
+                raise DataError(f"{self.where} is empty when it is read again", "return a new iterator each time")
 
     def read(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
         return [self._at(row) for row in rows]
 
     def first(self, count: int) -> list[tuple[int, Any]]:
         """From a pass of its own."""
-        found: list[Any] = _called(self.where, 0, lambda: list(islice(iter(self._build()), count)))
-        return list(enumerate(found))
+        return _called(self.where, 0, lambda: list(islice(enumerate(self._build()), count)))
 
     def _at(self, row: int) -> tuple[int, Any]:
         if row < self._read - len(self._recent):
-            self._begin(iter(self._build()))
+            self._begin()
         while row >= self._read:
-            found = _called(self.where, self._read, lambda: next(self._pass, None))
-            if found is None:
-                self._pass = enumerate(iter(self._build()))
-                if (found := _called(self.where, self._read, lambda: next(self._pass, None))) is None:
-                    raise DataError(f"{self.where} is empty when it is read again", "give a new iterator each time")
-            self._recent.append(found)
+            self._recent.append(_called(self.where, self._read, lambda: next(self._records)))
             self._read += 1
         return self._recent[row - self._read]
 
 
-def _called(where: str, row: int, call: Callable[[], Any]) -> Any:
+def _called(where: str, row: int, call: Callable[[], _T]) -> _T:
     try:
         return call()
     except StreamrlError:

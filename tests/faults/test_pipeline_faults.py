@@ -55,7 +55,7 @@ async def admit_by_hand(run, ledger, group_id: int, prompt: bytes | None = None)
     await ledger.admit(
         cursor=group_id, fingerprint=train_fingerprint(config, data), samples=4, min_group=1, budget=100, hard_cap=100,
         max_dead=100, version=0,
-        prompt=data.prompts[data.index(group_id, config.seed, shuffle=True)] if prompt is None else prompt,
+        prompt=data.prompt(group_id) if prompt is None else prompt,
     )  # fmt: skip
 
 

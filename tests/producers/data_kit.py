@@ -39,7 +39,6 @@ def open_training(train, *, drop=False, seed=3, top=None, **data):
 
 
 def prompts(data, group_ids):
-    data.prepare(group_ids)
     return [decode(data.prompt(group_id), Prompt) for group_id in group_ids]
 
 

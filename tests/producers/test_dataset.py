@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from streamrl.config import ModelConfig, SourceConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.producers import dataset
-from streamrl.producers.dataset import PromptLimits, fingerprint_of
+from streamrl.producers.dataset import PromptLimits
+from streamrl.producers.order import fingerprint_of
 from streamrl.producers.records import open_records
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, decode

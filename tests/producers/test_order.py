@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from streamrl.config import RunConfig
 from streamrl.config.data import quotas
 from streamrl.errors import ConfigError, DataError, PluginError
-from streamrl.producers.dataset import Faults, fingerprint_of
-from streamrl.producers.order import permutation
+from streamrl.producers.dataset import Faults
+from streamrl.producers.order import fingerprint_of, permutation
 from tests.producers.data_kit import numbered, open_training, prompts, texts, write, write_module
 
 
@@ -67,7 +67,7 @@ def test_long_prompts_are_skipped_in_the_order_of_all(tmp_path_factory, long, cu
 def test_data_of_long_prompts_alone_is_refused(tmp_path):
     data = open_training(write(tmp_path / "p.jsonl", {"prompt": "a" * 30}), drop=True)
     with pytest.raises(DataError, match=r"p\.jsonl has no prompts that are short enough"):
-        data.prepare([0])
+        data.prompt(0)
 
 
 def test_a_list_is_one_order_of_all_prompts_and_each_says_its_source(tmp_path):
@@ -228,10 +228,10 @@ def test_an_iterable_may_be_one_of_a_mixture_and_of_no_list(tmp_path, monkeypatc
     own = [text for text in found if text[0] == "p"]
     assert own == [f"p{number}" for number in range(len(own))]
     assert len(own) > 5
-    with pytest.raises(ConfigError, match="no place in one order") as caught:
+    with pytest.raises(ConfigError, match="and no place in one order") as caught:
         open_training(["mixed_data:prompts", file], top=top)
     assert "weight" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"mixed_data:prompts is an iterable.* data\.epochs cannot") as caught:
+    with pytest.raises(ConfigError, match="mixed_data:prompts is an iterable.* has no epochs") as caught:
         open_training("mixed_data:prompts", top=top, epochs=1)
     assert "learner.steps" in caught.value.hint
 
@@ -270,4 +270,4 @@ def test_a_missing_column_in_line_90000_is_found_before_it_is_admitted(tmp_path)
     assert "its columns are question" in caught.value.hint
     group_id = int(np.flatnonzero(permutation(90_010, 3, 0) == 89_999)[0])
     with pytest.raises(DataError, match=r":90000: needs"):
-        data.prepare([group_id])
+        data.prompt(group_id)

@@ -18,7 +18,8 @@ from streamrl.images.encoded import accept, from_url
 from streamrl.images.encoded import decode as opened
 from streamrl.images.store import ImageStore
 from streamrl.producers.admission import AdmissionTerms, Admitter
-from streamrl.producers.dataset import PromptLimits, fingerprint_of
+from streamrl.producers.dataset import PromptLimits
+from streamrl.producers.order import fingerprint_of
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import open_ledgers
 from streamrl.wire import SCHEMA, Prompt, decode
