@@ -601,10 +601,7 @@ class RunConfig(Section):
                 " age would be dropped"
             )
         if self.data.epochs is not None and self.data.weights and self.recording.mode != "read":
-            raise ValueError(
-                "data.epochs counts passes over all prompts, and sources with weights end at different times: leave it"
-                " out and set learner.steps"
-            )
+            raise ValueError("data.epochs: sources with weights end at different times; set learner.steps instead")
         if self.evaluation.every and not self.data.held_out:
             raise ValueError("evaluation.every is set, but data.held_out names no prompts")
         if self.learner.stop_at_accuracy is not None and not self.evaluation.every:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -13,8 +12,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, PlainValidator, field_
 from streamrl.config.base import Positive, Section
 
 HUB: Final = re.compile(r"hf:(?P<name>[^:]+):((?P<config>[^/]+)/)?(?P<split>[^/]+)")
-BLOCK: Final = 1000
-"""Groups in which a mixture has its weights exactly."""
+BLOCK: Final = 1000  # groups in which a mixture has its weights exactly
 _IMPORT: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
@@ -36,8 +34,6 @@ def _listed(value: Any) -> Any:
     if value is None:
         return ()
     listed = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(one, str | Path | dict | SourceConfig) for one in listed):
-        raise ValueError("must be a file, hf:OWNER/NAME:SPLIT, module:Name, or a list of sources")
     return tuple({"source": one} if isinstance(one, str | Path) else one for one in listed)
 
 
@@ -48,7 +44,7 @@ class SourceConfig(Section):
         description="a file (.jsonl, .parquet), hf:OWNER/NAME:CONFIG/SPLIT, or module:Name of an iterable"
     )
     name: str = Field("", description="name in rewards and figures; empty: of its file, data set or class, in a list")
-    weight: Annotated[FiniteFloat, Field(ge=0)] | None = Field(
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1e6)] | None = Field(
         None, description="share of the groups, relative to the other sources; empty for all: one order of all prompts"
     )
     columns: dict[str, str] | None = Field(None, description="instead of data.columns")
@@ -72,7 +68,7 @@ class DataConfig(Section):
     """Prompts: records with `prompt` (text) or `messages` (chat), `answer`; any other column is metadata."""
 
     train: Sources = Field(
-        (SourceConfig(source=Path("train.jsonl")),), description="training prompts: a source, or a list of them"
+        (SourceConfig(source=Path("train.jsonl")),), min_length=1, description="training prompts: a source, or a list"
     )
     held_out: Sources = Field((), description="held-out prompts for evaluation; never trained")
     columns: dict[str, str] = Field(
@@ -95,17 +91,12 @@ class DataConfig(Section):
 
     def whole(self, sources: Sequence[SourceConfig]) -> list[SourceConfig]:
         """The sources with what holds for all of them; those of a list with their names."""
-
-        def filled(one: SourceConfig) -> SourceConfig:
-            update = {
-                "name": one.name or (one.stem if len(sources) > 1 else ""),
-                "columns": self.columns if one.columns is None else one.columns,
-                "prompt": self.prompt if one.prompt is None else one.prompt,
-                "chat": self.chat if one.chat is None else one.chat,
-            }
-            return one.model_copy(update=update)
-
-        return list(map(filled, sources))
+        shared, found = {key: getattr(self, key) for key in ("columns", "prompt", "chat")}, []
+        for one in sources:
+            own = {key: getattr(one, key) for key in shared if getattr(one, key) is not None}
+            name = one.name or (one.stem if len(sources) > 1 else "")
+            found.append(one.model_copy(update={**shared, **own, "name": name}))
+        return found
 
     @property
     def weights(self) -> list[float]:
@@ -114,12 +105,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
-        if not self.train:
-            raise ValueError("data.train names no prompts")
         for key, sources in (("train", self.train), ("held_out", self.held_out)):
-            named = Counter(one.name for one in self.whole(sources))
-            if double := [name for name, count in named.items() if count > 1]:
-                raise ValueError(f"data.{key} has two sources with the name {double[0]}: give them `name:`")
+            names = [one.name for one in self.whole(sources)]
+            if len(set(names)) < len(names):
+                raise ValueError(f"data.{key} has two sources of one name: {', '.join(names)}; give them `name:`")
         if any(one.weight is not None for one in self.held_out):
             raise ValueError("data.held_out takes all prompts of each source: leave out `weight`")
         if weights := self.weights:

@@ -1,7 +1,6 @@
 """Prompts of a data set: records are checked, written as text, tokenized and encoded for the wire.
 
-Held-out prompts are held in memory as a whole (`load_prompts`). Those that are trained are made when they are admitted
-(`streamrl.producers.order`). All faults of what is read together are reported together, by kind.
+Held-out prompts are in memory (`load_prompts`); those that are trained are made when they are admitted (`order.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ _CHUNK: Final = 1024
 _NAMED: Final = 5  # lines with the same fault that are named
 _SPECIAL: Final = 8  # special tokens around a text, more than any tokenizer adds
 _IN_MEMORY: Final = 1_000_000
-_TAKEN: Final = frozenset({"prompt", "messages", "answer"})
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def load_prompts(
     sources: Sequence[SourceConfig],
     tokenizer: Tokenizer,
     limits: PromptLimits,
-    *,
     plugin_paths: Iterable[Path] = (),
+    *,
     evaluation: bool = False,
     count: int | None = None,
     store: ImageStore | None = None,
@@ -158,10 +156,8 @@ class PromptReader:
         self.source, self.records, self._tokenizer, self._limits = source, records, tokenizer, limits
         store = store or ImageStore.nowhere(ImagesConfig())
         self._images = PromptImages(records.folder, tokenizer.vision, store)
-        self._same = {
-            "evaluation": evaluation,
-            "processor": "" if tokenizer.vision is None else tokenizer.vision.fingerprint,
-        }
+        processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
+        self._same = {"evaluation": evaluation, "processor": processor}
 
     @property
     def fingerprint(self) -> bytes:
@@ -338,7 +334,7 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, **more: Any) -> by
         text=text,
         messages=record.get("messages"),
         answer=record.get("answer"),
-        metadata={key: value for key, value in record.items() if key not in _TAKEN},
+        metadata={key: value for key, value in record.items() if key not in ("prompt", "messages", "answer")},
         line=row.line,
         **more,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -34,7 +35,6 @@ FIRST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.05
 IDLE_PAUSE: Final = 0.5
 _COUNT_SECONDS: Final = 1.0
-_COMPARED: Final = 256  # groups that are live, the newest
 _ADMITTED_AGAIN: Final = frozenset({ReplayOutcome.REPLAYED, ReplayOutcome.LIVE})
 
 
@@ -53,9 +53,8 @@ async def run_feeder(role: Role) -> None:
     evaluation = None
     if config.evaluation.every and config.data.held_out:
         sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
-        held_out = await asyncio.to_thread(
-            load_prompts, sources, tokenizer, limits, plugin_paths=paths, evaluation=True, store=store
-        )
+        read = partial(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
+        held_out = await asyncio.to_thread(read)
         evaluation = Evaluation(role, held_out, versions)
         await evaluation.start()
     role.ready()
@@ -101,14 +100,12 @@ class Training:
 
     async def _check_live(self) -> None:
         """`Refused`: code gives other prompts than those which it gave for the groups that are live."""
-        live = (await self._ledger.live())[-_COMPARED:] if self._data.of_code else []
+        live = await self._ledger.live() if self._data.of_code else []
         for group_id, prompt in (await self._ledger.prompts(live)).items():
             again = await asyncio.to_thread(self._data.prompt, group_id)
             if decode(prompt, Prompt).tokens != decode(again, Prompt).tokens:
-                raise Refused(
-                    f"data.train is not deterministic: it gives another prompt for group {group_id} than before",
-                    "make it give the same records in the same order each time (a seed, sorted files)",
-                )
+                what = f"data.train is not deterministic: it gives another prompt for group {group_id} than before"
+                raise Refused(what, "make it give the same records in the same order each time (a seed, sorted files)")
 
     async def run(self) -> None:
         await self._check_live()
@@ -188,8 +185,7 @@ class Training:
 
     async def _finish(self) -> None:
         """Store that the data ends at the cursor, which is above the end when the run was given fewer epochs."""
-        epochs = self._role.config.data.epochs or 1
-        if done := await self._ledger.finish(self._admitter.cursor, epochs):
+        if done := await self._ledger.finish(self._admitter.cursor, self._role.config.data.epochs or 1):
             self._show("end of data")
         await self._versions.wait(self._versions.version, IDLE_PAUSE if done else LONGEST_PAUSE)
         await self._admitter.locate()

@@ -169,8 +169,7 @@ class TrainingPrompts:
         return sum(pool.dropped for pool in self._pools)
 
     @property
-    def of_code(self) -> bool:
-        """Whether a source is code, which may give something else the next time."""
+    def of_code(self) -> bool:  # which may give something else the next time
         return not all(reader.records.identity for reader in self._readers)
 
     def prompt(self, group_id: int) -> bytes:

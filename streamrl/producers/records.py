@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +22,9 @@ from streamrl.errors import DataError, PluginError, StreamrlError, need_packages
 from streamrl.plugin_import import build_plugin, import_plugin, last_line, look_in
 
 _T = TypeVar("_T")
-HEAD: Final = 1024
-"""Records of each source whose tokens the fingerprint covers."""
+HEAD: Final = 1024  # records of each source whose tokens the fingerprint covers
 _BLOCK: Final = 16 << 20
 _WINDOW: Final = 4096  # records of an iterable that are kept, so that Redis may go back without reading it again
-_BRACE: Final = ord("{")
 
 
 class Records(ABC):
@@ -49,15 +48,11 @@ class Records(ABC):
 
     def first(self, count: int) -> list[tuple[int, Any]]:
         """Up to `count` records from the beginning, none twice."""
-        assert self.size is not None
-        return self.read(range(min(count, self.size)))
+        return self.read(range(min(count, self.size or 0)))
 
 
 def open_records(source: SourceConfig, plugin_paths: Iterable[Path], most: int | None = None) -> Records:
-    """`DataError`: it cannot be read or is empty; `PluginError`: code that cannot be used.
-
-    `most`: no more lines of a file are looked for.
-    """
+    """`DataError`: it cannot be read, or is empty; `PluginError`: code that cannot be used. `most` lines are enough."""
     records = _open(source, plugin_paths, most)
     if not records.first(1):
         raise DataError(f"{records.where} is empty", 'a record is {"prompt": "2+2=", "answer": "4"}')
@@ -68,8 +63,8 @@ def _open(source: SourceConfig, plugin_paths: Iterable[Path], most: int | None) 
     place = source.source
     if isinstance(place, Path):
         return Table.of_file(place) if place.suffix == ".parquet" else JsonLines(place, most)
-    if HUB.fullmatch(place):
-        return Table.of_hub(place)
+    if spec := HUB.fullmatch(place):
+        return Table.of_hub(place, spec)
     target = import_plugin(place, look_in(plugin_paths), role="data")
     if not callable(target):
         raise PluginError(f"data {place} is no class or function", "name one that makes the records when it is called")
@@ -88,36 +83,30 @@ class JsonLines(Records):
         self.where, self.folder = str(path), path.parent
         try:
             self._file = path.open("rb", buffering=0)
-            self._index(most)
+            size = os.fstat(self._file.fileno()).st_size
+            self._index(np.memmap(self._file, np.uint8, "r") if size else np.zeros(0, np.uint8), most)
         except OSError as error:
             what = f"cannot read the prompts {path}: {error.strerror}"
             raise DataError(what, "set data.train (and data.held_out)") from error
 
-    def _index(self, most: int | None) -> None:
-        digest, buffer, offset, at_start, ended = xxhash.xxh3_128(), bytearray(_BLOCK), 0, True, False
-        begins: list[npt.NDArray[np.int64]] = []
-        doubtful: list[npt.NDArray[np.int64]] = []  # lines that begin with no brace may be empty
-        while most is None or sum(map(len, begins)) <= most:
-            size = self._file.readinto(buffer)
-            if ended := not size:
-                break
-            digest.update(memoryview(buffer)[:size])
-            block = np.frombuffer(buffer, np.uint8, size)
-            found = np.flatnonzero(block == ord("\n")) + 1
-            here = np.concatenate([[0] if at_start else [], found]).astype(np.int64)
-            at_start = bool(len(here)) and int(here[-1]) == size
-            here = here[: len(here) - at_start]
-            begins.append(here + offset)
-            doubtful.append(here[block[here] != _BRACE] + offset)
-            offset += size
-        # Without the end of the file, the last line that has begun ends elsewhere: its begin is an end.
-        self._begins = np.concatenate([*begins, [offset] if ended else []]).astype(np.int64)
-        lines = np.searchsorted(self._begins, np.concatenate([*doubtful, []])).astype(np.int64)
+    def _index(self, content: npt.NDArray[np.uint8], most: int | None) -> None:
+        digest, begins = xxhash.xxh3_128(), [np.zeros(1, np.int64)]
+        for start in range(0, len(content), _BLOCK):
+            block = content[start : start + _BLOCK]
+            digest.update(block.data)
+            begins.append(np.flatnonzero(block == ord("\n")) + (start + 1))
+            if most is not None and sum(map(len, begins)) > most:
+                break  # the line that has begun is left out
+        else:
+            if len(content) and content[-1] != ord("\n"):
+                begins.append(np.full(1, len(content)))
+        self._begins = np.concatenate(begins)
+        doubtful = np.flatnonzero(content[self._begins[:-1]] != ord("{")).tolist()
+        empty = [line for line in doubtful if not self._line(line).strip()]
         count = len(self._begins) - 1
-        empty = [line for line in lines.tolist() if line < count and not self._line(line).strip()]
         self._lines: Sequence[int] = np.delete(np.arange(count), empty).tolist() if empty else range(count)
         self.size = len(self._lines)
-        self.identity = os.pread(self._file.fileno(), offset, 0) if self.size <= HEAD else digest.digest()
+        self.identity = content.tobytes() if self.size <= HEAD else digest.digest()
 
     def _line(self, line: int) -> bytes:
         begin, end = int(self._begins[line]), int(self._begins[line + 1])
@@ -129,11 +118,11 @@ class JsonLines(Records):
 
 
 class Table(Records):
-    """Rows of an Arrow table: a Parquet file in memory, or a data set of the hub, mapped from its cache."""
+    """Rows of a Parquet file, in memory, or of a data set of the hub, mapped from its cache; `rows` gives a slice."""
 
-    def __init__(self, where: str, table: Any, identity: bytes, folder: Path = Path()) -> None:
-        self.where, self.folder, self.identity = where, folder, identity
-        self.size, self._table = len(table), table
+    def __init__(self, where: str, size: int, identity: bytes, rows: Callable[[int, int], list[Any]]) -> None:
+        self.where, self.size, self.identity, self._rows = where, size, identity, rows
+        self.folder = Path(where).parent
 
     @classmethod
     def of_file(cls, path: Path) -> Table:
@@ -141,46 +130,36 @@ class Table(Records):
         from pyarrow import ArrowException, parquet
 
         try:
-            with path.open("rb") as file:
-                digest = xxhash.xxh3_128()
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-                return cls(str(path), parquet.ParquetFile(file).read(), digest.digest(), path.parent)
+            table = parquet.ParquetFile(path).read()
+            identity = xxhash.xxh3_128_digest(np.memmap(path, np.uint8, "r").data)
         except (OSError, ArrowException) as error:
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"cannot read the prompts {path}: {reason}", "is it a Parquet file?") from error
+        return cls(str(path), len(table), identity, lambda begin, end: table[begin:end].to_pylist())
 
     @classmethod
-    def of_hub(cls, place: str) -> Table:
+    def of_hub(cls, place: str, spec: re.Match[str]) -> Table:
         need_packages(f"{place}, a data set of the hub,", "datasets", extra="datasets")
         import datasets
         from datasets.exceptions import DatasetsError
 
-        spec = HUB.fullmatch(place)
-        assert spec is not None, "the configuration refuses others"
         try:
             found = datasets.load_dataset(spec["name"], spec["config"], split=spec["split"])
-        except (ConnectionError, TimeoutError) as error:
-            hint = f"load it once where the hub is reachable (HF_HOME is the cache): datasets.load_dataset({place!r})"
-            raise DataError(f"{place} is neither cached nor reachable: {_said(error)}", hint) from error
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-            hint = "write hf:OWNER/NAME:CONFIG/SPLIT, or hf:OWNER/NAME:SPLIT"
-            raise DataError(f"{place} cannot be loaded: {_said(error)}", hint) from error
-        return cls(place, found.with_format("arrow"), found._fingerprint.encode())  # noqa: SLF001
+            why = " ".join(str(error.__cause__ or error).split())
+            hint = "write hf:OWNER/NAME:CONFIG/SPLIT; without the hub it has to be in the cache (HF_HOME)"
+            raise DataError(f"{place} cannot be loaded: {why}", hint) from error
+
+        def rows(begin: int, end: int) -> list[Any]:
+            columns = found[begin:end]
+            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+        return cls(place, len(found), found._fingerprint.encode(), rows)  # noqa: SLF001
 
     def read(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
-        pieces = [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]
-        return [
-            (row, record)
-            for piece in pieces
-            for row, record in zip(piece, self._table[piece.start : piece.stop].to_pylist(), strict=True)
-        ]
-
-
-def _said(error: BaseException) -> str:
-    """The cause that says most: errors of `datasets` wrap it in sentences about the library."""
-    inner = error.__cause__
-    return " ".join(str(inner if isinstance(inner, ValueError) else error).split())
+        if isinstance(rows, range):
+            return list(zip(rows, self._rows(rows.start, rows.stop), strict=True))
+        return [found for row in rows for found in self.read(range(row, row + 1))]
 
 
 class PythonSequence(Records):

@@ -52,9 +52,7 @@ async def measure_accuracy(
     limits = PromptLimits.of(config)
     sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
     store = ImageStore.nowhere(config.images)
-    data = await asyncio.to_thread(
-        load_prompts, sources, tokenizer, limits, plugin_paths=paths, evaluation=True, store=store
-    )
+    data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)
     await engine.start()

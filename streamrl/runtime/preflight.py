@@ -162,20 +162,17 @@ def check_data(config: RunConfig) -> str:
         check_models(config)  # a model that cannot be had is said in few words
         return Tokenizer.load(config.model)
 
-    found, limits = [], PromptLimits.of(config)
-    sources = _sources(config)
+    found, limits, sources = [], PromptLimits.of(config), _sources(config)
     records = [open_records(source, config.plugin_paths, _LOOKED_AT) for source in sources]
     check_lengths(records[: len(config.data.train)], config.data)
     for source, of_source in zip(sources, records, strict=True):
         dropped = examine_prompts(source, of_source, tokenizer, limits, count=_LOOKED_AT, images=config.images)
-        too_long = f" ({dropped} of the first {_LOOKED_AT} prompts are too long)" if dropped else ""
-        found.append(of_source.where + too_long)
+        found.append(of_source.where + f" ({dropped} of the first {_LOOKED_AT} prompts are too long)" * bool(dropped))
     return ", ".join(found)
 
 
 def _sources(config: RunConfig) -> list[SourceConfig]:
-    data = config.data
-    return [*data.whole(data.train), *data.whole(data.held_out)]
+    return [*config.data.whole(config.data.train), *config.data.whole(config.data.held_out)]
 
 
 def _recording(config: RunConfig) -> str:

@@ -132,11 +132,11 @@ def test_a_mixture_has_its_weights_in_each_block_and_epochs_of_each_source(tmp_p
     [
         ({"train": [{"source": "a.jsonl", "weight": 0}, {"source": "b.jsonl", "weight": 0}]}, "weights that sum to 0"),
         ({"train": [{"source": "a.jsonl", "weight": 1}, "b.jsonl"]}, "with a weight and without"),
-        ({"train": ["a.jsonl", "sub/a.jsonl"]}, "two sources with the name a"),
+        ({"train": ["a.jsonl", "sub/a.jsonl"]}, "two sources of one name: a, a"),
         ({"train": [{"source": "a.jsonl", "weight": 1e-4}, {"source": "b.jsonl", "weight": 1}]}, "less than 1 group"),
         ({"train": {"source": "a.jsonl", "weight": 1}, "epochs": 2}, "set learner.steps"),
         ({"held_out": {"source": "a.jsonl", "weight": 1}}, "leave out `weight`"),
-        ({"train": []}, "names no prompts"),
+        ({"train": []}, "at least 1 item"),
         ({"train": "hf:gsm8k"}, "write hf:OWNER/NAME:SPLIT"),
         ({"train": {"source": "a.jsonl", "weight": -1}}, "greater than or equal to 0"),
     ],
@@ -231,7 +231,7 @@ def test_an_iterable_may_be_one_of_a_mixture_and_of_no_list(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="and no place in one order") as caught:
         open_training(["mixed_data:prompts", file], top=top)
     assert "weight" in caught.value.hint
-    with pytest.raises(ConfigError, match="mixed_data:prompts is an iterable.* has no epochs") as caught:
+    with pytest.raises(ConfigError, match=r"mixed_data:prompts is an iterable.* has no epochs") as caught:
         open_training("mixed_data:prompts", top=top, epochs=1)
     assert "learner.steps" in caught.value.hint
 
