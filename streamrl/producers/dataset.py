@@ -190,12 +190,10 @@ class PromptReader:
 
     def check(self, rows: range, faults: Faults) -> None:
         """As `encode`, without images, and without tokens where a text is short or a chat is not very long."""
-        lines = [
-            line
-            for line in _parsed(self.records.read(rows), self.source, self.records.where, faults)
-            if not self._limits.drop and self._tokenizer.vision is None and _may_exceed(line.record, self._limits)
-        ]
-        for line, _, tokens in self._tokenize(lines, faults):
+        lines = _parsed(self.records.read(rows), self.source, self.records.where, faults)
+        if self._limits.drop or self._tokenizer.vision is not None:
+            return
+        for line, _, tokens in self._tokenize([one for one in lines if _may_exceed(one.record, self._limits)], faults):
             with faults.at(self.records.where, line.line):
                 _check_tokens(tokens, self._limits)
 

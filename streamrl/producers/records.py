@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from streamrl.config.data import HUB
 from streamrl.errors import DataError, PluginError, StreamrlError, need_packages
 from streamrl.plugin_import import build_plugin, import_plugin, last_line, look_in
 
-_T = TypeVar("_T")
 HEAD: Final = 1024  # records of each source whose tokens the fingerprint covers
 _BLOCK: Final = 16 << 20
 _WINDOW: Final = 4096  # records of an iterable that are kept, so that Redis may go back without reading it again
@@ -196,7 +195,8 @@ class PythonIterable(Records):
 
     def first(self, count: int) -> list[tuple[int, Any]]:
         """From a pass of its own."""
-        return _called(self.where, 0, lambda: list(islice(enumerate(self._build()), count)))
+        found: list[tuple[int, Any]] = _called(self.where, 0, lambda: list(islice(enumerate(self._build()), count)))
+        return found
 
     def _at(self, row: int) -> tuple[int, Any]:
         if row < self._read - len(self._recent):
@@ -207,7 +207,7 @@ class PythonIterable(Records):
         return self._recent[row - self._read]
 
 
-def _called(where: str, row: int, call: Callable[[], _T]) -> _T:
+def _called(where: str, row: int, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except StreamrlError:
