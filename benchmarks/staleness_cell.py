@@ -27,13 +27,13 @@ from train_lines import Lines
 
 from streamrl.config import RunConfig
 from streamrl.demo import task
+from streamrl.learner.algorithms.advantages import KNOWN_EARLY
 from streamrl.learner.batch import TrainSample
 from streamrl.learner.checkpoint import Checkpoints
 from streamrl.learner.groups import group_data
-from streamrl.learner.policy import Actor
 from streamrl.learner.rank_group import RankWorker
 from streamrl.learner.ranks import Ranks
-from streamrl.learner.step import Models, StepStats
+from streamrl.learner.step import StepStats, make_models
 from streamrl.producers.engines.model import load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, SlotBatch
 from streamrl.runfile import load
@@ -52,6 +52,7 @@ def config_of(cell: Cell) -> RunConfig:
         "learner.steps": cell.steps,
         "learner.groups_per_step": cell.groups,
         "sampling.group_size": cell.size,
+        "sampling.min_group": min(2, cell.size),
         "engine.slots": min(256, cell.groups * cell.size),
         "engine.attention": "eager",
         # What the cells share, whatever the demo's own recipe is.
@@ -114,8 +115,9 @@ class Run:
     def __init__(self, cell: Cell, ranks: Ranks) -> None:
         config = config_of(cell)
         self._cell = cell
-        self._actor = Actor(config, ranks)
-        self._worker = RankWorker(config, ranks, Models(actor=self._actor), Checkpoints(EXAMPLE / "checkpoints"))
+        models = make_models(config, ranks)
+        self._actor = models.actor
+        self._worker = RankWorker(config, ranks, models, Checkpoints(EXAMPLE / "checkpoints"))
         self._sampler = Sampler(config)
         (stop,) = self._sampler.stop
         self._train = Prompts(EXAMPLE / "cache" / "train.jsonl", stop)
@@ -180,6 +182,8 @@ class Run:
             )
             for outcome in outcomes
         ]
+        if not self._worker.recipe.estimator.needs <= KNOWN_EARLY:
+            return samples
         advantages = self._worker.recipe.estimator(group_data(samples))
         return [
             replace(sample, advantages=array.astype(np.float32))

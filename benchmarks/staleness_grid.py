@@ -12,7 +12,8 @@ from streamrl.config.presets import PRESETS
 
 def _preset(name: str) -> tuple[str, ...]:
     """The keys of a preset one by one, so that a line of results says what it was when the cell ran."""
-    return tuple(f"learner.{key}={json.dumps(value)}" for key, value in PRESETS[name]["learner"].items())
+    learner = PRESETS[name]["learner"].items()
+    return tuple(f"learner.{key}={json.dumps(value)}" for key, value in learner if key != "groups_per_step")
 
 
 ALGORITHMS: Final[dict[str, tuple[str, ...]]] = {
@@ -24,12 +25,18 @@ ALGORITHMS: Final[dict[str, tuple[str, ...]]] = {
     "icepop": ("learner.correction.gates=[{use: icepop}]",),
     "opsm": ("learner.correction.gates=[{use: opsm, level: sequence, low: 0.5}, {use: tis}]",),
     "m2po": ("learner.correction.gates=[{use: m2po}, {use: tis}, {use: veto}]",),
+    "kpop": _preset("kpop"),
+    "ipo": _preset("ipo"),
+    "sao": (*_preset("sao"), "learner.critic.lr=3e-4", "learner.advantage.args={alpha: 1.0}"),  # for ten tokens
+    "flash_reinforce": _preset("flash_reinforce"),
     "cispo": ("learner.loss.use=cispo", "learner.correction.base=bypass"),
     "dppo": ("learner.loss.use=dppo", "learner.correction.base=bypass"),
     "topr": ("learner.loss.use=topr", "learner.correction.base=bypass"),
     "vcpo": ("learner.correction.gates=[{use: tis, level: sequence}]", "learner.correction.lr_scale=ess"),
 }
 """Settings by name, as one would give them to `--set`, on top of examples/sort/run.yaml."""
+SINGLE: Final = ("sao", "flash_reinforce")
+"""Algorithms with one response per prompt, and as many prompts as others have responses."""
 FIRST: Final = ("on_policy", "high_staleness")
 
 
@@ -98,8 +105,8 @@ def grid(args: argparse.Namespace) -> list[Cell]:
             rule=rule,
             lr=args.lr,
             steps=args.steps,
-            groups=args.groups,
-            size=args.size,
+            groups=args.groups * args.size if name in SINGLE else args.groups,
+            size=1 if name in SINGLE else args.size,
             every=args.every,
             prompts=args.prompts,
             final_prompts=args.final_prompts,

@@ -112,6 +112,9 @@ StopReason: TypeAlias = Literal[
     "agent_failed",
 ]
 """Why an episode ended, in the words of tinker-cookbook (`tinker_cookbook/rl/types.py`), and `agent_failed`."""
+LIMITS: Final[frozenset[StopReason]] = frozenset(
+    {"max_turns", "max_tokens", "max_sampled_tokens", "max_tool_calls", "context_overflow", "rollout_timeout"}
+)
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -198,6 +201,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", omit_defau
     dropped: _Count = 0
     auxiliary: _Count = 0
     blobs: _Blobs = []
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish == "length" or self.stop in LIMITS
 
     @property
     def images(self) -> list[str]:

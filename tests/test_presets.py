@@ -45,7 +45,7 @@ def test_each_is_a_run_that_starts(name):
     assert config.learner.preset == name
     recipe = Recipe.of(config)
     assert recipe.estimator.name == config.learner.advantage.use
-    assert recipe.streams == (name in {"grpo", "egpo_zhao", "high_staleness", "on_policy"})
+    assert recipe.streams == (name in {"grpo", "egpo_zhao", "kpop", "ipo", "high_staleness", "on_policy"})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,6 +59,16 @@ def test_every_value_has_its_origin(name):
 
 def test_on_policy_trains_no_token_of_older_weights():
     assert load(None, ["learner.preset=on_policy"], {}).config.token_staleness_limit == 0
+
+
+@pytest.mark.parametrize("name", ["sao", "flash_reinforce"])
+def test_one_response_per_prompt_is_a_group_that_is_complete(name):
+    config = load(None, [f"learner.preset={name}"], {}).config
+    assert (config.sampling.group_size, config.sampling.min_group) == (1, 1)
+    with pytest.raises(ConfigError, match="compares the responses of a group"):
+        Recipe.of(
+            load(None, [f"learner.preset={name}", "learner.advantage.use=grpo", "learner.critic.kind=none"], {}).config
+        )
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -99,7 +109,7 @@ def test_the_newest_name_wins(tmp_path: Path):
 
 def test_what_belongs_to_another_choice_is_left_out():
     learner = load(None, ["learner.preset=scalerl", "learner.loss.use=gspo"], {}).config.learner
-    assert (learner.loss.use, learner.loss.args, learner.loss.aggregate) == ("gspo", {}, "token_mean")
+    assert (learner.loss.use, learner.loss.args, learner.loss.aggregate) == ("gspo", {}, "prompt_mean")
     learner = load(None, ["learner.preset=scalerl", "learner.correction.base=decoupled"], {}).config.learner
     assert learner.correction.gates is None  # the default ones of that base
 

@@ -167,7 +167,7 @@ async def _play_all(config: RunConfig, task: Path | None, limit: int) -> tuple[T
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
     sources = config.data.whole(config.data.train if task is None else [SourceConfig(source=task)])
-    store, paths = ImageStore.nowhere(config.images), config.plugin_paths
+    store, paths = ImageStore(config.images), config.plugin_paths
     data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, count=limit, store=store)
     prompts = [decode(prompt, Prompt) for prompt in itertools.islice(data.prompts, limit)]
     engine = HfEngine(config, config.seed)

@@ -22,11 +22,9 @@ def _place(value: Any) -> Path | str:
         return value
     if not isinstance(value, str):
         raise ValueError("must be a file, hf:OWNER/NAME:SPLIT or module:Name")  # noqa: TRY004
-    if value.startswith("hf:"):
-        if not HUB.fullmatch(value):
-            raise ValueError(f"{value}: write hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG/SPLIT")
-        return value
-    return value if _IMPORT.fullmatch(value) else Path(value)
+    if value.startswith("hf:") and not HUB.fullmatch(value):
+        raise ValueError(f"{value}: write hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG/SPLIT")
+    return value if HUB.fullmatch(value) or _IMPORT.fullmatch(value) else Path(value)
 
 
 def _listed(value: Any) -> Any:
@@ -54,7 +52,6 @@ class SourceConfig(Section):
 
     @property
     def stem(self) -> str:
-        """What names the source if nothing else does."""
         if isinstance(self.source, Path):
             return self.source.stem
         found = HUB.fullmatch(self.source)

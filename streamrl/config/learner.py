@@ -10,7 +10,19 @@ from pydantic import Field, model_validator
 from streamrl.config.base import MODEL, Duration, Fraction, Natural, Positive, Section, ServerUrl, StoreUrl
 
 Coefficient = Annotated[float, Field(ge=0)]
-Preset = Literal["grpo", "ppo", "egpo", "egpo_zhao", "scalerl", "high_staleness", "on_policy"]
+Preset = Literal[
+    "grpo",
+    "ppo",
+    "egpo",
+    "egpo_zhao",
+    "scalerl",
+    "kpop",
+    "ipo",
+    "sao",
+    "flash_reinforce",
+    "high_staleness",
+    "on_policy",
+]
 
 
 class AdvantageConfig(Section):
@@ -30,10 +42,15 @@ class LossConfig(Section):
 
     use: str = Field("ppo", description="name of a loss, or module:name of your own")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the loss: clip_low, ...")
-    aggregate: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
+    aggregate: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = Field(
         "token_mean",
-        description="mean over the tokens of the step; mean over responses of their means; sum over tokens divided by"
-        " responses x sampling.max_new_tokens",
+        description="mean over the tokens of the step; mean over responses of their means; mean over prompts of the"
+        " means over the tokens of their responses; sum over tokens divided by responses x sampling.max_new_tokens",
+    )
+    truncated: Literal["train", "mask"] = Field(
+        "train",
+        description="responses that a limit ended: mask gives them no policy gradient, and their rewards still count in"
+        " the baseline",
     )
     entropy: float = Field(0.0, description="coefficient of the entropy bonus; 0: none")
 
@@ -41,7 +58,10 @@ class LossConfig(Section):
 class GateConfig(Section):
     """One gate on importance ratios: a weight that is cut, or a mask (docs/reference/corrections.md)."""
 
-    use: str = Field(description="tis, icepop, mask, veto, opsm, m2po, or module:name of your own")
+    use: str = Field(
+        description="tis, icepop, mask, veto, opsm, m2po, binary_kl, tv, clip_cov, top_entropy, or module:name of your"
+        " own"
+    )
     level: Literal["token", "sequence", "geometric"] | None = Field(
         None,
         description="ratio of a token, of the whole response, or its geometric mean over the response; empty: the"
@@ -77,6 +97,11 @@ class CorrectionConfig(Section):
         description="learning rate times the square root of the normalised effective sample size, or times"
         " 1 / sqrt(1 + mean staleness in steps)",
     )
+    exact_on_policy_ratio: bool = Field(
+        False,
+        description="tokens of staleness 0 have the ratio 1: what engine and learner compute differently from the same"
+        " weights does not count",
+    )
 
 
 class KlConfig(Section):
@@ -103,8 +128,14 @@ class CriticConfig(Section):
         0.5, description="values move at most this far from those of the start of the step; 0: as far as they like"
     )
     warmup_steps: Natural = Field(0, description="first steps in which only the critic learns")
+    updates_per_step: Positive = Field(1, description="updates of the critic for each one of the policy")
+    freeze: Literal["none", "attention"] = Field(
+        "none", description="attention: the attention layers of the critic stay as they were loaded"
+    )
     gamma: Fraction = Field(1.0, description="discount per token")
-    lam: Fraction = Field(1.0, description="lambda of GAE")
+    lam: Fraction = Field(
+        1.0, description="lambda of the returns that the critic learns; the policy's too, unless advantage.args has lam"
+    )
 
     @model_validator(mode="before")
     @classmethod

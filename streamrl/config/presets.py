@@ -13,6 +13,8 @@ from typing import Any, Final
 
 _CLIP: Final = {"use": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.28}, "aggregate": "token_mean"}
 _TRUNCATED: Final = {"base": "decoupled", "gates": [{"use": "tis", "high": 2.0}, {"use": "veto", "low": 0.0001}]}
+_RATIO: Final = {"use": "cispo", "args": {"low": 0.0, "cap": 20.0}, "aggregate": "token_mean"}
+_SINGLE: Final = {"group_size": 1, "min_group": 1}
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -50,9 +52,52 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "max_staleness": 8,
             "learner": {
                 "advantage": {"use": "grpo_batch_std", "zero_variance": "drop"},
-                "loss": {"use": "cispo", "args": {"cap": 5.0}, "aggregate": "token_mean"},
+                "loss": {"use": "cispo", "args": {"cap": 5.0}, "aggregate": "prompt_mean"},
                 "correction": {"base": "bypass", "gates": []},
                 "head_float32": True,
+            },
+        },
+        "kpop": {
+            "learner": {
+                "advantage": {"use": "grpo"},
+                "loss": _RATIO,
+                "correction": {"base": "bypass", "gates": [{"use": "binary_kl", "level": "token", "high": 0.1}]},
+            }
+        },
+        "ipo": {
+            "learner": {
+                "advantage": {"use": "dr_grpo"},
+                "loss": _RATIO,
+                "correction": {"base": "bypass", "gates": [{"use": "tv", "high": 0.3}]},
+            }
+        },
+        "sao": {
+            "sampling": _SINGLE,
+            "learner": {
+                "groups_per_step": 64,
+                "advantage": {"use": "gae", "args": {"alpha": 0.05}},
+                "critic": {
+                    "kind": "model",
+                    "gamma": 1.0,
+                    "lam": 1.0,
+                    "updates_per_step": 2,
+                    "freeze": "attention",
+                    "warmup_steps": 10,
+                },
+                "loss": {"use": "reinforce", "aggregate": "token_mean"},
+                "correction": {
+                    "base": "bypass",
+                    "gates": [{"use": "icepop", "level": "token", "low": 0.2, "high": 4.0}],
+                },
+            },
+        },
+        "flash_reinforce": {
+            "sampling": _SINGLE,
+            "learner": {
+                "groups_per_step": 64,
+                "advantage": {"use": "batch_mean"},
+                "loss": {**_RATIO, "aggregate": "sequence_mean"},
+                "correction": {"base": "bypass", "gates": [{"use": "binary_kl", "level": "sequence", "high": 0.005}]},
             },
         },
         "high_staleness": {

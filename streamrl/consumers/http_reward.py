@@ -13,7 +13,7 @@ import msgspec
 from typing_extensions import override
 
 from streamrl.consumers.reward import RewardContext, RewardLife, RewardSample, Score
-from streamrl.errors import ConfigError, PluginError, RewardBusy, RewardUnavailable, WireError
+from streamrl.errors import ConfigError, DataError, PluginError, RewardBusy, RewardUnavailable, WireError
 from streamrl.http import BadAnswer, BadRequest, Call, HttpClient, Lost, read_key
 from streamrl.images.encoded import data_url
 
@@ -138,7 +138,7 @@ class HttpReward(RewardLife):
             return
         try:
             found = await self._post([sample for sample, _, _ in fair], min(until for _, _, until in fair))
-        except BadRequest as error:
+        except (BadRequest, DataError) as error:  # DataError: an image of one of them is missing
             if half := len(fair) // 2:
                 await self._send_batch(fair[:half])
                 await self._send_batch(fair[half:])

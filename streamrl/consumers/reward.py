@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from typing_extensions import deprecated
 
 from streamrl.config import ImagesConfig, RewardModelConfig, RunConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RewardUnavailable
 from streamrl.images.store import ImageStore
 from streamrl.score import Score as Score  # noqa: PLC0414 (users import it from here)
 from streamrl.score import finite as finite  # noqa: PLC0414
@@ -147,7 +147,10 @@ class RewardSample:
 
 def _images(names: Sequence[str], travelled: Sequence[bytes], store: ImageStore | None) -> tuple[RewardImage, ...]:
     def load(name: str) -> bytes:
-        return (store or ImageStore.nowhere(ImagesConfig())).read([name], travelled)[name]
+        try:
+            return (store or ImageStore(ImagesConfig())).read([name], travelled)[name]
+        except OSError as error:
+            raise RewardUnavailable(f"an image cannot be read: {error}") from error
 
     return tuple(RewardImage(name, partial(load, name)) for name in names)
 

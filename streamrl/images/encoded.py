@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +45,7 @@ class EncodedImage:
 
     @property
     def part(self) -> dict[str, Any]:
-        """As a part of a chat message; `image_parts` finds it there."""
+        """As a part of a chat message; `images_of` finds it there."""
         return {"type": "image", "sha256": self.sha256, "width": self.width, "height": self.height}
 
 
@@ -64,9 +64,11 @@ def accept(data: bytes, limits: ImagesConfig) -> EncodedImage:
             what = f"an image of {width} x {height} pixels, images.pixels is {limits.pixels:,}"
             raise DataError(what, "make it smaller, or raise images.pixels")
         if (frames := getattr(image, "n_frames", 1)) != 1:
-            raise DataError(f"an image with {frames} frames", "give one frame as an image of its own")
+            raise DataError(f"an image with {frames} frames ({image.format})", "give one frame as an image of its own")
         turned = image.getexif().get(_ORIENTATION) not in _UPRIGHT
         image.load()
+        if image.format not in _KEPT or image.mode != "RGB" or turned:
+            data = in_png(ImageOps.exif_transpose(image))
     except DataError:  # it is a ValueError
         raise
     except UnidentifiedImageError as error:
@@ -74,12 +76,8 @@ def accept(data: bytes, limits: ImagesConfig) -> EncodedImage:
         raise DataError(what, f"known are {', '.join(_FORMATS)}") from error
     except Image.DecompressionBombError as error:
         raise DataError(f"an image that is too large: {error}", f"images.pixels is {limits.pixels:,}") from error
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # Pillow's readers also let errors of `struct` and `zlib` through
         raise DataError(f"an image that cannot be decoded: {error}") from error
-    if image.format not in _KEPT or image.mode != "RGB" or turned:
-        kept = io.BytesIO()
-        in_rgb(ImageOps.exif_transpose(image)).save(kept, format="PNG")
-        data = kept.getvalue()
     return known(hashlib.sha256(data).hexdigest(), data)
 
 
@@ -94,9 +92,7 @@ def blank(width: int, height: int) -> EncodedImage:
     """A white image, to try out something that sees."""
     from PIL import Image
 
-    written = io.BytesIO()
-    Image.new("RGB", (width, height), "white").save(written, format="PNG")
-    data = written.getvalue()
+    data = in_png(Image.new("RGB", (width, height), "white"))
     return EncodedImage(hashlib.sha256(data).hexdigest(), data, width, height)
 
 
@@ -125,7 +121,7 @@ def in_rgb(image: Image) -> Image:
     from PIL import Image
 
     if image.mode in _SIXTEEN:
-        return image.point(lambda level: level / 256).convert("L").convert("RGB")
+        return image.convert("I").point(lambda level: level / 256).convert("L").convert("RGB")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image.convert("RGBA"))
@@ -141,6 +137,11 @@ def from_url(url: object) -> bytes:
         return base64.b64decode(url.partition(_MARK)[2], validate=True)
     except binascii.Error as error:
         raise DataError(f"an image whose base64 is broken: {error}") from error
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message is an image as it is inside."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def is_shown(part: object) -> bool:
@@ -165,14 +166,10 @@ def data_url(data: bytes) -> str:
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The images in chat messages, in the order in which they stand in the tokens."""
-    return [part for message in messages for part in image_parts(message.get("content"))]
+    return [
+        part for each in messages if isinstance(parts := each.get("content"), list) for part in parts if is_image(part)
+    ]
 
 
 def names_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     return [part["sha256"] for part in images_of(messages)]
-
-
-def image_parts(content: object) -> Iterator[Mapping[str, Any]]:
-    """The images in the content of a message, in order."""
-    if isinstance(content, list):
-        yield from (part for part in content if isinstance(part, Mapping) and part.get("type") == "image")

@@ -256,12 +256,14 @@ def vision_of(model: ModelConfig, backend: Any = None) -> Vision | None:
     try:
         backend = backend or AutoTokenizer.from_pretrained(model.tokenizer or model.path)
         processor = AutoImageProcessor.from_pretrained(model.path, backend="pil", **model.image_processor)
+        vision = family(described, backend, processor)
+        vision.expansion((64, 64))
+        vision.outline((64, 64))
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         what = f"the image processor of {model.path} cannot be loaded: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
-            what, "model.path needs its preprocessor_config.json, model.image_processor keys that it has"
-        ) from error
-    return family(described, backend, processor)
+        hint = "model.path needs its preprocessor_config.json, model.image_processor keys that it has, each whole"
+        raise ConfigError(what, hint) from error
+    return vision
 
 
 def auto_class(model: ModelConfig) -> Any:

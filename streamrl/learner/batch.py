@@ -74,6 +74,9 @@ class TrainSample:
     reward: float
     advantages: Float32Array  # shape (n,), finite
     baseline: float | None = None  # reward of the greedy response to the prompt
+    parts: dict[str, float] = field(default_factory=dict)  # of the score, by reward
+    truncated: bool = False  # a limit ended it
+    group_mean: float = 1.0  # mean length of the responses to its prompt
     # The arrays below are None until they are computed.
     proximal: Float32Array | None = None  # log-probability under the policy of the start of the step, shape (n,)
     reference: Float32Array | None = None  # log-probability under the reference policy, shape (n,)
@@ -127,6 +130,7 @@ class Microbatch:
     behaviour: Float32Array
     steps: Int64Array
     advantages: Float32Array
+    group_means: Float32Array  # `group_mean` of each sample, shape (samples,)
     proximal: Float32Array | None = None
     reference: Float32Array | None = None
     values: Float32Array | None = None
@@ -304,6 +308,7 @@ def microbatch(batch: Sequence[TrainSample], rows: Sequence[Row], limits: RowLim
         behaviour=np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
         steps=np.concatenate([sample.steps for sample in samples]),
         advantages=np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
+        group_means=np.asarray([sample.group_mean for sample in samples], dtype=np.float32),
         proximal=_joined([sample.proximal for sample in samples]),
         reference=_joined([sample.reference for sample in samples]),
         values=_joined([sample.values for sample in samples]),

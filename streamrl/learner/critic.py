@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
 from streamrl.images.vision import Vision, vision_of
 from streamrl.learner.algorithms.losses import ValueSums, clipped_value_loss
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
@@ -56,9 +57,12 @@ class Critic(TrainableModel[ValueSums]):
         base, rows = load_rows(source, ranks, "learner.critic.path" if critic.path else "model.path")
         vision = vision_of(source)
         freeze_images(base, vision, learner)
+        if critic.freeze == "attention":
+            freeze_attention(base)
         model = ValueModel(base, vision)
         # `head_float32` is about output layers; a value head is in float32 anyway.
-        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False})
+        passes = learner.passes * critic.updates_per_step
+        own = learner.model_copy(update={"lr": critic.lr, "ema": 0.0, "head_float32": False, "passes": passes})
         limits, whole = prepare(model, rows, config, own, ranks, small=small, exact=(model.value_head,))
         self._clip = critic.clip
         super().__init__(model, own, ranks, limits, kind=ValueSums, whole=whole)
@@ -85,6 +89,20 @@ class Critic(TrainableModel[ValueSums]):
         loss = clipped_value_loss(values, self._to_device(part.values), self._to_device(part.returns), clip=self._clip)
         self._sums += loss.sums
         return loss.per_token.sum()
+
+
+def freeze_attention(model: nn.Module) -> None:
+    """Leave attention layers as they are; `ConfigError`: none is named so."""
+    frozen = [
+        parameter.requires_grad_(False)
+        for name, parameter in model.named_parameters()
+        if any(("attn" in part or "attention" in part) and "norm" not in part for part in name.split("."))
+    ]
+    if not frozen:
+        raise ConfigError(
+            "learner.critic.freeze attention: no parameter of the model is named attn or attention",
+            "set learner.critic.freeze: none",
+        )
 
 
 def make_critic(config: RunConfig, ranks: Ranks, actor: ShardedModel) -> Critic:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from streamrl import wire
-from streamrl.errors import DataError, StreamrlError, WireError
+from streamrl.errors import DataError, Refused, StreamrlError, WireError
 from streamrl.images.store import ImageStore
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, FloatArray, GroupData, TokenTexts, all_equal
 from streamrl.learner.algorithms.recipe import Recipe
@@ -167,6 +167,8 @@ class GroupOpener:
             samples = self._shown(closed, responses, _train_samples(closed, responses, step_of))
             self._check(samples)
             train = self._estimated(samples)
+        except Refused:  # not the group is wrong, but this host
+            raise
         except (WireError, DataError, ValueError) as error:
             raise Unusable(f"group {closed.group_id} cannot be trained: {error}") from error
         return TrainGroup(
@@ -181,7 +183,7 @@ class GroupOpener:
         )
 
     def _shown(
-        self, closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], train: list[TrainSample]
+        self, closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, wire.SampleScore]], train: list[TrainSample]
     ) -> list[TrainSample]:
         """The samples with the bytes of their images."""
         prompt = wire.decode(closed.prompt, wire.Prompt)
@@ -191,9 +193,8 @@ class GroupOpener:
         if self.images is None:
             raise DataError("it has images, and the model takes text alone")
         if prompt.processor != self._processor:
-            raise DataError(
-                "its images became tokens by an image processor with other settings (model.image_processor)"
-            )
+            what = f"images were counted by the image processor {prompt.processor}, the learner has {self._processor}"
+            raise Refused(what, "install the same version of transformers on all hosts")
         travelled = [*prompt.blobs, *(data for sample in answers for data in sample.blobs)]
         own = [dict.fromkeys((*prompt.images, *sample.images)) for sample in answers]
         found = self.images.read({name: None for names in own for name in names}, travelled)
@@ -208,22 +209,32 @@ class GroupOpener:
         data = group_data(samples, texts=self._recipe.texts)
         with np.errstate(over="ignore"):
             arrays = [array.astype(np.float32) for array in self._recipe.estimator(data)]
-        return tuple(replace(sample, advantages=array) for sample, array in zip(samples, arrays, strict=True))
+        # Over the step a masked response still counts in the baseline (`step.update_collected`).
+        masks = self._recipe.mask_truncated and self._recipe.estimator.normalise == "none"
+        return tuple(
+            replace(sample, advantages=np.zeros_like(array) if masks and sample.truncated else array)
+            for sample, array in zip(samples, arrays, strict=True)
+        )
 
 
-def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, float]]:
+def _decode(closed: ClosedGroup) -> list[tuple[wire.Sample, wire.SampleScore]]:
     parts = [closed.samples[number] for number in sorted(closed.samples)]
-    return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore).value) for payload, score in parts]
+    return [(wire.decode(payload, wire.Sample), wire.decode(score, wire.SampleScore)) for payload, score in parts]
 
 
 def _train_samples(
-    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, float]], step_of: Callable[[int], int]
+    closed: ClosedGroup, responses: Sequence[tuple[wire.Sample, wire.SampleScore]], step_of: Callable[[int], int]
 ) -> list[TrainSample]:
     prompt = wire.decode(closed.prompt, wire.Prompt).token_ids
     baseline = next(
-        (reward + sum(turn.reward or 0.0 for turn in sample.turns) for sample, reward in responses if sample.greedy),
+        (
+            score.value + sum(turn.reward or 0.0 for turn in sample.turns)
+            for sample, score in responses
+            if sample.greedy
+        ),
         None,
     )
+    lengths = [count for sample, _ in responses if not sample.greedy and (count := len(sample.token_ids))]
     train = [
         TrainSample(
             group_id=closed.group_id,
@@ -231,12 +242,15 @@ def _train_samples(
             tokens=sample.token_ids,
             logprobs=sample.token_logprobs,
             steps=_token_steps(sample, step_of),
-            reward=reward,
+            reward=score.value,
             advantages=np.zeros(len(sample.token_ids), dtype=np.float32),
             tree=Tree.of(sample),
             baseline=baseline,
+            parts=score.parts,
+            truncated=sample.truncated,
+            group_mean=float(np.mean(lengths)) if lengths else 1.0,
         )
-        for sample, reward in responses
+        for sample, score in responses
         if not sample.greedy
     ]
     if not train:
@@ -244,7 +258,9 @@ def _train_samples(
     return train
 
 
-def _episode_figures(responses: Sequence[tuple[wire.Sample, float]], train: Sequence[TrainSample]) -> EpisodeFigures:
+def _episode_figures(
+    responses: Sequence[tuple[wire.Sample, wire.SampleScore]], train: Sequence[TrainSample]
+) -> EpisodeFigures:
     answers = (sample for sample, _ in responses if not sample.greedy)
     pairs = zip(answers, train, strict=True)
     found = (EpisodeFigures.of(sample, one.tree, len(one.prompt)) for sample, one in pairs if one.tree is not None)
@@ -277,6 +293,7 @@ def group_data(
         baseline_reward=samples[0].baseline if samples else None,
         tokens=[sample.tokens for sample in samples],
         texts=None if texts is None else [texts(sample.tokens) for sample in samples],
+        parts=[sample.parts for sample in samples],
         prompt_text="" if texts is None else "".join(texts(samples[0].prompt)),
         going=[
             np.zeros(len(sample.tokens)) if array is None else array

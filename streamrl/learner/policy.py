@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.images.vision import vision_of
-from streamrl.learner.algorithms.corrections import old_logprobs
+from streamrl.learner.algorithms.corrections import behaviour_logprobs, old_logprobs
 from streamrl.learner.algorithms.recipe import Recipe, objective, token_weights
 from streamrl.learner.algorithms.tokens import Tokens, TokenSums, skipped_sums
 from streamrl.learner.batch import Microbatch, TrainSample, sizes
@@ -124,25 +124,29 @@ class Actor(TrainableModel[TokenSums]):
 
     def _loss(self, part: Microbatch, step: int, kl_coefficient: float) -> torch.Tensor:
         bonus = bool(self.recipe.entropy)
-        logprobs, entropy = self._forward(part, entropy=bonus, entropy_gradient=bonus)
+        asked = bonus or self.recipe.corrections.reads_entropy
+        logprobs, entropy = self._forward(part, entropy=asked, entropy_gradient=bonus)
         if not len(part.samples):
             total: torch.Tensor = logprobs.sum() * 0
             return total
         recipe, weights = self.recipe, None
         if recipe.aggregate != "token_mean":
-            weights = self._to_device(token_weights(part.counts, recipe.aggregate, recipe.max_new_tokens))
+            weights = self._to_device(
+                token_weights(part.counts, recipe.aggregate, recipe.max_new_tokens, part.group_means)
+            )
         tokens = self._tokens(part, logprobs, entropy, step)
         found = objective(tokens, recipe, kl_coefficient, weights=weights, measure_all=recipe.measures_all)
         self._sums += found.sums
         return found.per_token.sum()
 
     def _tokens(self, part: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor | None, step: int) -> Tokens:
-        behaviour = self._to_device(part.behaviour)
+        corrections = self.recipe.corrections
         proximal = logprobs.detach() if part.proximal is None else self._to_device(part.proximal)
         ages = self._to_device(np.maximum(0, step - part.steps))
+        behaviour = behaviour_logprobs(corrections.exact, proximal, self._to_device(part.behaviour), ages)
         return Tokens(
             logprobs=logprobs,
-            old=old_logprobs(self.recipe.corrections.base, proximal, behaviour, ages),
+            old=old_logprobs(corrections.base, proximal, behaviour, ages),
             proximal=proximal,
             behaviour=behaviour,
             advantages=self._to_device(part.advantages),

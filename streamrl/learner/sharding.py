@@ -86,7 +86,7 @@ class ShardedModel:
             pieces += zip(sample.tree.observed, sample.tree.media, strict=True)
         for ids, names in pieces:
             shown = [known(name, sample.blobs[name]) for name in names]
-            self.vision.spans(ids.tolist(), [(image.width, image.height) for image in shown])
+            self.vision.spans(ids.tolist(), [image.size for image in shown])
 
     def _reshard(self) -> None:
         for module in self._module.modules():

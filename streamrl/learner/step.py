@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.learner.algorithms.advantages import normalise
+from streamrl.learner.algorithms.advantages import normalise, value_targets
 from streamrl.learner.algorithms.kl import KlController, penalties
 from streamrl.learner.algorithms.losses import ValueSums
 from streamrl.learner.algorithms.recipe import Recipe
@@ -158,10 +158,10 @@ def update_collected(models: Models, group_ids: Sequence[int], samples: Sequence
     critic_updates: list[UpdateStats[ValueSums]] = []
     for chosen in _mini_batches(recipe, group_ids, step):
         batch = [sample for sample in estimated if sample.group_id in chosen]
-        if step >= recipe.critic_warmup:
+        if recipe.critic is None or step >= recipe.critic.warmup_steps:
             policy_updates.append(models.actor.update_policy(batch, step=step, kl_coefficient=coefficient))
-        if models.critic is not None:
-            critic_updates.append(models.critic.update_critic(batch))
+        if models.critic is not None and recipe.critic is not None:
+            critic_updates += [models.critic.update_critic(batch) for _ in range(recipe.critic.updates_per_step)]
     return StepStats.of(policy_updates, kl_coefficient=coefficient, critic=critic_updates)
 
 
@@ -199,14 +199,19 @@ def _on_all(ranks: Ranks, compute: Callable[[], list[_T]]) -> list[_T] | None:
 
 def _normalised(models: Models, samples: Sequence[TrainSample], arrays: list[FloatArray]) -> list[TrainSample]:
     """The samples with their advantages, and the returns of a critic. Collective."""
-    advantages = normalise(arrays, models.recipe.estimator.normalise, partial(_all_sum, models.actor.ranks))
+    recipe, critic = models.recipe, models.recipe.critic
+    advantages = normalise(arrays, recipe.estimator.normalise, partial(_all_sum, models.actor.ranks))
+    returns: Sequence[FloatArray | None] = [None] * len(samples)
+    if critic is not None:
+        data = group_data(samples, _penalties(models, samples))  # of all groups: returns need no baseline
+        returns = value_targets(data, gamma=critic.gamma, lam=critic.lam)
     return [
         replace(
             sample,
-            advantages=advantage.astype(np.float32),
-            returns=None if sample.values is None else (array + sample.values).astype(np.float32),
+            advantages=(advantage * (not (recipe.mask_truncated and sample.truncated))).astype(np.float32),
+            returns=None if target is None else target.astype(np.float32),
         )
-        for sample, array, advantage in zip(samples, arrays, advantages, strict=True)
+        for sample, advantage, target in zip(samples, advantages, returns, strict=True)
     ]
 
 

@@ -269,6 +269,9 @@ class TrainBuffer:
         except Unusable as error:
             await self._bury(closed.group_id, error.message)
             return None
+        except OSError as error:  # the store of images is away; the next reading tries again
+            logger.warning("images of a group cannot be read", extra={"group": closed.group_id, "why": str(error)})
+            return None
         self._lengths += [len(sample.tokens) for sample in group.samples]
         return group
 

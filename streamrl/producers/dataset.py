@@ -19,7 +19,7 @@ from streamrl.config import ImagesConfig, RunConfig, SourceConfig
 from streamrl.errors import DataError, WireError
 from streamrl.images.encoded import EncodedImage
 from streamrl.images.store import ImageStore
-from streamrl.producers.prompt_images import PromptImages
+from streamrl.producers.images import PromptImages
 from streamrl.producers.records import Records, open_records
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import SCHEMA, Int32Array, Prompt, encode, pack_int32
@@ -117,19 +117,17 @@ def examine_prompts(
     The tokenizer (seconds) is loaded only where it may matter.
     """
     faults, raw = Faults(), records.first(count)
-    lines = _parsed(raw, source, records.where, faults)
+    found = [line.record for line in _parsed(raw, source, records.where, faults)]
     faults.check()
-    found = [line.record for line in lines]
     if not any("messages" in one or one.get("images") or _may_exceed(one, limits) for one in found):
         return 0
-    reader = PromptReader(source, records, tokenizer(), limits, ImageStore.nowhere(images or ImagesConfig()))
+    reader = PromptReader(source, records, tokenizer(), limits, ImageStore(images or ImagesConfig()))
     prompts = list(reader.encode(raw, faults))
     faults.check()
     return prompts.count(None)
 
 
 def first_prompt(source: SourceConfig, records: Records) -> dict[str, Any]:
-    """With the names that columns have inside."""
     [(_, raw)] = records.first(1)
     return _parse(raw, source)
 
@@ -154,7 +152,7 @@ class PromptReader:
         evaluation: bool = False,
     ) -> None:
         self.source, self.records, self._tokenizer, self._limits = source, records, tokenizer, limits
-        store = store or ImageStore.nowhere(ImagesConfig())
+        store = store or ImageStore(ImagesConfig())
         self._images = PromptImages(records.folder, tokenizer.vision, store)
         processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
         self._same = {"evaluation": evaluation, "processor": processor}
@@ -181,7 +179,11 @@ class PromptReader:
                 more: dict[str, Any] = {}
                 names = [image.sha256 for image in line.images]
                 if names:
-                    more = {"v": SCHEMA, "images": names, "blobs": self._images.keep(line.images)}
+                    more = {
+                        "v": SCHEMA,
+                        "images": names,
+                        "blobs": self._images.store.keep({image.sha256: image.data for image in line.images}),
+                    }
                 named = "source" in (self.source.columns or ())
                 source = line.record.pop("source") if named else self.source.name
                 data = _encode_prompt(line, text, tokens, source=source, **self._same, **more)
@@ -207,7 +209,7 @@ class PromptReader:
                 text, written = line.record.get("prompt"), texts
                 if text is None:
                     text, written = tokenizer.chat_text(line.record["messages"]), chats
-                sizes = [(image.width, image.height) for image in line.images]
+                sizes = [image.size for image in line.images]
                 written.append((line, text, tokenizer.vision.expand(text, sizes) if tokenizer.vision else text))
         found: dict[int, tuple[_Line, str, Int32Array]] = {}
         for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -53,8 +52,9 @@ async def run_feeder(role: Role) -> None:
     evaluation = None
     if config.evaluation.every and config.data.held_out:
         sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
-        read = partial(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
-        held_out = await asyncio.to_thread(read)
+        held_out = await asyncio.to_thread(
+            load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store
+        )
         evaluation = Evaluation(role, held_out, versions)
         await evaluation.start()
     role.ready()
@@ -138,7 +138,12 @@ class Training:
     async def _admit(self, version: int, limit: int, end: int | None) -> AdmitOutcome:
         before = self._admitter.cursor
         wanted = range(before, before + limit if end is None else min(before + limit, end))
-        await asyncio.to_thread(list, map(self._data.prompt, wanted))  # made here, so that the loop goes on meanwhile
+        try:  # in a thread, so that the loop goes on meanwhile
+            await asyncio.to_thread(list, map(self._data.prompt, wanted))
+        except OSError as error:  # the disk, or the store of images
+            logger.warning("prompts cannot be made; tried again", extra={"why": str(error)})
+            await self._versions.wait(version, IDLE_PAUSE)
+            return AdmitOutcome.FULL
         outcome = await self._admitter.admit(version, limit=limit, end=end)
         self._drops.admitted(self._admitter.cursor - before)
         return outcome

@@ -33,9 +33,7 @@ from streamrl.producers.records import HEAD, Records, open_records
 from streamrl.producers.tokenizer import Tokenizer
 
 _CHUNK: Final = 1024
-_CHECKED: Final = 4096
 _HELD: Final = 256  # prompts that were made for groups which had no room yet
-_NONE_FITS: Final = 100_000  # records of an iterable, all too long
 
 
 def permutation(count: int, seed: int, epoch: int, name: str = "") -> npt.NDArray[np.int64]:
@@ -56,15 +54,13 @@ def check_lengths(records: Sequence[Records], data: DataConfig) -> None:
     for one in records:
         if one.size is None and (data.epochs is not None or (len(records) > 1 and not data.weights)):
             what = f"{one.where} is an iterable, which may have no end: it has no epochs, and no place in one order"
-            hint = "set learner.steps instead of data.epochs, give each source of data.train a weight"
-            raise ConfigError(what, f"{hint}, or give {one.where} __len__ and __getitem__")
+            raise ConfigError(
+                what, "set learner.steps and a weight for each source, or give it __len__ and __getitem__"
+            )
 
 
 class PromptPool:
-    """Prompts of one or several sources in one order, epoch after epoch.
-
-    `name` makes its order another one than that of a pool of the same size. `dropped` are too long, each counted once.
-    """
+    """Prompts of sources in one order, epoch after epoch; `name` is part of its key. `dropped` are too long."""
 
     def __init__(self, readers: Sequence[PromptReader], name: str, config: RunConfig, *, drop: bool) -> None:
         self._readers, self._name, self._seed, self._drop = readers, name, config.seed, drop
@@ -103,7 +99,7 @@ class PromptPool:
                     self._fitting.append(place)
                 self.dropped += prompt is None and place < (self.size or place + 1)
             self._walked = places.stop
-            if not self._fitting and self._walked >= (self.size or _NONE_FITS):
+            if not self._fitting and self._walked >= (self.size or 100 * _CHUNK):
                 where = self._readers[0].records.where
                 raise DataError(f"{where} has no prompts that are short enough", "raise data.max_prompt_tokens")
 
@@ -160,8 +156,8 @@ class TrainingPrompts:
         for reader in self._readers:
             prompts = list(reader.encode(reader.records.first(HEAD), faults))
             faults.check()
-            digest.update(reader.fingerprint + b"".join(prompt[1] for prompt in prompts if prompt is not None))
-            digest.update(b"dropped" if None in prompts else b"")
+            contents = [b"dropped" if prompt is None else prompt[1] for prompt in prompts]
+            digest.update(reader.fingerprint + b"".join(contents))
         return digest.hexdigest()
 
     @property
@@ -202,7 +198,7 @@ class TrainingPrompts:
         """All records that can be read ahead, piece by piece; code of the user is left alone."""
         for reader in self._readers:
             size = (reader.records.size or 0) if reader.records.identity else 0
-            yield from ((reader, range(row, min(row + _CHECKED, size))) for row in range(0, size, _CHECKED))
+            yield from ((reader, range(row, min(row + _CHUNK, size))) for row in range(0, size, _CHUNK))
 
 
 def fingerprint_of(data: PromptSet | TrainingPrompts, **settings: int | bool) -> str:

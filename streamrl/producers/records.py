@@ -82,8 +82,7 @@ class JsonLines(Records):
         self.where, self.folder = str(path), path.parent
         try:
             self._file = path.open("rb", buffering=0)
-            size = os.fstat(self._file.fileno()).st_size
-            self._index(np.memmap(self._file, np.uint8, "r") if size else np.zeros(0, np.uint8), most)
+            self._index(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8), most)
         except OSError as error:
             what = f"cannot read the prompts {path}: {error.strerror}"
             raise DataError(what, "set data.train (and data.held_out)") from error
@@ -195,8 +194,7 @@ class PythonIterable(Records):
 
     def first(self, count: int) -> list[tuple[int, Any]]:
         """From a pass of its own."""
-        found: list[tuple[int, Any]] = _called(self.where, 0, lambda: list(islice(enumerate(self._build()), count)))
-        return found
+        return list(_called(self.where, 0, lambda: list(islice(enumerate(self._build()), count))))
 
     def _at(self, row: int) -> tuple[int, Any]:
         if row < self._read - len(self._recent):

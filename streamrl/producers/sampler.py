@@ -17,7 +17,7 @@ from streamrl.config.sampling import OPTIONS
 from streamrl.engine import Completion, Generator, Request
 from streamrl.errors import DeadlineExceeded
 from streamrl.images.store import ImageStore
-from streamrl.producers.sample_images import SampleImages
+from streamrl.producers.images import SampleImages
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import Lease

@@ -42,6 +42,8 @@ FIXED: Final = (
     "data.shuffle",
     "data.max_prompt_tokens",
     "model.context",
+    "model.image_processor",
+    "images.url",
     "sampling.group_size",
     "sampling.temperature",
     "recording.mode",
@@ -159,7 +161,8 @@ def _expect_published(config: RunConfig, published: Published) -> None:
 
 def _broken(before: RunConfig, now: RunConfig, kept: Sequence[str]) -> str:
     """The values of a run that must not differ and do, in words."""
-    keys = [key for key in _differences(before, now) if key in kept]
+    differ = _differences(before, now)
+    keys = [key for key in kept if any(f"{one}.".startswith(f"{key}.") for one in differ)]
     return ", ".join(f"{key} was {_value(before, key)!r} and is {_value(now, key)!r}" for key in keys)
 
 

@@ -51,7 +51,7 @@ async def measure_accuracy(
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
     sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
-    store = ImageStore.nowhere(config.images)
+    store = ImageStore(config.images)
     data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import pytest
@@ -14,7 +15,7 @@ from streamrl.consumers.models.judge import Judge
 from streamrl.consumers.reward import RewardSample
 from streamrl.consumers.samples import make_sample
 from streamrl.consumers.transcript import transcript
-from streamrl.errors import DataError
+from streamrl.errors import DataError, RewardUnavailable
 from streamrl.images.encoded import data_url, decode
 from streamrl.images.store import ImageStore, files_beside
 from tests.consumers.test_http_reward import opened, served
@@ -53,7 +54,7 @@ def test_images_of_the_prompt_and_of_turns_in_their_order(tmp_path):
 def test_a_large_one_that_is_gone_is_an_error_when_it_is_looked_at():
     sample = seen()
     assert sample.images[2].data == SHOWN
-    with pytest.raises(DataError, match=f"the image {name(LARGE)[:12]} is not in"):
+    with pytest.raises(DataError, match=f"the image {name(LARGE)[:12]} did not come"):
         _ = sample.images[1].data
 
 
@@ -78,6 +79,25 @@ async def test_a_server_gets_hashes_or_bytes(images):
     data = [data_url(SMALL), data_url(SHOWN)]
     assert bodies[0]["images"] == (data if images == "data" else [name(SMALL), name(SHOWN)])
     assert "images" not in bodies[1], "a text run posts what it did"
+
+
+async def test_a_lost_image_costs_no_other_sample_of_its_batch():
+    async def ones(body):
+        return [1.0 for _ in body["samples"]]
+
+    shown = make_sample("red", images=[SMALL])
+    async with served(ones) as url, opened(url, images="data", send="batch") as reward:
+        good, lost, also = await asyncio.gather(*map(reward.score, (shown, seen(), shown)), return_exceptions=True)
+    assert (good, also) == (Score(1.0), Score(1.0))
+    assert f"the image {name(LARGE)[:12]} did not come" in str(lost)
+
+
+def test_a_store_that_is_away_is_waited_for(tmp_path):
+    """A folder stands where its file should be."""
+    store = ImageStore.of(RunConfig.model_validate({"name": "t", "images": {"inline": 1000}}), tmp_path)
+    (tmp_path / "images" / name(LARGE)).mkdir(parents=True)
+    with pytest.raises(RewardUnavailable, match="an image cannot be read"):
+        _ = seen(store).images[1].data
 
 
 def test_a_function_for_trl_gets_the_images_of_the_prompt():

@@ -17,7 +17,7 @@ from PIL import Image
 
 from streamrl.config import ImagesConfig
 from streamrl.errors import DataError
-from streamrl.images.encoded import accept, data_url, decode, from_url, image_parts, known
+from streamrl.images.encoded import accept, data_url, decode, from_url, images_of, known
 from tests.vision_kit import picture
 
 LIMITS = ImagesConfig()
@@ -57,6 +57,15 @@ def test_sixteen_bits_are_scaled_and_not_cut_off():
     levels = np.asarray([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
     found = pixels(accept(written(Image.fromarray(levels)), LIMITS).data)
     assert found[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+
+
+def test_sixteen_bits_in_the_other_order_of_bytes_are_the_same():
+    """As scanners write them: a TIFF that begins with MM."""
+    fields = [(256, 3), (257, 1), (258, 16), (259, 1), (262, 1), (273, 122), (277, 1), (278, 1), (279, 6)]
+    entries = b"".join(struct.pack(">HHIHH", tag, 3, 1, value, 0) for tag, value in fields)
+    levels = struct.pack(">3H", 0, 32768, 65535)
+    image = b"MM\0*" + struct.pack(">I", 8) + struct.pack(">H", len(fields)) + entries + bytes(4) + levels
+    assert pixels(accept(image, LIMITS).data)[0, :, 0].tolist() == [0, 128, 255]
 
 
 def test_what_is_transparent_becomes_white():
@@ -99,6 +108,14 @@ def test_a_bomb_is_refused_by_what_it_says_of_itself(side, said):
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
     with pytest.raises(DataError, match=said):
         accept(bomb, LIMITS)
+
+
+def test_broken_notes_on_a_photograph_are_a_clear_error():
+    """EXIF that ends within its first field: Pillow raises an error of `struct`."""
+    data, note = picture(6), b"MM\0*"
+    chunk = struct.pack(">I", len(note)) + b"eXIf" + note + struct.pack(">I", zlib.crc32(b"eXIf" + note))
+    with pytest.raises(DataError, match="cannot be decoded"):
+        accept(data[:33] + chunk + data[33:], LIMITS)
 
 
 def test_an_animation_is_refused_with_its_frames():
@@ -155,5 +172,5 @@ def test_urls_hold_the_bytes_and_are_never_fetched():
 
 def test_parts_of_a_message():
     part = accept(picture(), LIMITS).part
-    assert list(image_parts([{"type": "text", "text": "a"}, part, part])) == [part, part]
-    assert list(image_parts("text")) == []
+    messages = [{"content": [{"type": "text", "text": "a"}, part]}, {"content": "text"}, {"content": [part, "b"]}]
+    assert images_of(messages) == [part, part]

@@ -167,6 +167,15 @@ def test_a_family_that_is_not_known_is_refused(tmp_path):
         vision_of(ModelConfig(path=str(tmp_path)), None)
 
 
+def test_settings_with_which_the_processor_counts_nothing_are_refused(tmp_path):
+    """`size` is replaced whole, and one of its sides is missing."""
+    size = {"longest_edge": 200704}
+    model = ModelConfig(path=str(make_vision_model(tmp_path, "qwen2_vl")), image_processor={"size": size})
+    with pytest.raises(ConfigError, match=r"image processor of .* cannot be loaded") as error:
+        vision_of(model)
+    assert "each whole" in error.value.hint
+
+
 def test_a_processor_that_is_missing_is_named(made, tmp_path):
     (tmp_path / "config.json").write_bytes((made.folder / "config.json").read_bytes())
     with pytest.raises(ConfigError, match=r"image processor of .* cannot be loaded"):

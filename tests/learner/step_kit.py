@@ -32,6 +32,7 @@ def rewarded(seed: int, groups: int = 6, size: int = 4, *, near: Actor | None = 
     """
     random = np.random.default_rng(seed)
     batch = make_batch(seed, groups, size)
+    lengths = [len(sample.tokens) for sample in batch]
     known = near.compute_log_prob(batch).logprobs if near is not None else [sample.logprobs for sample in batch]
     return [
         replace(
@@ -39,8 +40,9 @@ def rewarded(seed: int, groups: int = 6, size: int = 4, *, near: Actor | None = 
             logprobs=(logprobs + 0.1 * random.normal(size=len(logprobs))).astype(np.float32),
             steps=random.integers(7, 11, len(sample.tokens)),
             reward=float(random.integers(0, 2)),
+            group_mean=float(np.mean(lengths[place - place % size :][:size])),
         )
-        for sample, logprobs in zip(batch, known, strict=True)
+        for place, (sample, logprobs) in enumerate(zip(batch, known, strict=True))
     ]
 
 

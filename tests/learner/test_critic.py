@@ -9,7 +9,7 @@ from value_kit import plain_values, value_batch
 from weights_kit import full_tensors
 
 from streamrl.errors import ConfigError
-from streamrl.learner.critic import Critic
+from streamrl.learner.critic import Critic, freeze_attention
 
 
 @pytest.fixture
@@ -146,3 +146,26 @@ def test_bfloat16_with_a_head_in_float32(make):
 def test_a_critic_that_is_not_there_is_named_by_its_key(make, tmp_path):
     with pytest.raises(ConfigError, match=r"learner.critic.path .*does not exist"):
         make(critic={"path": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "OPT"])
+def test_frozen_attention_stays_as_it_was_and_the_rest_learns(make, kind):
+    critic = make(kind, critic={"freeze": "attention"})
+    shards = {**critic.parameters, **critic._frozen}
+    before = {name: shard.to_local().clone() for name, shard in shards.items()}
+    put_head(critic)
+    for seed in range(2):
+        critic.update_critic(value_batch(seed))
+    moved = {name for name, shard in shards.items() if not torch.equal(shard.to_local(), before[name])}
+    attention = {name for name in shards if "self_attn." in name}
+    assert len(attention) > 4
+    assert not moved & attention
+    assert moved == shards.keys() - attention
+    state, again = critic.shard_state(), make(kind, critic={"freeze": "attention"})
+    again.load_shard_state(state)
+    assert critic.update_critic(value_batch(3)) == again.update_critic(value_batch(3))
+
+
+def test_a_model_without_attention_has_none_to_freeze():
+    with pytest.raises(ConfigError, match="no parameter of the model is named attn"):
+        freeze_attention(torch.nn.Linear(2, 2))

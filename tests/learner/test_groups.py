@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import numpy as np
 import pytest
 from test_actor import plain, reference_logprobs
@@ -32,10 +33,10 @@ def response(*tokens, logprobs=None, runs=((0, 3),), greedy=False) -> wire.Sampl
     )
 
 
-def opened(*scored, prompt=(1, 2), check=lambda _: None, step_of=None, **config) -> TrainGroup:
+def opened(*scored, prompt=(1, 2), check=lambda _: None, step_of=None, parts=None, **config) -> TrainGroup:
     """The group of these responses with their rewards; version 3 was made at step 1."""
     samples = {
-        2 * place: (wire.encode(sample), wire.encode(wire.SampleScore(value=value)))
+        2 * place: (wire.encode(sample), wire.encode(wire.SampleScore(value=value, parts=parts or {})))
         for place, (sample, value) in enumerate(scored)
     }
     closed = ClosedGroup(
@@ -67,6 +68,37 @@ def test_a_group_is_opened_with_its_numbers():
     assert flat.zero_gradient
     assert flat.zero_variance
     assert flat.cost == 0
+
+
+def test_a_truncated_response_is_masked_where_it_is_asked():
+    whole, cut = response(4, 5), msgspec.structs.replace(response(6, 7, 8), finish="length")
+    for learner, last in (({}, [-0.5] * 3), ({"loss": {"truncated": "mask"}}, [0.0] * 3)):
+        group = opened((whole, 1.0), (cut, 0.0), learner={"advantage": {"use": "dr_grpo"}, **learner})
+        assert [one.advantages.tolist() for one in group.samples] == [[0.5, 0.5], last]
+        assert [one.truncated for one in group.samples] == [False, True]
+        assert (group.tokens, group.rewards) == (5, (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "truncated"),
+    [
+        ("stop", None, False),
+        ("length", None, True),
+        ("stop", "completed", False),
+        ("stop", "max_turns", True),
+        ("stop", "rollout_timeout", True),
+        ("stop", "agent_failed", False),
+    ],
+)
+def test_what_ended_by_a_limit_is_truncated(finish, stop, truncated):
+    assert msgspec.structs.replace(response(4), finish=finish, stop=stop).truncated == truncated
+
+
+def test_samples_know_the_parts_of_their_score_and_the_length_of_their_group():
+    group = opened((response(4, 5, 6), 1.0), (response(7), 0.0), (response(), 0.0), parts={"right": 1.0})
+    assert [one.group_mean for one in group.samples] == [2.0] * 3
+    assert [one.parts for one in group.samples] == [{"right": 1.0}] * 3
+    assert opened((response(), 0.0)).samples[0].group_mean == 1.0
 
 
 def test_the_greedy_response_is_the_baseline_and_no_sample():

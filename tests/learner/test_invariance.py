@@ -14,14 +14,15 @@ from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.batch import sizes
 from streamrl.learner.policy import Actor
 
-AGGREGATES = ("token_mean", "sequence_mean", "constant_length")
+AGGREGATES = ("token_mean", "sequence_mean", "constant_length", "prompt_mean")
 BASES = ("decoupled", "bypass", "prox_approx")
 PAIRS = [
     (loss, aggregate, BASES[(row + column) % 3])
-    for row, loss in enumerate(LOSSES.names)
+    for row, loss in enumerate(name for name in LOSSES.names if name != "kl_cov")
     for column, aggregate in enumerate(AGGREGATES)
+    if column < 3 or row < 3
 ]
-"""Every two of loss, aggregate and base meet."""
+"""Every two of loss, aggregate and base meet; prompt_mean has three losses. kl_cov looks at a micro-batch."""
 LAYOUTS = {
     "one by one": ({"tokens_per_microbatch": 16}, "apart"),
     "alone": ({}, "alone"),

@@ -7,7 +7,7 @@ import torch
 from loss_kit import differentiate, random_tokens, slope, tokens_of, with_logprobs
 
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.losses import LOSSES, aipo, cispo, dppo, ppo, reinforce, sapo, uses_ratio
+from streamrl.learner.algorithms.losses import LOSSES, aipo, cispo, dppo, kl_cov, ppo, reinforce, sapo, uses_ratio
 
 LN = math.log
 # u = 1, 2, 2, 1/4, 16
@@ -37,6 +37,19 @@ def test_cispo_by_hand():
 def test_aipo_bounds_one_side_only():
     _, gradient = differentiate(lambda tokens: aipo(tokens, cap=1.5), BY_HAND)
     assert gradient.tolist() == pytest.approx([-1, -3, 4.5, 0.25, 1.5])
+
+
+def test_kl_cov_pulls_the_tokens_back_that_would_take_the_entropy():
+    # u = 2, 1/2, 1 and 1; means of log theta -3, of A 0: covariances 4, 4, 0 and 0
+    logprobs, advantages = [-1.0, -5.0, -3.0, -3.0, -90.0], [2.0, -2.0, 2.0, -2.0, 0.0]
+    old = [-1 - LN(2), -5 + LN(2), -3, -3, -1]
+    tokens = tokens_of(logprobs, old, advantages)
+    result, gradient = differentiate(lambda tokens: kl_cov(tokens, share=0.5, coefficient=0.3), tokens)
+    assert result.per_token.tolist() == pytest.approx([-2 * 2 + 0.3 * LN(2), 0.5 * 2 + 0.3 * LN(2), -2, 2, 0])
+    assert gradient.tolist() == pytest.approx([-2 * 2 + 0.3, 0.5 * 2 - 0.3, -2, 2, 0])
+    assert not result.clipped.any()
+    _, gradient = differentiate(lambda tokens: kl_cov(tokens, cap=1.5), tokens)
+    assert gradient.tolist() == pytest.approx([-1.5 * 2 + 1, 0.5 * 2, -2, 2, 0]), "one at least"
 
 
 def test_reinforce_by_hand():
@@ -204,6 +217,8 @@ def test_which_losses_weigh_by_the_ratio():
         ("topr", {"cap": 0}),
         ("vespo", {"lambda_pos": 0}),
         ("kimi", {"tau": -0.1}),
+        ("kl_cov", {"share": 1.1}),
+        ("kl_cov", {"coefficient": -1}),
         ("kimi", {"level": "geometric"}),
     ],
 )

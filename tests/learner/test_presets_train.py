@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from streamrl.config import LearnerConfig
@@ -11,9 +13,11 @@ from streamrl.runfile import LoadedConfig, save
 
 @pytest.mark.parametrize("name", PRESETS)
 async def test_each_preset_trains(run, name):
-    config = run.configure(steps=3)
-    learner = LearnerConfig.model_validate({**config.learner.model_dump(), **PRESETS[name]["learner"]})
-    run.config = config.model_copy(update={**PRESETS[name], "learner": learner})
+    config, preset = run.configure(steps=3), deepcopy(dict(PRESETS[name]))
+    own = {"groups_per_step": config.learner.groups_per_step}
+    learner = LearnerConfig.model_validate({**config.learner.model_dump(), **preset["learner"], **own})
+    sampling = config.sampling.model_copy(update=preset.pop("sampling", {}))
+    run.config = config.model_copy(update={**preset, "sampling": sampling, "learner": learner})
     save(LoadedConfig(config=run.config, origins={}), run.run_dir / "run.json")
     async with run.play():
         assert await run.learn() == 0, run.log()

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.learner.algorithms.advantages import normalise
+from streamrl.learner.critic import Critic
 from streamrl.learner.policy import Actor, LogProbs
 
 
@@ -38,6 +39,7 @@ def differ(ours, theirs):
     [
         {},
         {"loss": {"aggregate": "sequence_mean"}},
+        {"loss": {"aggregate": "prompt_mean"}},
         {"loss": {"aggregate": "constant_length", "entropy": 0.01}},
         {"correction": {"base": "bypass"}},
         {"correction": {"base": "prox_approx", "lr_scale": "staleness"}},
@@ -144,7 +146,7 @@ def test_the_order_in_which_groups_come_does_not_matter(make):
     assert_same(weights(ours), weights(other))
 
 
-@pytest.mark.parametrize("use", ["reinforce_plus_plus", "grpo_batch_std", "gpg"])
+@pytest.mark.parametrize("use", ["reinforce_plus_plus", "grpo_batch_std", "batch_mean", "gpg"])
 def test_advantages_are_normalised_over_the_step(make, use):
     """Whatever the micro-batches: the same update as with advantages that were normalised before."""
     ours, plain = make(advantage={"use": use}), make(advantage={"use": use})
@@ -157,6 +159,63 @@ def test_advantages_are_normalised_over_the_step(make, use):
     done = normalise(arrays, ours.recipe.estimator.normalise, lambda values: values)
     ready = [replace(sample, advantages=array.astype(np.float32)) for sample, array in zip(batch, done, strict=True)]
     plain.update_policy(ready, step=10)
+    assert_same(weights(ours), weights(plain))
+
+
+@pytest.mark.parametrize("use", ["grpo", "grpo_batch_std"])
+def test_a_masked_response_has_no_gradient_and_stays_in_the_baseline(make, use):
+    """Also where advantages are normalised over the step; its tokens count in the mean."""
+    ours, plain = make(advantage={"use": use}, loss={"truncated": "mask"}), make(advantage={"use": use})
+    batch = estimated(rewarded(2, near=ours), ours)
+    batch = [replace(sample, truncated=place % 4 == 1) for place, sample in enumerate(batch)]
+    stats = step(worker_of(ours, collected=True), batch)
+    done = normalise(
+        [sample.advantages.astype(np.float64) for sample in batch], ours.recipe.estimator.normalise, lambda sums: sums
+    )
+    left = [
+        replace(sample, advantages=(array * (not sample.truncated)).astype(np.float32))
+        for sample, array in zip(batch, done, strict=True)
+    ]
+    assert stats.trained.tokens == plain.update_policy(left, step=10).trained.tokens == count_tokens(batch)
+    assert_same(weights(ours), weights(plain))
+    assert differ(weights(ours), weights(make()))
+
+
+def test_an_exact_ratio_is_one_for_fresh_tokens(make):
+    """As if the engine had computed them as the learner does, with one update per step and with several."""
+    for settings in ({}, {"passes": 2, "correction": {"base": "bypass"}}):
+        correction = {"exact_on_policy_ratio": True, **settings.get("correction", {})}
+        ours, plain = make(**{**settings, "correction": correction}), make(**settings)
+        batch = estimated(rewarded(4, near=ours), ours)
+        known = plain.compute_log_prob(batch).logprobs
+        exact = [
+            replace(sample, logprobs=np.where(sample.steps == 10, logprobs, sample.logprobs))
+            for sample, logprobs in zip(batch, known, strict=True)
+        ]
+        collected = bool(settings)
+        first = step(worker_of(ours, collected=collected), batch)
+        second = step(worker_of(plain, collected=collected), exact)
+        assert first.trained.engine_gap == pytest.approx(second.trained.engine_gap, abs=1e-4)
+        assert first.trained.tokens_0 > 0
+        assert_same(weights(ours), weights(plain))
+
+
+def test_the_tokens_with_the_highest_entropy_alone_are_trained(make):
+    """The gate has the learner compute entropies, and no gradient flows through them."""
+    ours, plain = make(correction={"gates": [{"use": "tis"}, {"use": "top_entropy"}]}), make()
+    batch = estimated(rewarded(5, near=ours), ours)
+    found = plain.compute_log_prob(batch, calculate_entropy=True)
+    chosen = [place for place, sample in enumerate(batch) if sample.has_advantage]
+    entropies = np.concatenate([found.entropy[place] for place in chosen])
+    least = np.sort(entropies)[-int(np.ceil(0.2 * entropies.size))]
+    stats = step(worker_of(ours, collected=False), batch)
+    assert stats.trained.masked == (entropies < least).sum()
+    assert stats.trained.entropy == pytest.approx(entropies.sum(), rel=1e-4)
+    left = [
+        replace(sample, advantages=np.where(entropy >= least, sample.advantages, 0).astype(np.float32))
+        for sample, entropy in zip(batch, found.entropy, strict=True)
+    ]
+    plain.update_policy(left, step=10)
     assert_same(weights(ours), weights(plain))
 
 
@@ -278,3 +337,26 @@ def test_a_discarded_step_leaves_nothing(make):
     for one, its_worker in ((ours, worker), (clean, worker_of(clean, collected=True))):
         step(its_worker, estimated(rewarded(9, near=clean), one), at=11)
     assert_same(weights(ours), weights(clean))
+
+
+def test_a_critic_learns_the_returns_of_its_own_lambda_twice_per_update(make, one_rank):
+    """One response per prompt; the policy has another lambda, and waits for the critic."""
+    settings = {
+        "advantage": {"use": "gae", "args": {"alpha": 0.05}},
+        "critic": {"kind": "model", "lr": 1e-3, "lam": 1.0, "updates_per_step": 2, "warmup_steps": 11},
+    }
+    actor = make(**settings)
+    critic, alone = (Critic(actor.config, one_rank) for _ in range(2))
+    worker, before = worker_of(actor, collected=True, critic=critic), weights(actor)
+    batch = estimated(rewarded(3, groups=8, size=1, near=actor), actor)
+    values = alone.compute_values(batch)
+    known = [
+        replace(sample, values=value, returns=np.full(len(value), sample.reward, dtype=np.float32))
+        for sample, value in zip(batch, values, strict=True)
+    ]
+    stats = step(worker, batch)
+    assert (stats.updates, len(stats.critic)) == (0, 2)
+    assert [one.trained.loss for one in stats.critic] == [alone.update_critic(known).trained.loss for _ in range(2)]
+    assert not differ(before, weights(actor))
+    assert step(worker, batch, at=11).updates == 1
+    assert differ(before, weights(actor))

@@ -405,3 +405,20 @@ def test_played_rewards_have_both_kinds():
     spread = [len({reward(group_id, sample) for sample in range(3)}) for group_id in range(20)]
     assert 1 in spread
     assert 2 in spread
+
+
+async def test_groups_whose_images_cannot_be_read_for_a_while_stay(table, caplog):
+    await table.play(1)
+    outage = [OSError("the store does not answer")]
+
+    def check(samples):
+        if outage:
+            raise outage.pop()
+
+    buffer = await table.buffer(check)
+    await buffer.refresh()
+    assert "images of a group cannot be read" in caplog.text
+    before = len(buffer.choose(9, 0, last=True))
+    await buffer.refresh()
+    assert len(buffer.choose(9, 0, last=True)) == before + 1
+    assert not await table.ledger.dead_letters()

@@ -14,7 +14,7 @@ from weights_kit import export, full_tensors
 
 from streamrl import wire
 from streamrl.config import ImagesConfig, ModelConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, Refused
 from streamrl.images.store import ImageStore
 from streamrl.images.vision import vision_of
 from streamrl.learner import rows
@@ -359,13 +359,14 @@ def test_groups_whose_images_do_not_fit_are_unusable(opener, seeing, one_rank):
     step = {3: 1}.__getitem__
     for group, why in (
         (closed(samples, one, blobs=[]), "the image .* is not in"),
-        (closed(samples, one, processor="other"), "an image processor with other settings"),
         (closed(samples, one, images=[one.images[0]]), "tokens of more images than it has"),
         (closed(samples, replace(one, prompt=samples.ids("q", [0]))), "does not have its tokens in the prompt"),
         (closed(samples, replace(one, tokens=np.full(4, samples.vision.token_id, np.int32))), "was sampled"),
     ):
         with pytest.raises(Unusable, match=rf"group 9 cannot be trained: .*{why}"):
             opener(group, step)
+    with pytest.raises(Refused, match="counted by the image processor other"):
+        opener(closed(samples, one, processor="other"), step)
     blind = GroupOpener(Recipe.of(vision_config(folder)), lambda _: None)
     with pytest.raises(Unusable, match="the model takes text alone"):
         blind(closed(samples, one), step)

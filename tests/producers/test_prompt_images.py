@@ -117,10 +117,10 @@ def test_large_images_are_files_and_each_file_is_read_once(qwen, write, tmp_path
     store = ImageStore.of(RunConfig.model_validate({"name": "t", "images": {"inline": 1000}}), tmp_path / "run")
     path = write(*[{"messages": [user(PART, PART)], "images": ["s.png", "l.png"]}] * 3, s=small, l=large)
     reads = []
-    read = type(path).read_bytes
-    monkeypatch.setattr(type(path), "read_bytes", lambda self: reads.append(self.name) or read(self))
+    read = type(path).open
+    monkeypatch.setattr(type(path), "open", lambda self, mode: reads.append(self.name) or read(self, mode))
     prompts = loaded(path, qwen, store=store)
-    assert sorted(reads) == ["l.png", "s.png"]
+    assert sorted(name for name in reads if name.endswith("png")) == ["l.png", "s.png"]
     assert [prompt.blobs for prompt in prompts] == [[small]] * 3
     (kept,) = (tmp_path / "run" / "images").iterdir()
     assert (kept.name, kept.read_bytes()) == (name(large), large)
@@ -143,7 +143,11 @@ def test_odd_images_become_rgb_and_tiny_ones_work(tokenizer, write):
 BAD = {
     "a missing file": ({"messages": [user(PART)], "images": ["no.png"]}, "that cannot be read: No such file"),
     "not an image": ({"messages": [user(PART)], "images": ["text.png"]}, "no image of a known format: text.png"),
-    "an animation": ({"messages": [user(PART)], "images": ["moves.png"]}, "an image with 2 frames: moves.png"),
+    "a file without end": ({"messages": [user(PART)], "images": ["/dev/zero"]}, "8,388,609 bytes: /dev/zero"),
+    "an animation": (
+        {"messages": [user(PART)], "images": ["moves.png"]},
+        r"2 frames \(PNG\): moves\.png",
+    ),
     "a bomb": ({"messages": [user(PART)], "images": ["huge.png"]}, "too large: .*400000000 pixels.*: huge.png"),
     "too many pixels": (
         {"messages": [user(PART)], "images": ["wide.png"]},

@@ -10,6 +10,7 @@ from replica_kit import Learner, replica_on, samples_of
 from transformers import AutoModelForImageTextToText
 
 from streamrl.images.store import ImageStore
+from streamrl.producers import images
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.tokenizer import Tokenizer
@@ -21,8 +22,10 @@ async def settled(ledger):
     return await ledger.connection.read("XLEN", ledger.keys.prompts) == 0
 
 
-async def test_a_lost_or_changed_image_is_a_dead_letter_and_the_others_are_answered(run, tmp_path, monkeypatch):
-    """The first image is deleted, the second has other bytes, the third is as it was."""
+async def test_a_lost_or_changed_image_is_a_dead_letter_and_the_others_are_answered(run, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    """The first image is deleted, the second has other bytes; the third cannot be read for a while."""
+    monkeypatch.setattr(images, "_PAUSE", 0.01)
     folder = make_vision_model(tmp_path / "model", "qwen2_vl")
     pictures = [picture(seed, 64, 64) for seed in range(3)]
     names = [hashlib.sha256(data).hexdigest() for data in pictures]
@@ -37,6 +40,8 @@ async def test_a_lost_or_changed_image_is_a_dead_letter_and_the_others_are_answe
     data = load_prompts(run.config.data.train, tokenizer, PromptLimits.of(run.config), store=store)
     (run.run_dir / "images" / names[0]).unlink()
     (run.run_dir / "images" / names[1]).write_bytes(pictures[2])
+    away = (run.run_dir / "images" / names[2]).rename(tmp_path / "away")
+    (run.run_dir / "images" / names[2]).mkdir()
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     monkeypatch.setattr(replica_kit, "tiny_model", lambda seed: model)
     async with run.open() as ledgers:
@@ -44,6 +49,9 @@ async def test_a_lost_or_changed_image_is_a_dead_letter_and_the_others_are_answe
         terms = AdmissionTerms("f", 2, 1, 10, 10, 10)
         await Admitter(ledgers.train, terms, lambda group_id: data.prompts[group_id]).admit(1, limit=3)
         async with replica_on(run, ledgers) as (_, _, task):
+            await until(lambda: "given back" in caplog.text)
+            (run.run_dir / "images" / names[2]).rmdir()
+            away.rename(run.run_dir / "images" / names[2])
             await until(lambda: settled(ledgers.train))
             assert not task.done(), "the worker goes on"
         answered = [await samples_of(ledgers.train, group) for group in range(3)]

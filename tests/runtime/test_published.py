@@ -47,6 +47,8 @@ def test_a_run_that_is_prepared_anew_goes_on(run_file: Path, redis: ForeignRedis
     token = prepare(run_file, "first", "a", monkeypatch)
     with pytest.raises(ConfigError, match="Redis has run t with other values: seed was 0 and is 1"):
         prepare(run_file, "second", "b", monkeypatch, "seed=1")
+    with pytest.raises(ConfigError, match=r"model\.image_processor was .* and is .*'size'"):
+        prepare(run_file, "second", "b", monkeypatch, "model.image_processor={size: {longest_edge: 9}}")
     with pytest.raises(ConfigError, match=r"rendered before learner\.lr changed"):
         prepare(run_file, "third", "a", monkeypatch, "learner.lr=1e-4")
     assert prepare(run_file, "fourth", "a", monkeypatch) == token

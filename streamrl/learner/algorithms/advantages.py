@@ -67,6 +67,7 @@ class GroupData:
     baseline_reward: float | None = None  # of the greedy response
     tokens: Sequence[npt.ArrayLike] | None = None  # sampled token ids
     texts: Sequence[Sequence[str]] | None = None  # text of each sampled token
+    parts: Sequence[Mapping[str, float]] | None = None  # the score of each response by reward, None: not known
     prompt_text: str = ""  # of the prompt that all responses answer; empty when not asked for
     going: Sequence[npt.ArrayLike] | None = None  # rewards of turns that follow (docs/reference/advantages.md)
     # Of each response the places of the tokens that each branch trains, in order; None: it is one sequence.
@@ -172,7 +173,7 @@ class TokenTexts:
 
 AllSum: TypeAlias = Callable[[FloatArray], FloatArray]
 """Adds a float64 array up over all ranks; called by all of them, the same number of times."""
-Normalisation = Literal["none", "whiten", "std", "nonzero"]
+Normalisation = Literal["none", "whiten", "std", "centre", "nonzero"]
 NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
 
 _STD_FLOOR = 1e-6
@@ -185,6 +186,7 @@ def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum
     * `whiten`: `(A - mean) / (std + 1e-6)` over the tokens of the step (REINFORCE++, arXiv 2501.03262; PPO).
     * `std`: `A / (std + 1e-6)` over the responses of the step, each with the mean of its tokens (ScaleRL, arXiv
       2510.13786; TRL `scale_rewards="batch"`). The mean stays, so 0 stays 0.
+    * `centre`: `A - mean` over the responses of the step, each with the mean of its tokens (FlashREINFORCE, 2026).
     * `nonzero`: `A responses / responses with an advantage` (GPG, arXiv 2504.02546): what has no gradient does not
       thin out the rest.
 
@@ -200,7 +202,9 @@ def normalise(arrays: Sequence[FloatArray], kind: Normalisation, all_sum: AllSum
     if kind == "whiten":
         mean, std = _moments(np.concatenate(filled) if filled else np.zeros(0), all_sum)
         return [np.zeros_like(array) if std == 0 else (array - mean) / (std + _STD_FLOOR) for array in arrays]
-    _, std = _moments(np.asarray([array.mean() for array in filled], dtype=np.float64), all_sum)
+    mean, std = _moments(np.asarray([array.mean() for array in filled], dtype=np.float64), all_sum)
+    if kind == "centre":
+        return [difference(array, mean) for array in arrays]
     return [np.zeros_like(array) if std == 0 else array / (std + _STD_FLOOR) for array in arrays]
 
 
@@ -217,12 +221,13 @@ def _moments(values: FloatArray, all_sum: AllSum) -> tuple[float, float]:
 
 
 def generalized_advantages(
-    rewards: npt.ArrayLike, values: npt.ArrayLike, *, gamma: float, lam: float, lengths: npt.ArrayLike
+    rewards: npt.ArrayLike, values: npt.ArrayLike, *, gamma: float, lam: float | FloatArray, lengths: npt.ArrayLike
 ) -> FloatArray:
     """The advantage of every token, shape (n,), of sequences of these `lengths` that stand one behind the other.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}` (arXiv 1506.02438, equations 11 and
     16). What is behind the last token of a sequence is worth 0. With values of 0 and lam 1 they are discounted returns.
+    `lam` is one number, or one of each sequence.
     """
     reward, value = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
     counts = np.asarray(lengths, dtype=np.int64)
@@ -238,8 +243,10 @@ def generalized_advantages(
     return grid[columns, rows]
 
 
-Need = Literal["values", "entropy", "baseline", "text"]
-KNOWN_EARLY: frozenset[Need] = frozenset({"baseline", "text"})  # what is known of a group as soon as it is read
+Need = Literal["values", "entropy", "baseline", "text", "parts"]
+KNOWN_EARLY: frozenset[Need] = frozenset(
+    {"baseline", "text", "parts"}
+)  # what is known of a group as soon as it is read
 Compute: TypeAlias = Callable[..., list[FloatArray]]
 _C = TypeVar("_C", bound=Compute)
 
@@ -256,7 +263,7 @@ def traits(
 
     Args:
         needs: `values` of a critic, `entropy` of the policy, reward of the greedy `baseline` response, `text` of the
-            prompt and of each token.
+            prompt and of each token, `parts` of the scores.
         normalise: see `normalise`.
         needs_of: what it needs beyond that with certain options, from those options.
     """
@@ -337,6 +344,7 @@ _FIELDS: dict[Need, str] = {
     "entropy": "entropy",
     "baseline": "baseline_reward",
     "text": "texts",
+    "parts": "parts",
 }
 
 
@@ -352,6 +360,7 @@ def _small_group(needs: frozenset[Need]) -> GroupData:
         baseline_reward=0.0 if "baseline" in needs else None,
         tokens=tokens,
         texts=[["a", "b"], ["c"]] if "text" in needs else None,
+        parts=[{}, {}],
     )
 
 
@@ -454,6 +463,30 @@ def gpg(group: GroupData) -> list[FloatArray]:
     return group.constant(_centred(group.totals))
 
 
+@ESTIMATORS.register("batch_mean")
+@traits(normalise="centre")
+def batch_mean(group: GroupData) -> list[FloatArray]:
+    """`A_i = r_i - mean over the responses of the step`: a baseline for one response per prompt (FlashREINFORCE)."""
+    return group.constant(group.totals)
+
+
+@ESTIMATORS.register("gdpo")
+@traits(needs=["parts"], normalise="std")
+def gdpo(group: GroupData, *, weights: Mapping[str, float]) -> list[FloatArray]:
+    """`A_i = (sum of w_k A_ik) / std over the step`, A_ik the `grpo` of reward k alone (Liu et al., arXiv 2601.05242).
+
+    Section 3.1, equations 4 to 6. Rewards with a small spread are not drowned by others.
+
+    Args:
+        weights: w_k by the name of the reward, or `name/part`. A reward that was not asked, behind a closed gate, is 0.
+    """
+    assert group.parts is not None
+    total = np.zeros_like(group.rewards)
+    for name, weight in weights.items():
+        total += weight * _grpo(np.asarray([parts.get(name, 0.0) for parts in group.parts]))
+    return group.constant(total, 0.0)
+
+
 @ESTIMATORS.register("pass_at_k")
 def pass_at_k(group: GroupData) -> list[FloatArray]:
     """Only the best response: `(r_max - r_second) / (std(r) + 1e-6)`, 0 for all others (arXiv 2503.19595)."""
@@ -467,15 +500,24 @@ def pass_at_k(group: GroupData) -> list[FloatArray]:
 
 @ESTIMATORS.register("gae")
 @traits(needs=["values"], normalise="whiten")
-def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0) -> list[FloatArray]:
+def gae(group: GroupData, *, gamma: float = 1.0, lam: float = 1.0, alpha: float | None = None) -> list[FloatArray]:
     """Generalized advantages, whitened over the tokens of the step (docs/reference/advantages.md).
 
     Args:
         gamma: discount per token; `learner.critic.gamma`.
-        lam: `learner.critic.lam`.
+        lam: `learner.critic.lam`, or of the policy alone.
+        alpha: lambda of a branch of l tokens is 1 - 1 / (alpha l), at least 0, in the place of `lam` (VAPO, arXiv
+            2504.05118, section 4.2, with 0.05); None: `lam` for any length.
     """
     assert group.values is not None
-    return _generalized(group, [np.asarray(values, dtype=np.float64) for values in group.values], gamma, lam)
+    return _generalized(group, [np.asarray(values, dtype=np.float64) for values in group.values], gamma, lam, alpha)
+
+
+def value_targets(group: GroupData, *, gamma: float, lam: float) -> list[FloatArray]:
+    """What a critic learns, one array per response: the generalized advantage of its own lambda plus the value."""
+    assert group.values is not None
+    values = [np.asarray(array, dtype=np.float64) for array in group.values]
+    return [array + value for array, value in zip(_generalized(group, values, gamma, lam), values, strict=True)]
 
 
 def _egpo_needs(args: Mapping[str, Any]) -> Iterable[Need]:
@@ -548,21 +590,24 @@ def _token_returns(group: GroupData, gamma: float) -> list[FloatArray]:
     return _generalized(group, [np.zeros(length) for length in group.lengths], gamma, 1.0)
 
 
-def _generalized(group: GroupData, values: list[FloatArray], gamma: float, lam: float) -> list[FloatArray]:
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gamma {gamma} and lam {lam} are between 0 and 1")
+def _generalized(
+    group: GroupData, values: list[FloatArray], gamma: float, lam: float, alpha: float | None = None
+) -> list[FloatArray]:
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1 and (alpha is None or alpha > 0)):
+        raise ValueError(f"gamma {gamma} and lam {lam} are between 0 and 1, alpha {alpha} is above 0")
     if not group.rewards.size:
         return []
     # Threads of all responses one behind the other: the token after the end of an action is the start of the next one.
     starts = (np.cumsum(group.lengths) - group.lengths).tolist()
     threads = [start + thread for index, start in enumerate(starts) for thread in group.threads_of(index)]
     order = np.concatenate([np.zeros(0, dtype=np.int64), *threads])
+    lengths = np.asarray([len(thread) for thread in threads])
     flat = np.zeros(order.size)
     flat[order] = generalized_advantages(
         np.concatenate(group.token_rewards())[order],
         np.concatenate(values)[order],
         gamma=gamma,
-        lam=lam,
-        lengths=[len(thread) for thread in threads],
+        lam=lam if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * lengths)),
+        lengths=lengths,
     )
     return np.split(flat, np.cumsum(group.lengths)[:-1])

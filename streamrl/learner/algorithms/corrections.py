@@ -56,6 +56,8 @@ class Traits:
 
     ranges: Mapping[Level, Range]  # default (low, high) of the ratio for each level it knows, the default level first
     bounds: frozenset[str] = frozenset({"low", "high"})  # which of the two it reads
+    tightens: bool = True  # it reads `tighten`
+    entropy: bool = False  # it reads the entropy of tokens
     weighs: bool = False  # its weight contains the ratio, so no other gate and no loss may contain it as well
     # Gates that only drop outliers do not restrict.
     restricts: bool = False  # kept tokens have ratios near 1, so the ratio may be left out, as a chosen approximation
@@ -206,6 +208,92 @@ def m2po(
     return GateResult(keep=~movable | (squares < smallest_masked(squares, movable, tau)))
 
 
+_LEAST = 1e-6  # probabilities are bounded to [1e-6, 1 - 1e-6], so that both logarithms of a divergence are finite
+
+
+@GATES.register("binary_kl")
+@traits(ranges={"token": (0.0, 0.1), "sequence": (0.0, 5e-3)}, bounds=frozenset({"high"}), tightens=False)
+def binary_kl(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Keep what has a binary KL of at most high: `D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))`.
+
+    p and q are probabilities of the sampled token, all other tokens being the second event. Level token: D(mu, old) and
+    D(old, mu) are both within the bound (KPop: Guo et al., ringtech.notion.site/kpop, 2026; prime-rl pull request
+    3283). Level sequence: the mean of D(mu, old) over the tokens of the response is (FlashREINFORCE: Hu et al., 2026;
+    OpenRLHF pull request 1339).
+    """
+    p = tokens.behaviour.clamp(max=0).exp().clamp(_LEAST, 1 - _LEAST).double()
+    q = (tokens.behaviour + log_ratio).clamp(max=0).exp().clamp(_LEAST, 1 - _LEAST).double()
+    distance = _binary_kl(p, q)
+    if gate.level == "sequence":
+        distance = tokens.spread(tokens.mean_per_response(distance))
+    else:
+        distance = torch.maximum(distance, _binary_kl(q, p))
+    assert gate.high is not None
+    return GateResult(keep=distance <= gate.high)
+
+
+def _binary_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+@GATES.register("tv")
+@traits(ranges={"token": (0.0, 0.3)}, bounds=frozenset({"high"}), tightens=False)
+def total_variation(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig) -> GateResult:
+    """Keep tokens whose probability moved by at most high, whatever the sign of A: `|old - mu| <= high`.
+
+    IPO, the default of prime-rl (its pull requests 3418 and 3586). The loss `dppo` looks at the sign of A.
+    """
+    assert gate.high is not None
+    moved = (tokens.behaviour + log_ratio).clamp(max=0).exp() - tokens.behaviour.clamp(max=0).exp()
+    return GateResult(keep=moved.abs() <= gate.high)
+
+
+@GATES.register("clip_cov")
+@traits(ranges={"token": (1.0, 5.0)}, tightens=False)
+def clip_cov(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig, *, share: float = 2e-4) -> GateResult:
+    """Clip-Cov: drop a few of the tokens whose covariance with A is above low and below high.
+
+    Cui et al., arXiv 2505.22617, section 4.2: tokens that are probable and good, or improbable and bad, take the
+    entropy. The covariance of a token is `(A - mean A) (log theta - mean log theta)` over the tokens of a micro-batch
+    that have an advantage. The paper draws at random among those between the bounds; here they lie evenly spaced, so
+    that a step can be repeated.
+
+    Args:
+        share: of the tokens, at least one is dropped; from 0 to 1.
+    """
+    del log_ratio
+    assert gate.low is not None
+    assert gate.high is not None
+    covariance, live = tokens.covariances()
+    found = live & (covariance > gate.low) & (covariance < gate.high)
+    number, count = found.cumsum(0), found.sum().clamp(min=1)
+    wanted = (live.sum() * _share(gate, share)).long().clamp(min=1)
+    return GateResult(keep=~(found & (number * wanted // count > (number - 1) * wanted // count)))
+
+
+@GATES.register("top_entropy")
+@traits(ranges={"token": ANY_RATIO}, bounds=frozenset(), tightens=False, entropy=True)
+def top_entropy(log_ratio: torch.Tensor, tokens: Tokens, gate: GateConfig, *, share: float = 0.2) -> GateResult:
+    """Drop all but the tokens of a micro-batch with the highest entropy, where the response could fork.
+
+    Wang et al., arXiv 2506.01939, section 5.1.
+
+    Args:
+        share: of the tokens that stay; from 0 to 1.
+    """
+    del log_ratio
+    assert tokens.entropy is not None
+    kept = math.ceil(_share(gate, share) * tokens.entropy.numel())
+    order = tokens.entropy.detach().argsort(descending=True, stable=True)
+    return GateResult(keep=torch.zeros_like(order, dtype=torch.bool).index_fill(0, order[:kept], value=True))
+
+
+def _share(gate: GateConfig, share: float) -> float:
+    if not 0 <= share <= 1:
+        raise ConfigError(f"learner.correction.gates: {gate.use} with share: {share}", "share is from 0 to 1")
+    return share
+
+
 _ABSURD = 2.0**20  # bound on the log ratio of a token: squares and sums over responses stay finite
 _TIS, _VETO = GateConfig(use="tis"), GateConfig(use="veto")
 _DEFAULT_GATES = {"decoupled": (_TIS, _VETO), "prox_approx": (_TIS, _VETO), "bypass": (_VETO,), "uncorrected": ()}
@@ -248,6 +336,8 @@ class Gate:
         high = high if config.high is None else config.high
         if low > high:
             raise ConfigError(f"{where}: low {low:g} is above high {high:g}", "no ratio would pass")
+        if config.tighten and not traits.tightens:
+            raise ConfigError(f"{where} has no tighten", "remove tighten")
         if config.tighten and (low > 1 or high < 1):
             raise ConfigError(f"{where}: tighten narrows bounds around 1, but 1 is outside of them", "remove tighten")
         filled = config.model_copy(update={"level": level, "low": low, "high": high})
@@ -289,11 +379,16 @@ class Corrections:
 
     base: str  # what the old policy is
     gates: tuple[Gate, ...]  # in the order of the configuration; empty with base uncorrected
+    exact: bool  # the ratio of tokens of staleness 0 is 1
 
     @classmethod
     def of(cls, config: CorrectionConfig) -> Corrections:
         gates = _DEFAULT_GATES[config.base] if config.gates is None else config.gates
-        return cls(base=config.base, gates=tuple(Gate.of(gate) for gate in gates))
+        return cls(base=config.base, gates=tuple(Gate.of(gate) for gate in gates), exact=config.exact_on_policy_ratio)
+
+    @property
+    def reads_entropy(self) -> bool:
+        return any(gate.traits.entropy for gate in self.gates)
 
     @property
     def level(self) -> Level:
@@ -313,6 +408,13 @@ def old_logprobs(base: str, proximal: torch.Tensor, behaviour: torch.Tensor, age
         share = ages.to(behaviour.dtype) / (ages + 1)
         return behaviour + share * (proximal - behaviour)
     return proximal
+
+
+def behaviour_logprobs(
+    exact: bool, proximal: torch.Tensor, behaviour: torch.Tensor, ages: torch.Tensor
+) -> torch.Tensor:
+    """What tokens were sampled with; `exact`: those of staleness 0 with the policy of the start of the step."""
+    return torch.where(ages == 0, proximal.detach(), behaviour) if exact else behaviour
 
 
 def correct(tokens: Tokens, corrections: Corrections) -> Correction:

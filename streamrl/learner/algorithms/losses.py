@@ -1,8 +1,9 @@
 """Losses: the policy's, each a function by name, and the value function's; notation: docs/reference/losses.md.
 
-A policy loss gets whole responses (`Tokens`) and gives one number per token. It knows of no other response, no gate, no
-mean over tokens and no rank: gates multiply its result (`corrections.py`), aggregation weighs and adds it up
-(`recipe.py`). Its trust region is around `tokens.old`. At u = 1 the gradient of every loss is that of REINFORCE, -A.
+A policy loss gets whole responses (`Tokens`) and gives one number per token. It knows of no gate, no mean over tokens
+and no rank, and (but for `kl_cov`) of no other response: gates multiply its result (`corrections.py`), aggregation
+weighs and adds it up (`recipe.py`). Its trust region is around `tokens.old`. At u = 1 the gradient of every loss is
+that of REINFORCE, -A.
 
 Losses whose ratio belongs to a whole response give each token its response's number, and the gradient to its own
 log-probability: aggregation weighs all tokens of a response alike, so its mean over the tokens (`aggregate:
@@ -216,6 +217,33 @@ def _score(tokens: Tokens, low: float, cap: float) -> LossResult:
     log_u = log_ratio(tokens).detach()
     bounded = log_u.clamp(math.log(low) if low else -math.inf, math.log(cap))
     per_token = -bounded.exp() * tokens.advantages * tokens.logprobs
+    return LossResult(per_token=per_token, clipped=(bounded != log_u) & (tokens.advantages != 0))
+
+
+@policy_loss("kl_cov", uses_ratio=True)
+def kl_cov(tokens: Tokens, *, share: float = 2e-4, coefficient: float = 1.0, cap: float = 20.0) -> LossResult:
+    """KL-Cov: `-min(u, cap) A`, plus `coefficient |log u|` for the tokens with the highest covariance with A.
+
+    Cui et al., arXiv 2505.22617, section 4.2, equation 13. The covariance is that of the gate `clip_cov`, over a
+    micro-batch: the one loss that sees other responses. With one update per step it acts with base bypass alone,
+    because u is 1 otherwise. The paper has no cap; here it is that of `dppo`.
+
+    Args:
+        share: of the tokens with an advantage that are pulled back, those with a positive covariance and at least one;
+            from 0 to 1.
+        coefficient: strength of the pull, at least 0.
+        cap: greatest weight, at least 1.
+    """
+    log_u = log_ratio(tokens)
+    covariance, live = tokens.covariances()
+    wanted = (live.sum() * option("share", share, 0, 1)).long().clamp(min=1)
+    pulled = (covariance.argsort(descending=True, stable=True).argsort() < wanted) & (covariance > 0)
+    bounded = log_u.detach().clamp(max=math.log(option("cap", cap, 1)))
+    per_token = -tokens.advantages * with_gradient(bounded.exp(), tokens.logprobs)
+    # Its gradient does not end beyond the bound, as that of a clamp would.
+    pull = log_u.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).abs()
+    pull = pull + log_u.detach().sign() * (tokens.logprobs - tokens.logprobs.detach())
+    per_token = per_token + option("coefficient", coefficient, 0) * torch.where(pulled, pull, 0)
     return LossResult(per_token=per_token, clipped=(bounded != log_u) & (tokens.advantages != 0))
 
 

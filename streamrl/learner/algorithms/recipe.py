@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.config.learner import KlConfig, LearnerConfig
+from streamrl.config.learner import CriticConfig, KlConfig, LearnerConfig
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import KNOWN_EARLY, Estimator, TokenTexts
 from streamrl.learner.algorithms.corrections import Corrections, Level, correct
@@ -27,18 +27,26 @@ from streamrl.learner.algorithms.kl import kl_term
 from streamrl.learner.algorithms.losses import LOSSES, LossResult, uses_ratio
 from streamrl.learner.algorithms.tokens import Objective, Tokens, TokenSums, token_sums
 
-Aggregate = Literal["token_mean", "sequence_mean", "constant_length"]
+Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"]
 
 
 def token_weights(
-    counts: Sequence[int] | npt.NDArray[np.int64], aggregate: Aggregate, max_new_tokens: int
+    counts: Sequence[int] | npt.NDArray[np.int64],
+    aggregate: Aggregate,
+    max_new_tokens: int,
+    group_means: Sequence[float] | npt.NDArray[np.float32] = (),
 ) -> npt.NDArray[np.float32]:
-    """The weight of each token, responses of `counts` tokens one behind the other (docs/reference/losses.md)."""
+    """The weight of each token, responses of `counts` tokens one behind the other (docs/reference/losses.md).
+
+    `group_means`: mean length of the responses to the prompt of each response, for `prompt_mean`.
+    """
     lengths = np.asarray(counts, dtype=np.int64)
     if aggregate == "token_mean":
         each = np.ones(len(lengths))
     elif aggregate == "sequence_mean":
         each = 1 / np.maximum(lengths, 1)
+    elif aggregate == "prompt_mean":
+        each = 1 / np.asarray(group_means, dtype=np.float64)
     else:
         each = np.full(len(lengths), 1 / max_new_tokens)
     return np.repeat(each, lengths).astype(np.float32)
@@ -139,8 +147,8 @@ class Recipe:
     mini_batches: int  # updates per pass
     zero_variance: ZeroVariance
     lr_scale: Literal["none", "ess", "staleness"]
-    critic: bool
-    critic_warmup: int  # first steps in which only the critic learns
+    critic: CriticConfig | None
+    mask_truncated: bool  # responses that a limit ended have no advantage
     seed: int  # mini-batches are drawn from it
     texts: TokenTexts | None  # where the estimator needs it
 
@@ -155,6 +163,7 @@ class Recipe:
         estimator = Estimator.of(learner)
         _check_needs(estimator, config)
         _check_zero_variance(estimator, learner)
+        _check_single(estimator, config)
         return cls(
             estimator=estimator,
             loss=loss,
@@ -167,8 +176,8 @@ class Recipe:
             mini_batches=learner.mini_batches,
             zero_variance=learner.advantage.zero_variance,
             lr_scale=learner.correction.lr_scale,
-            critic=learner.critic.kind != "none",
-            critic_warmup=learner.critic.warmup_steps,
+            critic=learner.critic if learner.critic.kind != "none" else None,
+            mask_truncated=learner.loss.truncated == "mask",
             seed=config.seed,
             texts=TokenTexts(config.model) if "text" in estimator.needs else None,
         )
@@ -213,7 +222,8 @@ class Recipe:
     def computes(self) -> frozenset[Computed]:
         """What is computed without gradient before the updates: the proximal policy where it is not the present one."""
         found: set[Computed] = set()
-        if self.kl.where == "reward" or (self.several and self.corrections.base in {"decoupled", "uncorrected"}):
+        apart = self.corrections.base in {"decoupled", "uncorrected"} or self.corrections.exact
+        if self.kl.where == "reward" or (self.several and apart):
             found.add("proximal")
         if self.kl.where != "none":
             found.add("reference")
@@ -277,6 +287,31 @@ def _check_needs(estimator: Estimator, config: RunConfig) -> None:
             f"learner.advantage.use {estimator.name} needs the reward of a greedy response",
             "set sampling.greedy_baseline",
         )
+    if "parts" in estimator.needs and config.learner.kl.where == "reward":
+        raise ConfigError(
+            f"learner.advantage.use {estimator.name} reads the rewards one by one, and learner.kl.where reward changes"
+            " their sum",
+            "set learner.kl.where: loss",
+        )
+    if estimator.name == "gdpo":
+        names = {reward.name or reward.use for reward in config.rewards} | {"overlong"}
+        weights = config.learner.advantage.args["weights"]
+        if odd := [name for name in weights if name.partition("/")[0] not in names]:
+            raise ConfigError(
+                f"learner.advantage.args.weights: there is no reward {odd[0]}",
+                f"rewards are {', '.join(sorted(names))}",
+            )
+
+
+def _check_single(estimator: Estimator, config: RunConfig) -> None:
+    """Refuse single responses where the others of a group are their baseline: nothing would ever be learnt."""
+    single = config.sampling.group_size == 1 and ":" not in estimator.name
+    if single and not estimator.learns_from_equal_rewards():
+        raise ConfigError(
+            f"learner.advantage.use {estimator.name} compares the responses of a group, and sampling.group_size is 1:"
+            " every advantage would be 0",
+            "take batch_mean, gae or reinforce_plus_plus, or raise sampling.group_size",
+        )
 
 
 def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
@@ -285,6 +320,11 @@ def _check_zero_variance(estimator: Estimator, learner: LearnerConfig) -> None:
     if what == "keep":
         return
     where = f"learner.advantage.zero_variance {what}"
+    if "parts" in estimator.needs:
+        raise ConfigError(
+            f"{where} with learner.advantage.use {estimator.name}: groups with equal sums may differ in their rewards",
+            "set learner.advantage.zero_variance: keep",
+        )
     if learner.kl.where == "reward":
         raise ConfigError(
             f"{where} with learner.kl.where reward: groups with equal rewards are not equal after the KL",

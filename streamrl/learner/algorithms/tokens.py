@@ -47,6 +47,7 @@ class Tokens:
             sequence=torch.tensor([0, 0, 1]),
             counts=torch.tensor([2, 1]),
             ages=torch.ones(3, dtype=torch.int64),
+            entropy=torch.ones(3),
         )
 
     def sum_per_response(self, values: torch.Tensor) -> torch.Tensor:
@@ -61,6 +62,16 @@ class Tokens:
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Give every token the value of its response: shape (s,) to (n,)."""
         return values.index_select(0, self.sequence)
+
+    def covariances(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(A - mean A) (log theta - mean log theta)` over the tokens with an advantage, and which these are, (n,).
+
+        How much a token changes the entropy of the policy (arXiv 2505.22617, section 4.1); without a gradient.
+        """
+        live = self.advantages != 0
+        count, logprobs = live.sum().clamp(min=1), self.logprobs.detach() * live
+        covariance = (self.advantages - self.advantages.sum() / count) * (logprobs - logprobs.sum() / count)
+        return covariance * live, live
 
 
 AGE_BUCKETS = ("0", "1", "2_3", "4_7", "8_15", "16")  # staleness in steps; the last one has no end

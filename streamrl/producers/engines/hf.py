@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from streamrl.config import RunConfig
 from streamrl.engine import Completion, EngineLoad, Generator, Request, RequestLimits
-from streamrl.errors import DataError, DeadlineExceeded, Unreachable
+from streamrl.errors import DeadlineExceeded, Unreachable
 from streamrl.images.vision import Vision, vision_of
 from streamrl.producers.engines.model import affordable_slots, check_decodable, context_length, load_model, stop_tokens
 from streamrl.producers.engines.slots import Job, SlotBatch, SlotDecoder
@@ -94,8 +94,6 @@ class HfEngine(Generator):
         stop = await self._stop_texts(request) if request.stop else None
         decoder = self._serving()
         limit = self.limits.check(request)
-        if request.images and self._vision is None:
-            raise DataError(f"request {request.id!r} has images, and the model takes text alone")
         ticket = next(self._tickets)
         future = self._open[ticket] = self._loop.create_future()
         if not self._arrived:

@@ -134,7 +134,7 @@ def _trial(model: Any, vision: Vision | None) -> float:
     jobs = [Job(ticket, prompt, 6 - ticket, 1.0) for ticket, prompt in enumerate(prompts)]
     if vision is not None:
         image = vision.smallest
-        ids = vision.tokens_of((image.width, image.height))
+        ids = vision.tokens_of(image.size)
         shown = RequestImage(image.sha256, image.data, 1, len(ids), vision.token_id)
         jobs.append(Job(3, (3, *ids, 4), 4, 1.0, images=(shown,)))
     worst, context = 0.0, 10 + max(len(job.prompt) for job in jobs)

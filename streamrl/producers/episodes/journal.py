@@ -24,7 +24,7 @@ from streamrl.engine import Completion, Finish
 from streamrl.errors import RetryLater, StreamrlError
 from streamrl.images.encoded import names_of
 from streamrl.producers.episodes.tools import ToolResult, call_function
-from streamrl.producers.sample_images import SampleImages
+from streamrl.producers.images import SampleImages
 from streamrl.producers.sampler import TurnJournal
 from streamrl.wire import Int32Array, ToolUse, pack_float32, pack_int32, unpack_float32, unpack_int32
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from streamrl.errors import DataError
-from streamrl.images.encoded import image_parts
+from streamrl.images.encoded import is_image
 from streamrl.producers.episodes.rendering import Message
 
 _TEXTS: Final = {**dict.fromkeys(("text", "input_text", "output_text"), "text"), "refusal": "refusal"}
@@ -46,16 +46,15 @@ def text_of(content: object) -> str:
 
 def content_of(content: object) -> str | list[dict[str, Any]]:
     """As `text_of`, but a list of parts where there are images as they are inside (`EncodedImage.part`)."""
-    if not any(image_parts(content)):
+    if not isinstance(content, list) or not any(map(is_image, content)):
         return text_of(content)
-    assert isinstance(content, list)
-    return [part if any(image_parts([part])) else {"type": "text", "text": _part(part)} for part in content]
+    return [part if is_image(part) else {"type": "text", "text": _part(part)} for part in content]
 
 
 def _part(part: object) -> str:
     if isinstance(part, str):
         return part
-    if any(image_parts([part])):
+    if is_image(part):
         return ""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, Mapping) else None

@@ -24,7 +24,7 @@ from streamrl.producers.episodes.history import History, NextTurn, calls_key
 from streamrl.producers.episodes.journal import EpisodeJournal, reply_key
 from streamrl.producers.episodes.rendering import ChatRenderer, Message, Reply, ToolCall, ToolSchema
 from streamrl.producers.episodes.tools import Toolbox, ToolResult
-from streamrl.producers.sample_images import SampleImages
+from streamrl.producers.images import SampleImages
 from streamrl.producers.sampler import SampleOrder
 from streamrl.producers.stopping import StopTexts
 from streamrl.producers.tokenizer import Tokenizer

@@ -340,7 +340,8 @@ def _pieces(value: Any) -> Sequence[Any]:
 
 def _is_image(piece: Any) -> bool:
     if isinstance(piece, dict):
-        return "image_url" in piece or (piece.get("type") == "image" and ("image" in piece or "data" in piece))
+        kind = piece.get("type")  # other data may have such keys, too
+        return kind in piece if kind == "image_url" else kind == "image" and ("image" in piece or "data" in piece)
     return is_encoded(piece) or _is_of_pillow(piece)
 
 
@@ -381,8 +382,9 @@ def _cut_parts(parts: list[dict[str, Any]], longest: int) -> list[dict[str, Any]
     left, kept = longest, []
     for part in parts:
         text = utf8(part.get("text", ""))
-        kept.append({**part, "text": cut(text, left)} if text else part)
-        left = max(0, left - len(text))
+        if not text or left >= 0:  # below: the note of the text before stands for this one
+            kept.append({**part, "text": cut(text, left)} if text else part)
+        left -= len(text)
     return kept
 
 

@@ -14,6 +14,7 @@ from streamrl.config.presets import PRESETS
 from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.corrections import (
     Corrections,
+    behaviour_logprobs,
     correct,
     old_logprobs,
 )
@@ -21,7 +22,8 @@ from streamrl.learner.algorithms.losses import LOSSES, LossResult
 from streamrl.learner.algorithms.recipe import check_combination
 
 LOG_RATIOS = st.floats(-1000, 1000, width=32)
-GATES = [{"use": use} for use in ("tis", "icepop", "mask", "veto", "opsm", "m2po")]
+GATES = [{"use": use} for use in ("tis", "icepop", "mask", "veto", "opsm", "m2po", "binary_kl", "tv", "clip_cov")]
+GATES += [{"use": "binary_kl", "level": "sequence"}]
 GATES += [
     {"use": use, "level": level} for use in ("tis", "icepop", "mask", "opsm") for level in ("sequence", "geometric")
 ]
@@ -45,6 +47,18 @@ def test_what_the_old_policy_is():
     assert old_logprobs("bypass", proximal, behaviour, ages).tolist() == [-3.0] * 3
     # Log-linear in the versions: at the age 1 half of the way from behaviour, at 3 three quarters.
     assert old_logprobs("prox_approx", proximal, behaviour, ages).tolist() == [-3.0, -2.0, -1.5]
+
+
+def test_an_exact_ratio_is_that_of_fresh_tokens_alone():
+    proximal, behaviour, ages = wide(-1.0, -1.0).requires_grad_(), wide(-1.1, -1.1), torch.tensor([0, 1])
+    exact = behaviour_logprobs(True, proximal, behaviour, ages)
+    assert exact.tolist() == [-1.0, -1.1]
+    assert not exact.requires_grad
+    assert behaviour_logprobs(False, proximal, behaviour, ages) is behaviour
+    tokens = tokens_of(theta=proximal.detach(), proximal=proximal.detach(), behaviour=exact, ages=[0, 1], base="bypass")
+    found = correct(tokens, corrections("bypass", {"use": "tis"}))
+    assert found.factor.tolist() == pytest.approx([1.0, math.exp(0.1)])
+    assert found.factor[0] == 1
 
 
 def test_the_old_policy_has_no_gradient():
@@ -145,7 +159,7 @@ def test_finite_log_probs_give_finite_weights_without_a_gradient(gate, rows):
         assert not any(part.requires_grad for part in (found.factor, found.log_ratio))
 
 
-@pytest.mark.parametrize("gate", [gate for gate in GATES if gate["use"] != "m2po"])
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate["use"] not in {"m2po", "clip_cov"}])
 def test_no_response_changes_the_gates_of_another(gate):
     generator = torch.Generator().manual_seed(0)
     behaviour, shift, advantages = torch.randn(3, 7, generator=generator)
@@ -189,6 +203,8 @@ TIS, MASK, VETO = {"use": "tis"}, {"use": "mask"}, {"use": "veto"}
         (correction("bypass"), "reinforce", "stale tokens count as fresh"),
         (correction("bypass", VETO), "reinforce", "stale tokens count as fresh"),
         (correction("decoupled", VETO), "ppo", "outliers apart"),
+        (correction("decoupled", {"use": "tv"}, {"use": "binary_kl"}), "ppo", "outliers apart"),
+        (correction("bypass", {"use": "binary_kl"}), "reinforce", "stale tokens count as fresh"),
         (correction("prox_approx", {"use": "opsm"}, VETO), "gspo", "outliers apart"),
         ({"kl": {"where": "reward", "estimator": "k3+"}, "reference": {"kind": "frozen"}}, "ppo", "in the reward"),
         ({"kl": {"where": "reward", "unbiased": True}, "reference": {"kind": "frozen"}}, "ppo", "in the reward"),

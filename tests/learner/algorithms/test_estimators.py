@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.config.learner import LearnerConfig
 from streamrl.errors import ConfigError
-from streamrl.learner.algorithms.advantages import ESTIMATORS, Estimator, GroupData, traits
+from streamrl.learner.algorithms.advantages import ESTIMATORS, Estimator, GroupData, traits, value_targets
 
 CENTRED = ("grpo", "dr_grpo", "grpo_batch_std", "rloo", "reinforce_plus_plus_baseline", "gpg")
 OWN_BASELINE = (*CENTRED, "opo", "pass_at_k", "egpo")
@@ -24,6 +24,8 @@ def group(rewards, lengths=None, **more):
 def estimator(use, **args):
     if use == "egpo":
         args = {"mode": "ratio"} | args  # which needs nothing but log-probabilities
+    if use == "gdpo":
+        args = {"weights": {"right": 1.0}} | args
     critic = {"kind": "model"} if use == "gae" else {}
     return Estimator.of(LearnerConfig.model_validate({"advantage": {"use": use, "args": args}, "critic": critic}))
 
@@ -47,6 +49,24 @@ def test_dr_grpo_is_the_distance_from_the_mean():
 
 def test_rloo_is_the_distance_from_the_mean_of_the_others():
     assert per_response("rloo", [1, 2, 6]) == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
+
+
+def test_batch_mean_leaves_the_baseline_to_the_step():
+    assert per_response("batch_mean", [1, 2, 6]) == [1, 2, 6]
+
+
+def test_gdpo_normalises_each_reward_by_itself():
+    parts = [{"right": 0.0, "short": 0.0}, {"right": 1.0, "short": 0.3}, {"right": 0.0, "short": 0.3}, {"short": 0.3}]
+    # right: 0 1 0 0 -> deviations / .5; short: 0 .3 .3 .3 -> mean .225, std .15
+    right, short = np.asarray([-0.5, 1.5, -0.5, -0.5]), np.asarray([-1.5, 0.5, 0.5, 0.5])
+    found = per_response("gdpo", [0.0] * 4, data={"parts": parts}, weights={"right": 1.0, "short": 0.5})
+    assert found == pytest.approx(right + 0.5 * short, rel=1e-4)
+    alone = per_response("gdpo", [0.0] * 4, data={"parts": parts})
+    assert alone == per_response("grpo", [0, 1, 0, 0]), "one reward is GRPO"
+    with pytest.raises(ConfigError, match="weights"):
+        Estimator.of(LearnerConfig.model_validate({"advantage": {"use": "gdpo"}}))
+    with pytest.raises(ValueError, match="needs parts"):
+        estimator("gdpo")(group([0, 1]))
 
 
 def test_opo_weighs_the_baseline_by_length():
@@ -95,6 +115,27 @@ def test_gae_takes_gamma_and_lambda_from_the_critic():
     assert advantages[0].tolist() == [-0.75, -3]
     with pytest.raises(ValueError, match="needs values"):
         Estimator.of(config)(group([1], [2]))
+
+
+def test_the_policy_may_have_another_lambda_than_the_critic():
+    config = LearnerConfig.model_validate(
+        {"advantage": {"use": "gae", "args": {"lam": 0.0}}, "critic": {"kind": "model", "gamma": 0.5, "lam": 1.0}}
+    )
+    data = group([1], [2], values=[[2, 4]])
+    assert Estimator.of(config)(data)[0].tolist() == [0, -3]
+    # What the critic learns: 1 at the last token, half of it one before.
+    assert value_targets(data, gamma=0.5, lam=1.0)[0].tolist() == [0.5, 1]
+
+
+def test_lambda_may_follow_the_length():
+    # lambda is 1 - 1 / (.5 x 4) = .5 for four tokens, and 0 for two
+    values = [[0.0, 0.0, 0.0, 1.0], [0.0, 1.0]]
+    long, short = estimator("gae", alpha=0.5)(group([2, 2], [4, 2], values=values))
+    # deltas 0, 0, 1 and 1
+    assert long.tolist() == [0.375, 0.75, 1.5, 1]
+    assert short.tolist() == [1, 1]
+    with pytest.raises(ConfigError, match="alpha 0 is above 0"):
+        estimator("gae", alpha=0)
 
 
 ROUNDED = [
@@ -164,7 +205,8 @@ def test_the_order_of_the_responses_does_not_matter(use, responses, random):
     def advantages(chosen):
         rewards, lengths = zip(*chosen, strict=True)
         surprise = [np.full(length, -0.1 * length) for length in lengths]
-        return estimator(use)(group(rewards, list(lengths), behaviour=surprise, baseline_reward=1.0))
+        parts = [{"right": reward} for reward in rewards]
+        return estimator(use)(group(rewards, list(lengths), behaviour=surprise, baseline_reward=1.0, parts=parts))
 
     shuffled, plain = advantages([responses[place] for place in order]), advantages(responses)
     for place, tokens in zip(order, shuffled, strict=True):
@@ -227,12 +269,18 @@ def test_each_estimator_says_how_it_is_normalised_and_what_it_needs():
     said = {name: (estimator(name).normalise, set(estimator(name).needs)) for name in ESTIMATORS.names}
     assert {name: kind for name, (kind, _) in said.items() if kind != "none"} == {
         "grpo_batch_std": "std",
+        "batch_mean": "centre",
+        "gdpo": "std",
         "reinforce_plus_plus": "whiten",
         "reinforce_plus_plus_baseline": "whiten",
         "gpg": "nonzero",
         "gae": "whiten",
     }
-    assert {name: needs for name, (_, needs) in said.items() if needs} == {"remax": {"baseline"}, "gae": {"values"}}
+    assert {name: needs for name, (_, needs) in said.items() if needs} == {
+        "remax": {"baseline"},
+        "gae": {"values"},
+        "gdpo": {"parts"},
+    }
     assert estimator("egpo", mode="bonus").needs == {"entropy", "text"}
     assert estimator("egpo", mode="bonus", part="joint").needs == {"entropy"}
     assert estimator("egpo", part="answer").needs == {"text"}

@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from loss_kit import make_tokens
+from torch.distributions import Bernoulli, kl_divergence
 
 from streamrl.config.learner import GateConfig
 from streamrl.errors import ConfigError
@@ -97,6 +100,72 @@ def test_m2po_looks_outward_only():
     assert run(tokens, use="m2po")[1] == [False, True, True, False]
 
 
+def moved(mu, old, **more):
+    """Tokens that were sampled with probabilities `mu` and have `old` now."""
+    old, mu = (torch.tensor(column, dtype=torch.float64).log() for column in (old, mu))
+    return make_tokens(old, old, mu, **{"counts": [1] * len(mu)} | more)
+
+
+def test_binary_kl_of_a_token_is_bounded_both_ways():
+    # D(.5, .25) = .5 ln 2 + .5 ln(2 / 3) = .1438, D(.25, .5) = .25 ln(1 / 2) + .75 ln(3 / 2) = .1308
+    tokens = moved([0.5, 0.25], [0.25, 0.5])
+    assert run(tokens, use="binary_kl", high=0.1439)[1] == [True, True]
+    assert run(tokens, use="binary_kl", high=0.1437)[1] == [False, False]
+    assert run(tokens, use="binary_kl")[1] == [False, False]
+    # A hundred times as likely, and still a rare token: .01 ln 100 + .99 ln(.99 / .9999) = .036.
+    assert run(moved([1e-4, 0.3], [1e-2, 0.999]), use="binary_kl")[1] == [True, False]
+
+
+def test_binary_kl_of_a_response_is_the_mean_of_that_from_mu():
+    tokens = moved([0.5, 0.5, 0.25, 0.25], [0.25, 0.5, 0.5, 0.25], counts=[2, 2])
+    assert run(tokens, use="binary_kl", level="sequence", high=0.0720)[1] == [True] * 4
+    assert run(tokens, use="binary_kl", level="sequence", high=0.0718)[1] == [False, False, True, True]
+    assert run(tokens, use="binary_kl", level="sequence", high=0.0653)[1] == [False] * 4
+    assert run(tokens, use="binary_kl", level="sequence")[1] == [False] * 4
+
+
+@given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=8), st.floats(1e-3, 5))
+def test_binary_kl_is_that_of_two_coins(rows, high):
+    mu, old = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    coins = [Bernoulli(probs=logs.exp().clamp(1e-6, 1 - 1e-6)) for logs in (mu, old)]
+    there, back = kl_divergence(*coins), kl_divergence(*reversed(coins))
+    assume(not torch.isclose(torch.cat([there, back, there.mean()[None]]), torch.tensor(high).double()).any())
+    tokens = make_tokens(old, old, mu, counts=[len(mu)])
+    both = run(tokens, use="binary_kl", high=high)[1]
+    assert both == (torch.maximum(there, back) <= high).tolist()
+    assert run(tokens, use="binary_kl", level="sequence", high=high)[1] == [bool(there.mean() <= high)] * len(mu)
+
+
+def test_tv_looks_at_the_probability_and_not_at_the_sign():
+    tokens = moved([0.5, 0.5, 0.5, 1e-6], [0.79, 0.81, 0.19, 0.25], advantages=[-1, -1, 1, 1])
+    assert run(tokens, use="tv")[1] == [True, False, False, True]
+    assert run(tokens, use="tv", high=0.2)[1] == [False, False, False, False]
+
+
+def test_clip_cov_drops_a_few_of_the_tokens_that_would_take_the_entropy():
+    # Means -3 and 0, so the covariances are 2 x 2, -2 x -2, 0 and 0; the last token has no advantage and no say.
+    logprobs, advantages = [-1.0, -5.0, -3.0, -3.0, -90.0], [2.0, -2.0, 2.0, -2.0, 0.0]
+    tokens = make_tokens(logprobs, logprobs, logprobs, advantages, counts=[1] * 5)
+    assert run(tokens, use="clip_cov")[1] == [True, False, True, True, True], "one at least"
+    assert run(tokens, use="clip_cov", args={"share": 0.5})[1] == [False, False, True, True, True]
+    assert run(tokens, use="clip_cov", high=3.9)[1] == [True] * 5
+    assert run(tokens, use="clip_cov", low=4.1)[1] == [True] * 5
+
+
+def test_clip_cov_draws_evenly():
+    logprobs, advantages = [-1.0, -5.0] * 500, [2.0, -2.0] * 500
+    tokens = make_tokens(logprobs, logprobs, logprobs, advantages, counts=[1000])
+    dropped = [place for place, kept in enumerate(run(tokens, use="clip_cov", args={"share": 0.004})[1]) if not kept]
+    assert dropped == [249, 499, 749, 999]
+
+
+def test_top_entropy_keeps_the_tokens_where_a_response_forks():
+    tokens = make_tokens([-1.0] * 5, [-1.0] * 5, [-1.0] * 5, counts=[3, 2], entropy=[0.1, 0.9, 0.5, 0.7, 0.3])
+    assert run(tokens, use="top_entropy", args={"share": 0.4})[1] == [False, True, False, True, False]
+    assert run(tokens, use="top_entropy")[1] == [False, True, False, False, False]
+    assert run(tokens, use="top_entropy", args={"share": 1})[1] == [True] * 5
+
+
 def test_tighten_narrows_log_bounds_by_age():
     tokens = tokens_at([3.0, 3.0, 3.0], ages=[0, 1, 3])
     weight, _, cut = run(tokens, use="tis", high=4.0, tighten=1.0)
@@ -118,10 +187,11 @@ def test_m2po_counts_an_old_token_as_further_away():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("use", ["tis", "icepop", "mask", "opsm"])
+@pytest.mark.parametrize("use", ["tis", "icepop", "mask", "opsm", "binary_kl", "tv"])
 def test_on_policy_a_gate_does_exactly_nothing(use, level):
     tokens = tokens_at([1.0] * 5, counts=[3, 2], advantages=[1, 1, 1, -1, -1], ages=[0, 1, 2, 3, 90])
-    assert run(tokens, use=use, level=level, tighten=0.5) == ([1.0] * 5, [True] * 5, [False] * 5)
+    more = {"level": level, "tighten": 0.5} if use not in {"binary_kl", "tv"} else {}
+    assert run(tokens, use=use, **more) == ([1.0] * 5, [True] * 5, [False] * 5)
 
 
 @pytest.mark.parametrize("use", ["tis", "icepop"])
@@ -145,6 +215,11 @@ def test_a_bound_in_the_far_distance_is_still_a_finite_weight(use):
         ({"use": "m2po", "args": {"tau": "much"}}, "fails"),
         ({"use": "m2po", "args": {"tau": -0.1}}, "tau"),
         ({"use": "m2po", "args": {"only": "inward"}}, "inward"),
+        ({"use": "binary_kl", "level": "geometric"}, "has no level geometric"),
+        ({"use": "tv", "low": 0.1}, "has no low bound"),
+        ({"use": "clip_cov", "tighten": 1.0}, "has no tighten"),
+        ({"use": "clip_cov", "args": {"share": 2}}, "share is from 0 to 1|share: 2"),
+        ({"use": "top_entropy", "args": {"share": -0.1}}, "share: -0.1"),
         ({"use": f"{__name__}:secretly_weighing"}, "without the trait"),
         ({"use": f"{__name__}:one_for_all"}, "one value per token"),
         ({"use": "no.such:gate"}, "cannot be imported"),

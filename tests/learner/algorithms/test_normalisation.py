@@ -52,6 +52,12 @@ def test_std_is_over_responses_and_keeps_zero():
     assert found[1].tolist() == [0]
 
 
+def test_centre_is_over_responses_however_long():
+    found = normalise([np.full(5, 3.0), np.zeros(1), np.asarray([1.0, -1.0])], "centre", alone)
+    assert [array.tolist() for array in found] == [[2.0] * 5, [-1.0], [0.0, -2.0]]
+    assert not any(array.any() for array in normalise([np.full(3, 0.1 + 0.2), np.full(2, 0.3)], "centre", alone))
+
+
 def test_nonzero_makes_up_for_responses_without_an_advantage():
     found = normalise([np.ones(2), np.zeros(3), -np.ones(1), np.zeros(1), np.zeros(0)], "nonzero", alone)
     assert [array.tolist() for array in found] == [[2, 2], [0, 0, 0], [-2], [0], []]
@@ -62,7 +68,7 @@ def test_none_changes_nothing():
     assert normalise(arrays, "none", alone)[0] is arrays[0]
 
 
-@pytest.mark.parametrize("kind", ["whiten", "std", "nonzero"])
+@pytest.mark.parametrize("kind", ["whiten", "std", "centre", "nonzero"])
 @pytest.mark.parametrize("arrays", [[], [np.zeros(0)], [np.zeros(3)], [np.zeros(1), np.zeros(1)]])
 def test_nothing_to_go_by_gives_zero(kind, arrays):
     assert all(not array.any() for array in normalise(arrays, kind, alone))
@@ -83,7 +89,7 @@ def test_what_cannot_be_normalised_is_refused():
 steps = st.lists(st.lists(st.floats(-100, 100, allow_subnormal=False), max_size=4), min_size=1, max_size=8)
 
 
-@given(steps, st.integers(2, 3), st.sampled_from(["whiten", "std", "nonzero"]))
+@given(steps, st.integers(2, 3), st.sampled_from(["whiten", "std", "centre", "nonzero"]))
 def test_any_number_of_ranks_is_one_rank(responses, ranks, kind):
     arrays = [np.asarray(tokens, dtype=np.float64) for tokens in responses]
     whole = normalise(arrays, kind, alone)

@@ -9,15 +9,19 @@ from streamrl.errors import ConfigError
 from streamrl.learner.algorithms.advantages import ESTIMATORS
 from streamrl.learner.algorithms.recipe import Recipe
 
-LEARNS = {"gae", "remax", "reinforce_plus_plus"}
+LEARNS = {"gae", "remax", "reinforce_plus_plus", "batch_mean", "gdpo"}
+REWARDS = [{"use": "exact", "name": "right"}]
 
 
-def recipe(what, use="grpo", *, args=None, **learner):
+def recipe(what, use="grpo", *, args=None, sampling=None, rewards=REWARDS, **learner):
+    if use == "gdpo":
+        args = args or {"weights": {"right": 1.0}}
     if use == "gae":
         learner["critic"] = {"kind": "model"}
     advantage = {"use": use, "args": args or {}, "zero_variance": what}
-    sampling = {"greedy_baseline": use == "remax"}
-    return Recipe.of(RunConfig.model_validate({"sampling": sampling, "learner": {"advantage": advantage, **learner}}))
+    sampling = {"greedy_baseline": use == "remax", **(sampling or {})}
+    learner = {"advantage": advantage, **learner}
+    return Recipe.of(RunConfig.model_validate({"sampling": sampling, "rewards": rewards, "learner": learner}))
 
 
 @pytest.mark.parametrize("what", ["drop", "resample"])
@@ -59,3 +63,23 @@ def strict(group):
     if group.rewards.std() == 0:
         raise ValueError("no contrast")
     return group.constant(group.rewards)
+
+
+SINGLE = {"group_size": 1, "min_group": 1}
+
+
+@pytest.mark.parametrize("use", ESTIMATORS.names)
+def test_single_responses_need_a_baseline_from_elsewhere(use):
+    if use in LEARNS - {"gdpo"}:
+        assert recipe("keep", use, sampling=SINGLE).zero_variance == "keep"
+    else:
+        with pytest.raises(ConfigError, match=f"advantage.use {use} compares the responses of a group"):
+            recipe("keep", use, sampling=SINGLE)
+
+
+def test_rewards_that_are_normalised_apart_are_there_and_have_no_kl():
+    recipe("keep", "gdpo", args={"weights": {"right/part": 1.0, "overlong": 1.0}})
+    with pytest.raises(ConfigError, match="there is no reward wrong"):
+        recipe("keep", "gdpo", args={"weights": {"wrong": 1.0}})
+    with pytest.raises(ConfigError, match="one by one"):
+        recipe("keep", "gdpo", kl={"where": "reward"}, reference={"kind": "frozen"})

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from streamrl.config import RunConfig
-from streamrl.engine import Request, RequestImage
-from streamrl.errors import DataError
+from streamrl.engine import Request
 from streamrl.producers.engines.hf import HfEngine
 from streamrl.weight_sync.tensors import Version
 from tests.shown_kit import IMAGES, SHOWN, Seeing
@@ -98,13 +97,3 @@ async def test_no_token_that_stands_for_an_image_is_ever_sampled(folder, seeing)
         done = await asyncio.gather(*map(engine.generate, requests))
     assert not {token for each in done for token in each.tokens.tolist()} & set(seeing.vision.forbidden)
     assert seeing.worst_error(requests, done) < CLOSE
-
-
-async def test_a_model_that_takes_text_refuses_images(tiny_dir):
-    image = IMAGES[0]
-    asked = Request(
-        "r", np.asarray([5, 6], dtype=np.int32), 4, images=(RequestImage(image.sha256, image.data, 0, 1, 5),)
-    )
-    async with started(tiny_dir) as engine:
-        with pytest.raises(DataError, match="has images, and the model takes text alone"):
-            await engine.generate(asked)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from streamrl.config import ModelConfig
 from streamrl.images.encoded import data_url
+from streamrl.producers.episodes.endpoint.calls import content_of
 from streamrl.producers.tokenizer import Tokenizer
 from tests.vision_kit import make_vision_model, picture
 
@@ -131,3 +132,9 @@ async def test_what_is_no_image_is_refused_and_nothing_is_fetched(serve, qwen, u
     with pytest.raises(openai.BadRequestError, match="image"):
         await served.ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
     assert served.engine.requests == []
+
+
+def test_texts_in_a_list_are_parts_of_a_result():
+    """As Anthropic's `tool_result` may have them, also beside an image."""
+    assert content_of(["a", {"type": "text", "text": "b"}]) == "ab"
+    assert content_of(["a", shown(RED)]) == [{"type": "text", "text": "a"}, shown(RED)]

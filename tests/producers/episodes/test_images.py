@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from streamrl import wire
-from streamrl.config import ModelConfig, RunConfig, SourceConfig
-from streamrl.errors import DataError
+from streamrl.config import ImagesConfig, ModelConfig, RunConfig, SourceConfig
+from streamrl.errors import DataError, RetryLater
 from streamrl.images.encoded import accept, decode, names_of
 from streamrl.images.store import ImageStore
+from streamrl.producers import images
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.episode import Episode, Task
@@ -22,9 +23,11 @@ from streamrl.producers.episodes.history import History
 from streamrl.producers.episodes.known_models import known_renderer, renderer_of
 from streamrl.producers.episodes.sampler import EpisodeSampler
 from streamrl.producers.episodes.session import EpisodeSession
+from streamrl.producers.images import SampleImages
 from streamrl.producers.sampler import SampleOrder, SingleTurn, TurnJournal
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import open_ledgers
+from streamrl.store import Folder
 from streamrl.wire import Prompt, pack_int32
 from tests.queues.ledger_kit import admit, lease, take
 from tests.vision_kit import KINDS, make_vision_model, picture
@@ -207,10 +210,8 @@ async def test_a_single_turn_gets_the_images_of_its_prompt(tokenizer):
 
 
 async def test_an_image_is_decoded_once_however_often_it_is_sent(qwen, monkeypatch):
-    from streamrl.producers import sample_images
-
     accepted = []
-    monkeypatch.setattr(sample_images, "accept", lambda data, limits: accepted.append(data) or accept(data, limits))
+    monkeypatch.setattr(images, "accept", lambda data, limits: accepted.append(data) or accept(data, limits))
     session, _, messages = await session_of(qwen, ["a", "b", "c"])
     asked = [*messages, {"role": "user", "content": [{"type": "text", "text": "?"}, shown(PICTURES[1])]}]
     for _ in range(3):
@@ -302,15 +303,41 @@ async def test_a_model_of_text_refuses_images():
         await SingleTurn(RunConfig(), Script(tokenizer, []), tokenizer).sample(order)
 
 
-async def test_prompts_that_another_processor_counted_are_refused(qwen):
+async def test_prompts_that_another_processor_counted_are_left_to_other_workers(qwen, monkeypatch):
+    monkeypatch.setattr(images, "_PAUSE", 0.0)
     order = order_of(qwen, part(PICTURES[0]))
     other = wire.decode(wire.encode(order.prompt), Prompt)
     other = Prompt(**{**{field: getattr(other, field) for field in other.__struct_fields__}, "processor": "0" * 16})
     engine = Says(qwen, ["ok"])
-    with pytest.raises(DataError, match=f"processor {'0' * 16}, this worker has {qwen.vision.fingerprint}") as error:
+    with pytest.raises(RetryLater, match=f"processor {'0' * 16}, this worker has {qwen.vision.fingerprint}"):
         await SingleTurn(RunConfig(), engine, qwen).sample(replace(order, prompt=other))
-    assert "model.path and model.image_processor" in error.value.hint
     assert not engine.requests
+
+
+async def test_a_store_that_is_full_costs_no_sample(qwen, tmp_path, monkeypatch):
+    """A file stands where the folder of the store should be: the lease goes back, and the next try finds room."""
+    monkeypatch.setattr(images, "_PAUSE", 0.0)
+    store = ImageStore(ImagesConfig(inline=0), Folder(tmp_path / "images"))
+    (tmp_path / "images").write_text("")
+    found = SampleImages(RunConfig(), order_of(qwen).prompt, qwen.vision, store)
+    asked = [{"role": "user", "content": [shown(PICTURES[0])]}]
+    with pytest.raises(RetryLater, match="the store of images is away or full"):
+        await found.canonical(asked)
+    (tmp_path / "images").unlink()
+    (message,) = await found.canonical(asked)
+    assert message["content"] == [part(PICTURES[0])]
+    assert store.read([name(PICTURES[0])], []) == {name(PICTURES[0]): PICTURES[0]}
+
+
+async def test_an_agent_may_send_back_what_it_was_shown(qwen):
+    """Also an image that became larger than `images.largest` when it was written anew."""
+    image, config = part(PICTURES[0]), RunConfig.model_validate({"images": {"largest": 10}})
+    found = SampleImages(config, order_of(qwen, image).prompt, qwen.vision, None)
+    await found.open()
+    given = found.outside([{"role": "user", "content": [image]}])
+    assert (await found.canonical(given))[0]["content"] == [image]
+    with pytest.raises(DataError, match=r"images\.largest is 10"):
+        await found.canonical([{"role": "user", "content": [shown(PICTURES[1])]}])
 
 
 async def test_an_image_that_was_deleted_is_named_and_large_ones_are_read_where_they_are(qwen, tmp_path):

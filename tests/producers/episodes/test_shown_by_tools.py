@@ -10,6 +10,7 @@ from typing import ClassVar
 import gymnasium
 import msgspec
 import numpy as np
+import orjson
 import pytest
 from PIL import Image
 
@@ -19,9 +20,11 @@ from streamrl.images.encoded import decode as opened
 from streamrl.producers.episodes.adapters.gymnasium import GymnasiumEpisode
 from streamrl.producers.episodes.environment import EnvironmentEpisode, ToolEpisode
 from streamrl.producers.episodes.sampler import EpisodeFailed, EpisodeSampler
+from streamrl.producers.episodes.tools import _cut_parts
 from streamrl.producers.tokenizer import Tokenizer
 from tests.vision_kit import make_vision_model, picture
 
+from .chat_kit import HERMES, make_tokenizer
 from .episode_kit import Script, call, config_of, order_of
 
 PICTURE = picture(0)
@@ -129,3 +132,25 @@ async def test_what_gymnasium_renders_is_seen(qwen):
         del gymnasium.registry["Walk-v0"]
     assert [opened(image.data).getpixel((0, 0))[0] for image in engine.requests[1].images] == [0, 100]
     assert len(sample.images) == 2
+
+
+async def test_data_with_the_keys_of_an_image_stays_text():
+    """What a shop or a search answers, of a model that takes text."""
+    found = [{"title": "a mug", "image_url": "https://example.org/mug.png"}, {"type": "image", "url": "x"}]
+
+    def search() -> object:
+        """Search."""
+        return found
+
+    tokenizer = make_tokenizer(HERMES)
+    engine = Script(tokenizer, [call('{"name": "search", "arguments": {}}'), "done"])
+    async with EpisodeSampler(config_of({"tools": ["a:b"]}), engine, tokenizer, ToolEpisode([search])) as sampler:
+        sample = await sampler.sample(order_of(tokenizer))
+    (said,) = [message["content"] for message in sample.turns[-1].messages if message["role"] == "tool"]
+    assert orjson.loads(said) == found
+
+
+def test_texts_behind_a_cut_one_add_no_notes():
+    parts = [{"type": "text", "text": "a" * 10}, {"type": "image"}, *[{"type": "text", "text": "b" * 9}] * 1000]
+    kept = _cut_parts(parts, 12)
+    assert [part.get("text") for part in kept] == ["a" * 10, None, "b\n[7 characters left out]\nb"]

@@ -35,9 +35,11 @@ _Value = TypeVar("_Value")
 
 def content_of(given: Content) -> str | list[dict[str, Any]]:
     """Text, or where images are shown the parts of OpenAI's chat. CallRefused: an image is not in the call itself."""
-    if not isinstance(given, list) or not any(part.get("type") in _IMAGES for part in given):
+    listed: list[Any] = given if isinstance(given, list) else []
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in listed]
+    if not any(part.get("type") in _IMAGES for part in parts):
         return text_of(given)
-    return [_part(part) for part in given]
+    return [_part(part) for part in parts]
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
