@@ -81,7 +81,7 @@ class JsonLines(Records):
     def __init__(self, path: Path, most: int | None = None) -> None:
         self.where, self.folder = str(path), path.parent
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = path.open("rb")
             self._index(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8), most)
         except OSError as error:
             what = f"cannot read the prompts {path}: {error.strerror}"
