@@ -24,6 +24,8 @@ from streamrl.config.base import (
     Size,
     StoreUrl,
 )
+from streamrl.config.data import DataConfig as DataConfig
+from streamrl.config.data import SourceConfig as SourceConfig
 from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
@@ -75,19 +77,6 @@ class ModelConfig(Section):
     def renders(self) -> bool:
         """Whether chats are written in another way than the tokenizer's own template does by itself."""
         return self.chat_template is not None or bool(self.template_args)
-
-
-class DataConfig(Section):
-    """JSONL prompts: `prompt` (text) or `messages` (chat), `answer`, any other key is metadata."""
-
-    train: Path = Field(Path("train.jsonl"), description="training prompts")
-    held_out: Path | None = Field(None, description="held-out prompts for evaluation; never trained")
-    epochs: Positive | None = Field(None, description="passes over the training prompts; empty: for ever")
-    shuffle: bool = Field(True, description="a new order for each epoch, a function of seed and epoch")
-    max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens")
-    long_prompts: Literal["refuse", "drop"] = Field(
-        "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
-    )
 
 
 class ImagesConfig(Section):
@@ -611,8 +600,10 @@ class RunConfig(Section):
                 "learner.max_token_staleness is below max_staleness + learner.publish_every - 1: groups of the usual"
                 " age would be dropped"
             )
-        if self.evaluation.every and self.data.held_out is None:
-            raise ValueError("evaluation.every is set, but data.held_out names no file")
+        if self.data.epochs is not None and self.data.weights and self.recording.mode != "read":
+            raise ValueError("data.epochs: sources with weights end at different times; set learner.steps instead")
+        if self.evaluation.every and not self.data.held_out:
+            raise ValueError("evaluation.every is set, but data.held_out names no prompts")
         if self.learner.stop_at_accuracy is not None and not self.evaluation.every:
             raise ValueError("learner.stop_at_accuracy needs evaluation.every")
         names = [reward.name or reward.use for reward in self.rewards]

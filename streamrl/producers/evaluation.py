@@ -26,7 +26,8 @@ from streamrl.atomic import write_durably
 from streamrl.config import RunConfig
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionWatcher
-from streamrl.producers.dataset import PromptSet, fingerprint_of
+from streamrl.producers.dataset import PromptSet
+from streamrl.producers.order import fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.records import AdmitOutcome, ClosedGroup
 from streamrl.wire import Prompt, Sample, SampleScore, decode

@@ -457,6 +457,11 @@ class Ledger:
             raise Fenced(f"{script}: a newer learner has taken over")
         return reply
 
+    async def prompts(self, group_ids: Sequence[int]) -> dict[int, bytes]:  # of those groups that are live
+        async with asyncio.TaskGroup() as tasks:
+            reads = [tasks.create_task(self.connection.read("HGET", self.keys.group(n), "prompt")) for n in group_ids]
+        return {n: read.result() for n, read in zip(group_ids, reads, strict=True) if read.result() is not None}
+
     # People.
 
     async def trace(self, group_id: int) -> dict[str, Any] | None:

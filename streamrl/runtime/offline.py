@@ -46,12 +46,13 @@ async def measure_accuracy(
     measure it then are refused at their start. A response that fails, or whose reward fails, does not count;
     StreamrlError if none could be scored.
     """
-    if config.data.held_out is None:
+    if not config.data.held_out:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
+    sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
     store = ImageStore(config.images)
-    data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True, store=store)
+    data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)
     await engine.start()
