@@ -21,7 +21,7 @@ import torch
 from random_model import write_model
 from spread import ratios, spread
 
-from streamrl.config import RunConfig
+from streamrl.config import RunConfig, SourceConfig
 from streamrl.demo.prepare import make_tokenizer
 from streamrl.engine import Request
 from streamrl.http import HttpClient
@@ -169,7 +169,9 @@ def make_prompts(config: RunConfig, folder: Path) -> list[bytes]:
     ]
     path = folder / "train.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    return load_prompts(path, Tokenizer.load(config.model), PromptLimits(PROMPT_TOKENS, config.model.context)).prompts
+    return load_prompts(
+        [SourceConfig(source=path)], Tokenizer.load(config.model), PromptLimits(PROMPT_TOKENS, config.model.context)
+    ).prompts
 
 
 class Counter:

@@ -124,12 +124,13 @@ def _section(path: str, section: type[base.Section]) -> Iterator[str]:
     hints = get_type_hints(section, include_extras=True)
     for name, field in section.model_fields.items():
         kind, inner = _kind(hints[name]), _inner(hints[name])
-        if inner is not None:
+        if inner is not None and inner not in [known for _, known in below]:
             below.append((f"{path}.{name}".lstrip("."), inner))
         default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True), kind)
         meaning = field.description or ""
         if inner is not None:
-            link = f"[{below[-1][0]}](#{below[-1][0].replace('.', '')})"
+            place = next(place for place, known in below if known is inner)
+            link = f"[{place}](#{place.replace('.', '')})"
             kind = f"map of {link}" if kind == "map" else kind.replace("section", link)
             meaning = meaning or _said(inner)
             default = "" if kind == link else default
@@ -178,7 +179,8 @@ def _default(value: Any, kind: str) -> str:
         power = next((power for power in (3, 2, 1) if value and value % 1024**power == 0), 0)
         return f"`{value // 1024**power}{('', 'KiB', 'MiB', 'GiB')[power]}`"
     if isinstance(value, tuple):
-        items = [item.model_dump(exclude_defaults=True) if isinstance(item, base.Section) else item for item in value]
+        short = {"mode": "json", "exclude_defaults": True}
+        items = [item.model_dump(**short) if isinstance(item, base.Section) else item for item in value]
         return f"`{items}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -13,7 +13,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -256,7 +256,8 @@ def _suggest(location: Sequence[str | int]) -> str:
     model: Any = RunConfig
     for part in location[:-1]:
         field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
-        model = field.annotation if field is not None else RewardSpec
+        entries = [kind for kind in get_args(model) if kind is not ...]  # of a list or map: its entry is the last
+        model = field.annotation if field is not None else [RewardSpec, *entries][-1]
     known = list(getattr(model, "model_fields", {}))
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"

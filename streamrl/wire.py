@@ -49,9 +49,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, tag="prompt", omit_defau
     """One prompt of the data set, as the feeder admitted it.
 
     `tokens` are the ids that the engine gets; `text` is for people. `messages` is set when the line of the data set has
-    chat messages. Rewards get `answer` and `metadata` unchanged. `line` is the line of the data set, from 0. `source`
-    is the name of its data set in a mixture, or what the line says; empty: none. `evaluation` marks held-out prompts,
-    which are scored and never trained.
+    chat messages. Rewards get `answer` and `metadata` unchanged. `line` is the line of the data set, from 0; `source`
+    names the data set among several. `evaluation` marks held-out prompts, which are scored and never trained.
 
     `images` are the SHA-256 sums of its images, in hexadecimal, in the order in which they stand in `tokens`. `blobs`
     are the bytes of the small ones among them (`streamrl.images.store`). For a model that sees, `processor` is the

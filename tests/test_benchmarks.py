@@ -178,3 +178,10 @@ def test_images_race(tmp_path, trl, look_cache):
     found = run("images_race.py", "--rounds", "1", "--steps", "2", path=tmp_path / "i.json")
     assert found["speedup_vs_trl"]["median"] > 0
     assert found["two_turns_samples_per_second"]["median"] > 0
+
+
+@pytest.mark.benchmarks
+def test_data(tmp_path):
+    found = run("data.py", "--lines", "3000", path=tmp_path / "d.json")
+    assert found["lines"] == 3000
+    assert found["start_seconds"] > 0

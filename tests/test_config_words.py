@@ -89,7 +89,7 @@ def test_every_type_of_error_has_its_words_and_is_made_here(wrong: dict[str, lis
         ("name=2024-13-45", "--set name: '2024-13-45' is not a YAML value"),
         ("name=2024-12-24", "name: must be text; put it in quotes (--set)"),
         ("model=x", "model: must be a mapping: {key: value} (--set)"),
-        ("data.train=5", "data.train: must be the path of a file or directory (--set)"),
+        ("data.train=5", "data.train.0: must be a mapping: {key: value}"),
         ("model.path=5", "model.path: must be text; put it in quotes (--set)"),
         (
             "name=../x",

@@ -69,6 +69,13 @@ def test_prompt_and_score_round_trip():
     assert wire.decode(wire.encode(score), SampleScore) == score
 
 
+def test_only_a_prompt_of_a_named_source_says_which():
+    prompt = Prompt(tokens=wire.pack_int32([1, 2]))
+    named = wire.encode(msgspec.structs.replace(prompt, source="gsm8k"))
+    assert wire.decode(named, Prompt).source == "gsm8k"
+    assert b"source" not in wire.encode(prompt)
+
+
 def test_every_truncation_is_refused():
     data = wire.encode(SAMPLE)
     for cut in range(len(data)):

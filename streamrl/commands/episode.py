@@ -19,7 +19,7 @@ import typer
 from streamrl.commands import output
 from streamrl.commands.options import JsonOption, SetOption
 from streamrl.commands.turns import Decode, episode_data, episode_lines
-from streamrl.config import RunConfig
+from streamrl.config import RunConfig, SourceConfig
 from streamrl.config.episode import RUN_PYTHON
 from streamrl.errors import (
     DataError,
@@ -98,7 +98,7 @@ def trial(
     need_packages("training", "torch", "transformers")
     config = _chosen(load(file, overrides or ()).config, episode)
     with unwrapped():
-        tokenizer, played = asyncio.run(_play_all(config, task or config.data.train, limit))
+        tokenizer, played = asyncio.run(_play_all(config, task, limit))
         _score(config, played)
 
     rows = [_data(each, lambda ids: tokenizer.decode(ids, special=True)) for each in played]
@@ -157,7 +157,7 @@ def _kind_of(use: str, config: RunConfig) -> dict[str, Any]:
     return {"tools": (use,)}
 
 
-async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenizer, list[Played]]:
+async def _play_all(config: RunConfig, task: Path | None, limit: int) -> tuple[Tokenizer, list[Played]]:
     from streamrl.images.store import ImageStore
     from streamrl.producers.dataset import PromptLimits, load_prompts
     from streamrl.producers.engines.hf import HfEngine
@@ -166,8 +166,9 @@ async def _play_all(config: RunConfig, task: Path, limit: int) -> tuple[Tokenize
 
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
-    store = ImageStore(config.images)
-    data = await asyncio.to_thread(load_prompts, task, tokenizer, limits, store=store)
+    sources = config.data.whole(config.data.train if task is None else [SourceConfig(source=task)])
+    store, paths = ImageStore(config.images), config.plugin_paths
+    data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, count=limit, store=store)
     prompts = [decode(prompt, Prompt) for prompt in itertools.islice(data.prompts, limit)]
     engine = HfEngine(config, config.seed)
     try:

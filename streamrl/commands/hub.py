@@ -14,27 +14,23 @@ from streamrl.runtime.summary import SUMMARY_FILE
 
 def model_card(config: RunConfig, run_dir: Path, step: int, repository: str) -> str:
     """README.md of a checkpoint; with the accuracies of `summary.json` if that is of the same step."""
-    base, learner, file = Path(config.model.path), config.learner, run_dir / SUMMARY_FILE
+    base, file = Path(config.model.path), run_dir / SUMMARY_FILE
     on_hub = "" if base.is_absolute() else f"base_model: {base}\n"
     summary: dict[str, Any] = orjson.loads(file.read_bytes()) if file.exists() else {}
-    sources: dict[str, Any] = summary.get("sources", {})
     rows = {
         "base model": base if on_hub else base.name,
         "run": config.name,
         "steps": step,
-        "data": ", ".join(sources) or Path(config.data.train).name,
+        "data": ", ".join(one.name or one.stem for one in config.data.train),
         "rewards": ", ".join(reward.name or reward.use for reward in config.rewards),
-        "algorithm": learner.preset or f"{learner.advantage.use}, loss {learner.loss.use}",
     }
     if summary.get("steps") == step:
-        for source, figures in {"": summary, **{f" of {one}": sources[one] for one in sources}}.items():
+        for source, figures in {"": summary, **{f" of {name}": of for name, of in summary["sources"].items()}}.items():
             ends = [figures.get(f"accuracy_{when}") for when in ("before", "after")]
             if None not in ends:
                 rows[f"held-out accuracy{source}"] = "{:.3f} before training, {:.3f} after".format(*ends)
     head = f"---\nlibrary_name: transformers\n{on_hub}tags: [streamrl, reinforcement-learning]\n---\n"
-    head += (
-        f"# {repository.rpartition('/')[2]}\n\nTrained by reinforcement learning with streamrl.\n\n| | |\n|---|---|\n"
-    )
+    head += f"# {repository}\n\nTrained by reinforcement learning with streamrl.\n\n| | |\n|---|---|\n"
     return head + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
 
 

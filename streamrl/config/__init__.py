@@ -24,11 +24,13 @@ from streamrl.config.base import (
     Size,
     StoreUrl,
 )
+from streamrl.config.data import DataConfig as DataConfig
+from streamrl.config.data import SourceConfig as SourceConfig
 from streamrl.config.episode import EpisodeConfig as EpisodeConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.rewards import ArchiveConfig as ArchiveConfig
 from streamrl.config.rewards import RewardModelConfig as RewardModelConfig
-from streamrl.config.rewards import RewardModelName, check_retrying, check_routes, check_scoring
+from streamrl.config.rewards import RewardModelName, check_retrying, check_scoring
 from streamrl.config.rewards import RewardSpec as RewardSpec
 from streamrl.config.rewards import RewardWorkerConfig as RewardWorkerConfig
 from streamrl.config.rewards import ScoringConfig as ScoringConfig
@@ -75,33 +77,6 @@ class ModelConfig(Section):
     def renders(self) -> bool:
         """Whether chats are written in another way than the tokenizer's own template does by itself."""
         return self.chat_template is not None or bool(self.template_args)
-
-
-class CurriculumConfig(Section):
-    """Which prompts are passed over for a while (docs/guides/curriculum.md)."""
-
-    use: str = Field("skip_solved", description="skip_solved, or module:Name of your own")
-    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments: visits, epochs, threshold")
-
-
-class DataConfig(Section):
-    """JSONL prompts: `prompt` (text) or `messages` (chat), `answer`, any other key is metadata."""
-
-    train: Path = Field(Path("train.jsonl"), description="training prompts")
-    held_out: Path | None = Field(None, description="held-out prompts for evaluation; never trained")
-    epochs: Positive | None = Field(None, description="passes over the training prompts; empty: for ever")
-    shuffle: bool = Field(True, description="a new order for each epoch, a function of seed and epoch")
-    max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens")
-    long_prompts: Literal["refuse", "drop"] = Field(
-        "refuse", description="a longer prompt, or one that fills model.context, is an error at start, or left out"
-    )
-    curriculum: CurriculumConfig | None = Field(
-        None, description="prompts are passed over by what responses to them scored; empty: none is"
-    )
-
-    @property
-    def sources(self) -> frozenset[str] | None:
-        return None  # only the lines name them
 
 
 class ImagesConfig(Section):
@@ -583,8 +558,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_rewards(self) -> RunConfig:
         check_scoring(self.rewards, self.scoring, self.sampling.max_new_tokens)
-        if (sources := self.data.sources) is not None:
-            check_routes(self.rewards, sources)
         check_retrying(self.rewards, self.reward_worker, self.lease.max_hold)
         return self
 
@@ -629,8 +602,10 @@ class RunConfig(Section):
                 "learner.max_token_staleness is below max_staleness + learner.publish_every - 1: groups of the usual"
                 " age would be dropped"
             )
-        if self.evaluation.every and self.data.held_out is None:
-            raise ValueError("evaluation.every is set, but data.held_out names no file")
+        if self.data.epochs is not None and self.data.weights and self.recording.mode != "read":
+            raise ValueError("data.epochs: sources with weights end at different times; set learner.steps instead")
+        if self.evaluation.every and not self.data.held_out:
+            raise ValueError("evaluation.every is set, but data.held_out names no prompts")
         if self.learner.stop_at_accuracy is not None and not self.evaluation.every:
             raise ValueError("learner.stop_at_accuracy needs evaluation.every")
         names = [reward.name or reward.use for reward in self.rewards]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -211,19 +211,6 @@ def check_scoring(rewards: Sequence[RewardSpec], scoring: ScoringConfig, longest
             f"scoring.overlong.buffer {scoring.overlong.buffer} is above sampling.max_new_tokens {longest}: every"
             " response would be too long"
         )
-
-
-def check_routes(rewards: Sequence[RewardSpec], sources: Collection[str]) -> None:
-    """Raise ValueError if a reward waits for none of the `sources` of the data, or if one of them gets no score."""
-    for reward in rewards:
-        if unknown := set(reward.when.source if reward.when else ()) - set(sources):
-            raise ValueError(
-                f"rewards.{reward.name or reward.use}.when.source: no data has the name {min(unknown)}, there are"
-                f" {', '.join(sorted(sources))}"
-            )
-    for name in sources:
-        if not any(reward.adds and reward.applies(name) for reward in rewards):
-            raise ValueError(f"no reward scores prompts of {name}: all have a gate, weight 0 or another when.source")
 
 
 def check_retrying(rewards: Sequence[RewardSpec], worker: RewardWorkerConfig, max_hold: float) -> None:

@@ -68,7 +68,6 @@ class TrainBuffer:
         self._checkpoint, self._branch = start.checkpoint, start.branch
         self._opener = opener
         self._seen: list[TrainGroup] = []
-        self._outcomes: dict[int, bytes] = {}  # for the curriculum
         self.newest: ClosedGroup | None = None  # the last one that was read, for loggers
         self._oldest_live: list[int] = []
         self._lock = asyncio.Lock()
@@ -244,8 +243,6 @@ class TrainBuffer:
             new = [group_id for group_id in nearest if group_id not in self._groups]
             reads = [tasks.create_task(self._ledger.read_group(group_id)) for group_id in new]
         opened = [await self._open(read.result()) for read in reads]
-        await self._ledger.note_outcomes(self._outcomes)
-        self._outcomes.clear()
         if self._config.learner.order == "strict":
             self._oldest_live = await self._ledger.oldest_live(self._config.hard_cap)
         for group in self._at(Stage.CANDIDATE):
@@ -282,7 +279,7 @@ class TrainBuffer:
         self.newest = closed
         self._seen.append(group)
         if self._config.data.curriculum is not None:
-            self._outcomes[group.group_id] = orjson.dumps([prompt_key(closed.prompt), group.rewards])
+            await self._ledger.note_outcome(group.group_id, orjson.dumps([prompt_key(closed.prompt), group.rewards]))
         return group
 
     async def _bury(self, group_id: int, why: str) -> None:

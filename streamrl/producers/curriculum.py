@@ -12,7 +12,7 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from streamrl.atomic import append_durably
 from streamrl.config import RunConfig
 from streamrl.errors import Refused
 from streamrl.plugin_import import build_plugin, import_plugin, look_in
+from streamrl.producers.order import TrainingPrompts
 from streamrl.wire import prompt_key
 
 FILE: Final = "curriculum.jsonl"
@@ -64,51 +65,61 @@ def open_curriculum(config: RunConfig) -> Any:
     return build_plugin(target, f"curriculum {spec.use}", spec.args)
 
 
-class PromptOrder:
-    """Which place in the order of the data each group has; without a curriculum that would be its id."""
+class PassedOver:
+    """The prompts of a run without those that a curriculum passes over, by the id of their group.
 
-    def __init__(self, curriculum: Any, run_dir: Path, prompt: Callable[[int], bytes]) -> None:
+    `places` are those of the groups in the order of the data. Slow, as `TrainingPrompts`: call in a thread. An OSError,
+    of the disk or of a prompt, forgets nothing: the next call goes on.
+    """
+
+    def __init__(self, curriculum: Any, run_dir: Path, data: TrainingPrompts) -> None:
+        self.places = array("q")
         self.next = 0  # the place that is asked about next
-        self.places = array("q")  # by group id
-        self._curriculum, self._path, self._prompt = curriculum, run_dir / FILE, prompt
+        self._curriculum, self._path, self._data = curriculum, run_dir / FILE, data
         self._known: set[int] = set()  # groups whose scores it was told
         self._unwritten = b""
-        data = self._path.read_bytes() if self._path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:  # a crash cut the last line off
+        lines = self._path.read_bytes() if self._path.exists() else b""
+        whole = lines[: lines.rfind(b"\n") + 1]
+        if whole != lines:  # a crash cut the last line off
             os.truncate(self._path, len(whole))
         for line in map(orjson.loads, whole.splitlines()):
-            for key, skipped in line.get("asked", ()):
-                self._curriculum.skip(key)
-                self._answered(skipped=skipped)
-            if "gid" in line:
+            if "scores" in line:
                 self._told(line["gid"], line["prompt"], line["scores"])
+            else:
+                self._curriculum.skip(line["prompt"])
+                self._answered(skipped=line["skipped"])
 
-    def end(self, places: int | None) -> int | None:
-        """The first group id whose place is not below `places`; None: there is none yet."""
-        return None if places is None or self.next < places else bisect_left(self.places, places)
+    def prompt(self, group_id: int) -> bytes:
+        self._decide(group_id + 1)
+        return self._data.prompt(self.places[group_id])
 
-    def decide(self, scores: Mapping[int, bytes], count: int, places: int | None) -> None:
-        """Take in scores of groups, then decide the places of the first `count` groups, of those below `places`.
+    def end(self, before: int) -> int | None:
+        """As `TrainingPrompts.end`. Decides the groups up to `before`."""
+        self._decide(before)
+        end = self._data.end(self.next)
+        return None if end is None or self.next < end else bisect_left(self.places, end)
 
-        OSError: the disk did not take it, and the next call writes it.
-        """
+    def epoch(self, _: int) -> int | None:
+        return self._data.epoch(self.next)
+
+    def learn(self, scores: Mapping[int, bytes]) -> None:
+        """Take in what groups scored: the key of the prompt and its scores, as JSON."""
         for group_id in sorted(scores.keys() - self._known):
             key, values = orjson.loads(scores[group_id])
             self._told(group_id, key, values)
             self._unwritten += orjson.dumps({"gid": group_id, "prompt": key, "scores": values}) + b"\n"
-        asked: list[tuple[str, bool]] = []
-        while len(self.places) < count and (places is None or self.next < places):
-            key = prompt_key(self._prompt(self.next))
-            asked.append((key, bool(self._curriculum.skip(key))))
-            self._answered(skipped=asked[-1][1])
-            if len(asked) > count + _MOST_SKIPPED:
+        self._write()
+
+    def _decide(self, count: int) -> None:
+        first = self.next
+        while len(self.places) < count and ((end := self._data.end(self.next + 1)) is None or self.next < end):
+            key = prompt_key(self._data.prompt(self.next))
+            skipped = bool(self._curriculum.skip(key))
+            self._answered(skipped=skipped)
+            self._unwritten += orjson.dumps({"prompt": key, "skipped": skipped}) + b"\n"
+            if self.next - first > count + _MOST_SKIPPED:
                 raise Refused(f"data.curriculum passed over {_MOST_SKIPPED} prompts in a row", "let it pass over fewer")
-        if asked:
-            self._unwritten += orjson.dumps({"asked": asked}) + b"\n"
-        if self._unwritten:
-            append_durably(self._path, self._unwritten)
-            self._unwritten = b""
+        self._write()
 
     def _answered(self, *, skipped: bool) -> None:
         if not skipped:
@@ -118,3 +129,8 @@ class PromptOrder:
     def _told(self, group_id: int, prompt: str, scores: Sequence[float]) -> None:
         self._known.add(group_id)
         self._curriculum.scored(prompt, scores)
+
+    def _write(self) -> None:
+        if self._unwritten:
+            append_durably(self._path, self._unwritten)
+            self._unwritten = b""

@@ -1,8 +1,6 @@
-"""Prompts from a JSONL file, in a reproducible order.
+"""Prompts of a data set: records are checked, written as text, tokenized and encoded for the wire.
 
-The prompt of a group is a pure function of (seed, data, group id): the id is the cursor at which the group was
-admitted, so a restarted feeder, or one whose Redis went back some seconds, admits the same prompt under the same id.
-The ledger keeps a fingerprint of all that the function depends on and refuses any other data.
+Held-out prompts are in memory (`load_prompts`); those that are trained are made when they are admitted (`order.py`).
 """
 
 from __future__ import annotations
@@ -12,27 +10,25 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
-from streamrl.config import ImagesConfig, RunConfig
+from streamrl.config import ImagesConfig, RunConfig, SourceConfig
 from streamrl.errors import DataError, WireError
 from streamrl.images.encoded import EncodedImage
 from streamrl.images.store import ImageStore
 from streamrl.producers.images import PromptImages
+from streamrl.producers.records import Records, open_records
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import SCHEMA, Int32Array, Prompt, encode, pack_int32
 
-_LINE_HINT: Final = 'each line is one JSON object: {"prompt": "2+2=", "answer": "4"}'
+_HINT: Final = 'a record is {"prompt": "2+2=", "answer": "4"}; data.columns takes other names'
 _CHUNK: Final = 1024
 _NAMED: Final = 5  # lines with the same fault that are named
 _SPECIAL: Final = 8  # special tokens around a text, more than any tokenizer adds
+_IN_MEMORY: Final = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,11 @@ class PromptLimits:
 
 @dataclass
 class PromptSet:
-    """The prompts of one file, encoded. `fingerprint` covers its bytes, images and token ids; `dropped` are too long.
+    """Prompts in memory, encoded. `fingerprint` covers records, images and token ids; `dropped` are too long.
 
     `processor` is the fingerprint of what makes tokens of images; empty: the model takes text alone.
     """
 
-    path: Path
     prompts: list[bytes]
     fingerprint: str
     dropped: int = 0
@@ -67,83 +62,160 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def index(self, group_id: int, seed: int, *, shuffle: bool) -> int:
-        """Which prompt a group has: each epoch of `len(self)` ids has every prompt once."""
-        epoch, position = divmod(group_id, len(self.prompts))
-        return int(permutation(len(self.prompts), seed, epoch)[position]) if shuffle else position
-
-
-@lru_cache(1)
-def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Of `range(count)`, sorted by a keyed hash: NumPy's shuffles may change, and a run must survive an upgrade.
-
-    The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
-    """
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
-    key = np.frombuffer(digest, dtype="<u8")
-    mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable").astype(np.int64)
-
 
 def load_prompts(
-    path: Path,
+    sources: Sequence[SourceConfig],
     tokenizer: Tokenizer,
     limits: PromptLimits,
+    plugin_paths: Iterable[Path] = (),
     *,
     evaluation: bool = False,
     count: int | None = None,
     store: ImageStore | None = None,
 ) -> PromptSet:
-    """Read, check and encode all prompts of a JSONL file, or the first `count`; `DataError` names all that is wrong.
+    """Read, check and encode all prompts, or the first `count` of each source; `DataError` names all that is wrong.
 
-    A `prompt` that is a list of messages, as in the data of verl, is read as `messages`. Other keys travel as metadata.
-    `store` keeps the large images; None: all of them travel.
+    Several sources are spread evenly, so that each piece has a like share of each. `store` keeps the large images;
+    None: all of them travel.
     """
-    images = PromptImages(path, tokenizer.vision, store or ImageStore(ImagesConfig()))
-    digest = hashlib.blake2b(digest_size=16)
-    processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
-    data, faults = PromptSet(path, [], "", processor=processor), _Faults(path)
-    lines = islice(_lines(path, digest), count)
-    while raw := list(islice(lines, _CHUNK)):
-        for row, text, tokens in _tokenize(faults.parse(raw, images), tokenizer, faults):
-            if limits.drop and limits.exceeded_by(tokens.size):
-                data.dropped += 1
-                continue
-            with faults.at(row.line):
-                _check_tokens(tokens, limits)
-                digest.update(tokens.tobytes())
-                more: dict[str, Any] = {"processor": data.processor}
-                if row.images:
-                    names = [image.sha256 for image in row.images]
-                    digest.update("".join(names).encode())
-                    blobs = images.store.keep({image.sha256: image.data for image in row.images})
-                    more |= {"v": SCHEMA, "images": names, "blobs": blobs}
-                data.prompts.append(_encode_prompt(row, text, tokens, evaluation=evaluation, **more))
+    digest, faults, spread = hashlib.blake2b(digest_size=16), Faults(), []
+    data = PromptSet([], "", processor="" if tokenizer.vision is None else tokenizer.vision.fingerprint)
+    for source in sources:
+        records = open_records(source, plugin_paths, count)
+        reader = PromptReader(source, records, tokenizer, limits, store, evaluation=evaluation)
+        raw = records.first(count or _IN_MEMORY + 1)
+        if len(raw) > (count or _IN_MEMORY):
+            raise DataError(f"{records.where} has more than {_IN_MEMORY} prompts", "held-out prompts are few")
+        digest.update(reader.fingerprint)
+        prompts: list[bytes] = []
+        for start in range(0, len(raw), _CHUNK):
+            for prompt in reader.encode(raw[start : start + _CHUNK], faults):
+                data.dropped += prompt is None
+                if prompt is not None:
+                    prompts.append(prompt[0])
+                    digest.update(prompt[1])
+        spread += [((number + 0.5) / len(prompts), prompt) for number, prompt in enumerate(prompts)]
     faults.check()
+    data.prompts = [prompt for _, prompt in sorted(spread, key=lambda placed: placed[0])]
     if not data.prompts:
-        raise DataError(f"{path} has no prompts{' that are short enough' if data.dropped else ''}", _LINE_HINT)
+        raise DataError(f"{sources[0].source} has no prompts that are short enough", "raise data.max_prompt_tokens")
     data.fingerprint = digest.hexdigest()
     return data
 
 
 def examine_prompts(
-    path: Path, tokenizer: Callable[[], Tokenizer], limits: PromptLimits, count: int, images: ImagesConfig | None = None
+    source: SourceConfig,
+    records: Records,
+    tokenizer: Callable[[], Tokenizer],
+    limits: PromptLimits,
+    *,
+    count: int,
+    images: ImagesConfig | None = None,
 ) -> int:
-    """How many are dropped; errors as of `load_prompts`. The tokenizer (seconds) is loaded only where it may matter."""
-    faults = _Faults(path)
-    rows = faults.parse(islice(_lines(path, hashlib.blake2b()), count))
+    """How many of the first `count` are dropped; `DataError` names all that is wrong with them.
+
+    The tokenizer (seconds) is loaded only where it may matter.
+    """
+    faults, raw = Faults(), records.first(count)
+    found = [line.record for line in _parsed(raw, source, records.where, faults)]
     faults.check()
-    if not rows:
-        raise DataError(f"{path} is empty", _LINE_HINT)
-    for row in rows:
-        # A token has a byte or more, but for the special ones at the ends of a text.
-        text = row.record.get("prompt")
-        if text is None or row.record.get("images") or limits.exceeded_by(len(text.encode()) + _SPECIAL):
-            store = ImageStore(images or ImagesConfig())
-            return load_prompts(path, tokenizer(), limits, count=count, store=store).dropped
-    return 0
+    if not any("messages" in one or one.get("images") or _may_exceed(one, limits) for one in found):
+        return 0
+    reader = PromptReader(source, records, tokenizer(), limits, ImageStore(images or ImagesConfig()))
+    prompts = list(reader.encode(raw, faults))
+    faults.check()
+    return prompts.count(None)
+
+
+def first_prompt(source: SourceConfig, records: Records) -> dict[str, Any]:
+    [(_, raw)] = records.first(1)
+    return _parse(raw, source)
+
+
+def _may_exceed(record: dict[str, Any], limits: PromptLimits) -> bool:
+    """Whether tokens have to be counted: one has a byte or more, but for those around a text or turn."""
+    text = record.get("prompt") or "".join(str(turn["content"]) for turn in record["messages"])
+    return limits.exceeded_by(len(text.encode()) + _SPECIAL)
+
+
+class PromptReader:
+    """Makes prompts of the records of one source."""
+
+    def __init__(
+        self,
+        source: SourceConfig,
+        records: Records,
+        tokenizer: Tokenizer,
+        limits: PromptLimits,
+        store: ImageStore | None = None,
+        *,
+        evaluation: bool = False,
+    ) -> None:
+        self.source, self.records, self._tokenizer, self._limits = source, records, tokenizer, limits
+        store = store or ImageStore(ImagesConfig())
+        self._images = PromptImages(records.folder, tokenizer.vision, store)
+        processor = "" if tokenizer.vision is None else tokenizer.vision.fingerprint
+        self._same = {"evaluation": evaluation, "processor": processor}
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the records and what is made of them, besides the tokens of the first prompts."""
+        settings = self.source.model_dump(mode="json", exclude_defaults=True, exclude={"source"})
+        settings = {key: value for key, value in settings.items() if value}
+        return self.records.identity + (orjson.dumps(settings, option=orjson.OPT_SORT_KEYS) if settings else b"")
+
+    def encode(self, raw: Sequence[tuple[int, Any]], faults: Faults) -> Iterator[tuple[bytes, bytes] | None]:
+        """For each record in its order a `wire.Prompt` and what fingerprints cover of it: token ids, hashes of images.
+
+        None for one that is left out; nothing for one with a fault.
+        """
+        lines = _parsed(raw, self.source, self.records.where, faults, self._images)
+        for line, text, tokens in self._tokenize(lines, faults):
+            if self._limits.drop and self._limits.exceeded_by(tokens.size):
+                yield None
+                continue
+            with faults.at(self.records.where, line.line):
+                _check_tokens(tokens, self._limits)
+                more: dict[str, Any] = {}
+                names = [image.sha256 for image in line.images]
+                if names:
+                    more = {
+                        "v": SCHEMA,
+                        "images": names,
+                        "blobs": self._images.store.keep({image.sha256: image.data for image in line.images}),
+                    }
+                named = "source" in (self.source.columns or ())
+                source = line.record.pop("source") if named else self.source.name
+                data = _encode_prompt(line, text, tokens, source=source, **self._same, **more)
+                of_code = b"" if self.records.identity else data
+                yield (data, tokens.tobytes() + "".join(names).encode() + of_code)
+
+    def check(self, rows: range, faults: Faults) -> None:
+        """As `encode`, without images, and without tokens where a text is short or a chat is not very long."""
+        lines = _parsed(self.records.read(rows), self.source, self.records.where, faults)
+        if self._limits.drop or self._tokenizer.vision is not None:
+            return
+        for line, _, tokens in self._tokenize([one for one in lines if _may_exceed(one.record, self._limits)], faults):
+            with faults.at(self.records.where, line.line):
+                _check_tokens(tokens, self._limits)
+
+    def _tokenize(self, lines: Sequence[_Line], faults: Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
+        """The text and the ids of each prompt; a chat that the template refuses is a fault."""
+        tokenizer = self._tokenizer
+        texts: list[tuple[_Line, str, str]] = []  # the text, and the same with all tokens of its images
+        chats: list[tuple[_Line, str, str]] = []
+        for line in lines:
+            with faults.at(self.records.where, line.line):
+                text, written = line.record.get("prompt"), texts
+                if text is None:
+                    text, written = tokenizer.chat_text(line.record["messages"]), chats
+                sizes = [image.size for image in line.images]
+                written.append((line, text, tokenizer.vision.expand(text, sizes) if tokenizer.vision else text))
+        found: dict[int, tuple[_Line, str, Int32Array]] = {}
+        for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
+            ids = tokenizer.encode([expanded for _, _, expanded in part], special=special)
+            found |= {id(line): (line, text, tokens) for (line, text, _), tokens in zip(part, ids, strict=True)}
+        return (found[id(line)] for line in lines if id(line) in found)
 
 
 @dataclass(frozen=True)
@@ -153,99 +225,94 @@ class _Line:
     images: list[EncodedImage]
 
 
-class _Faults:
-    """Lines of a file that cannot be used, by kind of fault: the message without what differs from line to line."""
+class Faults:
+    """Records that cannot be used, by source and kind of fault: the message without what differs from line to line."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._kinds: dict[str, tuple[DataError, list[int]]] = {}
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], tuple[DataError, list[int]]] = {}
 
     @contextlib.contextmanager
-    def at(self, line: int) -> Iterator[None]:
+    def at(self, where: str, line: int) -> Iterator[None]:
         try:
             yield
         except DataError as error:
             kind = re.sub(r"\d+", "", error.message.partition(":")[0])
-            self._kinds.setdefault(kind, (error, []))[1].append(line + 1)
-
-    def parse(self, lines: Iterable[tuple[int, bytes]], images: PromptImages | None = None) -> list[_Line]:
-        rows = []
-        for number, raw in lines:
-            with self.at(number):
-                record = _parse(raw)
-                rows.append(_Line(number, *(images.of(record) if images else (record, []))))
-        return rows
+            self._kinds.setdefault((where, kind), (error, []))[1].append(line + 1)
 
     def check(self) -> None:
+        """`DataError` if there is one; it names the first lines of each kind."""
         said = []
-        kinds = sorted(self._kinds.values(), key=lambda kind: kind[1])
-        for error, (first, *others) in kinds:
+        kinds = sorted(self._kinds.items(), key=lambda item: (item[0][0], item[1][1]))
+        for (where, _), (error, (first, *others)) in kinds:
             named = ", ".join(map(str, others[:_NAMED]))
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-            said.append(f"{self._path}:{first}: {error.message}{f' (also {named}{more})' if others else ''}")
+            said.append(f"{where}:{first}: {error.message}{f' (also {named}{more})' if others else ''}")
         if said:
-            raise DataError("; ".join(said), "; ".join(dict.fromkeys(error.hint for error, _ in kinds)))
+            hints = dict.fromkeys(error.hint for _, (error, _) in kinds)
+            raise DataError("; ".join(said), "; ".join(hints))
 
 
-def _lines(path: Path, digest: hashlib.blake2b) -> Iterator[tuple[int, bytes]]:
+def _parsed(
+    raw: Iterable[tuple[int, Any]], source: SourceConfig, where: str, faults: Faults, images: PromptImages | None = None
+) -> list[_Line]:
+    lines = []
+    for number, found in raw:
+        with faults.at(where, number):
+            record = _parse(found, source)
+            lines.append(_Line(number, *(images.of(record) if images else (record, []))))
+    return lines
+
+
+def _parse(raw: Any, source: SourceConfig) -> dict[str, Any]:
+    """A record with the names that it has inside, checked. A `prompt` that is a list, as in data of verl, is a chat."""
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file):
-                digest.update(raw)
-                if raw.strip():
-                    yield number, raw
-    except OSError as error:
-        what = f"cannot read the prompts {path}: {error.strerror}"
-        raise DataError(what, "set data.train (and data.held_out)") from error
-
-
-def first_prompt(path: Path) -> dict[str, Any]:
-    for _, raw in _lines(path, hashlib.blake2b()):
-        return _parse(raw)
-    raise DataError(f"{path} is empty", _LINE_HINT)
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        record = orjson.loads(raw)
+        found = orjson.loads(raw) if isinstance(raw, bytes) else raw
     except orjson.JSONDecodeError as error:
-        raise DataError(f"no JSON: {error}", _LINE_HINT) from error
-    if not isinstance(record, dict):
-        raise DataError("not a JSON object", _LINE_HINT)
+        raise DataError(f"no JSON: {error}", _HINT) from error
+    if not isinstance(found, dict):
+        raise DataError("not a JSON object", _HINT)
+    record = _mapped(found, source)
     prompt, messages = record.get("prompt"), record.get("messages")
     if messages is None and isinstance(prompt, list):
         prompt, messages = None, prompt
-        record = {**{key: value for key, value in record.items() if key != "prompt"}, "messages": messages}
     if (prompt is None) == (messages is None):
-        raise DataError("needs either `prompt` (text) or `messages` (chat)", _LINE_HINT)
+        hint = f"{_HINT}; its columns are {', '.join(found)}" if found else _HINT
+        raise DataError("needs either `prompt` (text) or `messages` (chat)", hint)
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise DataError("`prompt` must be text and not empty", _LINE_HINT)
+        raise DataError("`prompt` must be text and not empty", _HINT)
+    if prompt is not None and source.chat:
+        prompt, messages = None, [{"role": "user", "content": prompt}]
     if messages is not None and not (isinstance(messages, list) and messages and all(map(_is_turn, messages))):
         what = "`messages` (or a `prompt` that is a list) must be a list of objects with `role` and `content`"
-        raise DataError(what, _LINE_HINT)
+        raise DataError(what, _HINT)
+    rest = {key: value for key, value in record.items() if key not in ("prompt", "messages")}
+    return {**({"messages": messages} if prompt is None else {"prompt": prompt}), **rest}
+
+
+def _mapped(found: dict[str, Any], source: SourceConfig) -> dict[str, Any]:
+    """The record by the names of `columns`, with the prompt that the template writes; `source` keeps its own column."""
+    columns = source.columns or {}
+    taken = {}
+    for name, column in columns.items():
+        if column not in found:
+            raise DataError(f"no column `{column}`, which columns.{name} names", f"its columns are {', '.join(found)}")
+        taken[name] = found[column]
+    renamed = {column for name, column in columns.items() if name != "source"}
+    record = {**{key: value for key, value in found.items() if key not in renamed}, **taken}
+    if not isinstance(record.get("source", ""), str) and "source" in columns:
+        raise DataError("`source` must be text", "it names a source in rewards and figures")
+    if source.prompt is not None:
+        try:
+            record["prompt"] = source.prompt.format_map({**found, **taken})
+        except (LookupError, AttributeError, ValueError, TypeError) as error:
+            what = f"the template of the prompt finds no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(what, f"its columns are {', '.join(found)}; data.prompt is the template") from error
+        record.pop("messages", None)
     return record
 
 
 def _is_turn(turn: Any) -> bool:
     return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
-
-
-def _tokenize(rows: Sequence[_Line], tokenizer: Tokenizer, faults: _Faults) -> Iterator[tuple[_Line, str, Int32Array]]:
-    """The text and the ids of each prompt; a chat that the template refuses is a fault."""
-    texts: list[tuple[_Line, str, str]] = []  # the text, and the same with all tokens of its images
-    chats: list[tuple[_Line, str, str]] = []
-    for row in rows:
-        with faults.at(row.line):
-            text, written = row.record.get("prompt"), texts
-            if text is None:
-                text, written = tokenizer.chat_text(row.record["messages"]), chats
-            sizes = [image.size for image in row.images]
-            written.append((row, text, tokenizer.vision.expand(text, sizes) if tokenizer.vision else text))
-    found: dict[int, tuple[_Line, str, Int32Array]] = {}
-    for part, special in ((texts, True), (chats, False)):  # a template writes the special tokens itself
-        ids = tokenizer.encode([expanded for _, _, expanded in part], special=special)
-        found |= {row.line: (row, text, tokens) for (row, text, _), tokens in zip(part, ids, strict=True)}
-    return (found[row.line] for row in rows if row.line in found)
 
 
 def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
@@ -260,7 +327,7 @@ def _check_tokens(tokens: Int32Array, limits: PromptLimits) -> None:
         raise DataError(what, "the tokenizer is another model's: set model.tokenizer to that of model.path")
 
 
-def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: bool, **images: Any) -> bytes:
+def _encode_prompt(row: _Line, text: str, tokens: Int32Array, **more: Any) -> bytes:
     record = row.record
     prompt = Prompt(
         tokens=pack_int32(tokens),
@@ -269,17 +336,9 @@ def _encode_prompt(row: _Line, text: str, tokens: Int32Array, *, evaluation: boo
         answer=record.get("answer"),
         metadata={key: value for key, value in record.items() if key not in ("prompt", "messages", "answer")},
         line=row.line,
-        evaluation=evaluation,
-        **images,
+        **more,
     )
     try:
         return encode(prompt)
     except (WireError, TypeError, OverflowError, ValueError) as error:
         raise DataError(f"cannot be sent: {error}") from error
-
-
-def fingerprint_of(data: PromptSet, **settings: int | bool) -> str:
-    """Of file, tokens, and the settings that `index` depends on; the ledger refuses any other fingerprint."""
-    options = orjson.dumps([data.fingerprint, settings], option=orjson.OPT_SORT_KEYS)
-    digest = hashlib.blake2b(options, digest_size=16).hexdigest()
-    return f"{digest} {data.processor}" if data.processor else digest

@@ -27,7 +27,8 @@ from streamrl.atomic import append_durably, write_durably
 from streamrl.config import RunConfig
 from streamrl.pass_at_k import at_k
 from streamrl.producers.admission import BURST, AdmissionTerms, Admitter, VersionWatcher
-from streamrl.producers.dataset import PromptSet, fingerprint_of
+from streamrl.producers.dataset import PromptSet
+from streamrl.producers.order import fingerprint_of
 from streamrl.queues import Role
 from streamrl.queues.keys import SOURCE_FIGURES
 from streamrl.queues.records import AdmitOutcome, ClosedGroup

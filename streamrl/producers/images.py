@@ -38,14 +38,14 @@ _FILES: Final = 'name files from the directory of the data file, or write data: 
 
 
 class PromptImages:
-    """Of the data set in `path`. A line has them in `images`, or in its messages as `image_url`.
+    """Of a data set; files are named from `folder`. A line has them in `images`, or in its messages as `image_url`.
 
     `images` are those of the placeholders in the text of `prompt`, or of the parts `{"type": "image"}` of `messages`,
     in this order.
     """
 
-    def __init__(self, path: Path, vision: Vision | None, store: ImageStore) -> None:
-        self._folder, self._vision, self.store = path.parent, vision, store
+    def __init__(self, folder: Path, vision: Vision | None, store: ImageStore) -> None:
+        self._folder, self._vision, self.store = folder, vision, store
         self._file = lru_cache(_KEPT)(self._read)
 
     def of(self, record: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage]]:

@@ -457,6 +457,11 @@ class Ledger:
             raise Fenced(f"{script}: a newer learner has taken over")
         return reply
 
+    async def prompts(self, group_ids: Sequence[int]) -> dict[int, bytes]:  # of those groups that are live
+        async with asyncio.TaskGroup() as tasks:
+            reads = [tasks.create_task(self.connection.read("HGET", self.keys.group(n), "prompt")) for n in group_ids]
+        return {n: read.result() for n, read in zip(group_ids, reads, strict=True) if read.result() is not None}
+
     # People.
 
     async def trace(self, group_id: int) -> dict[str, Any] | None:
@@ -497,11 +502,9 @@ class Ledger:
         bitmap: bytes = await self.connection.read("GET", self.keys.dropped) or b""
         return [8 * i + bit for i, byte in enumerate(bitmap) if byte for bit in range(8) if byte & (128 >> bit)]
 
-    async def note_outcomes(self, outcomes: Mapping[int, bytes]) -> None:
-        """Tell the curriculum what groups scored. A repeat changes nothing."""
-        if outcomes:
-            fields = [part for outcome in outcomes.items() for part in outcome]
-            await self.connection.read("HSET", self.keys.outcomes, *fields)
+    async def note_outcome(self, group_id: int, outcome: bytes) -> None:
+        """Tell the curriculum what a group scored. A repeat changes nothing."""
+        await self.connection.read("HSET", self.keys.outcomes, group_id, outcome)
 
     async def outcomes(self) -> dict[int, bytes]:
         found = pairs(await self.connection.read("HGETALL", self.keys.outcomes))

@@ -36,6 +36,9 @@ FIXED: Final = (
     "model.system_prompt",
     "data.train",
     "data.held_out",
+    "data.columns",
+    "data.prompt",
+    "data.chat",
     "data.shuffle",
     "data.max_prompt_tokens",
     "model.context",
@@ -176,10 +179,10 @@ def _walk(before: Any, now: Any, key: str = "") -> Iterator[str]:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    value: Any = config
+    value: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        value = getattr(value, part)
-    return str(value) if isinstance(value, Path) else value
+        value = value[part]
+    return value
 
 
 def _put_aside(folder: Path) -> Path:

@@ -47,12 +47,13 @@ async def measure_accuracy(
     belong to others. Runs whose rewards cannot measure it then are refused at their start. A response that fails, or
     whose reward fails, does not count; StreamrlError if none could be scored.
     """
-    if config.data.held_out is None:
+    if not config.data.held_out:
         raise StreamrlError("no held-out prompts to measure on", "set data.held_out")
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
     limits = PromptLimits.of(config)
+    sources, paths = config.data.whole(config.data.held_out), config.plugin_paths
     store = ImageStore(config.images)
-    data = await asyncio.to_thread(load_prompts, config.data.held_out, tokenizer, limits, evaluation=True, store=store)
+    data = await asyncio.to_thread(load_prompts, sources, tokenizer, limits, paths, evaluation=True, store=store)
     prompts = [wire.decode(prompt, wire.Prompt) for prompt in data.prompts[: config.evaluation.final_prompts]]
     engine = HfEngine(config, seed)
     await engine.start()
@@ -72,13 +73,13 @@ async def measure_accuracy(
         raise StreamrlError(f"no response of the {label} could be scored", "see the warnings above")
     accuracy = sum(map(sum, right)) / sum(map(len, right))
     counts = ((len(scored), sum(scored)) for scored in right)
-    known, sources = set[str](), dict[str, list[bool]]()
+    known, by_source = set[str](), dict[str, list[bool]]()
     for prompt, scored in zip(prompts, values, strict=True):
         if prompt.source and scored:
-            found = sources.setdefault(f"accuracy/{series_of(prompt.source, known)}", [])
+            found = by_source.setdefault(f"accuracy/{series_of(prompt.source, known)}", [])
             found += [value > config.evaluation.threshold for value in scored]
-    by_source = {name: sum(found) / len(found) for name, found in sources.items()}
-    return {"accuracy": accuracy, **at_k(counts, config.evaluation.samples), **by_source}
+    shares = {name: sum(found) / len(found) for name, found in by_source.items()}
+    return {"accuracy": accuracy, **at_k(counts, config.evaluation.samples), **shares}
 
 
 async def _scores(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RunConfig
+from streamrl.config import EngineConfig, ModelConfig, RedisConfig, RewardSpec, RunConfig, SourceConfig
 from streamrl.config.base import ServerKind
 from streamrl.config.sampling import OPTIONS
 from streamrl.consumers.adapters import Adapted
@@ -27,7 +27,6 @@ from streamrl.errors import (
     UNKNOWN_NAME,
     CannotCreate,
     ConfigError,
-    DataError,
     StreamrlError,
     Unreachable,
     need_packages,
@@ -37,7 +36,9 @@ from streamrl.producers.dataset import PromptLimits, examine_prompts, first_prom
 from streamrl.producers.episodes.environment import ToolEpisode
 from streamrl.producers.episodes.known_models import examine_chat
 from streamrl.producers.episodes.sampler import episode_of
+from streamrl.producers.order import check_lengths
 from streamrl.producers.player import check_recording
+from streamrl.producers.records import open_records
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import embedded
 from streamrl.queues.access import redact
@@ -50,7 +51,7 @@ from streamrl.store import run_store
 
 _DEADLINE: Final = 10.0
 _LOOKED_AT: Final = 1000
-"""Prompts of each file; the feeder reads all before it admits any."""
+"""Prompts of each source; the feeder reads the others while the run goes on."""
 _OWN_FLAGS: Final = frozenset({"port", "host", "model", "model-path", "served-model-name", "api-key", "admin-api-key"})
 
 
@@ -162,16 +163,18 @@ def check_data(config: RunConfig) -> str:
         check_models(config)  # a model that cannot be had is said in few words
         return Tokenizer.load(config.model)
 
-    found = []
-    for file in _files(config):
-        dropped = examine_prompts(file, tokenizer, PromptLimits.of(config), _LOOKED_AT, config.images)
-        found.append(f"{file} ({dropped} of the first {_LOOKED_AT} prompts are too long)" if dropped else str(file))
+    found, limits, sources = [], PromptLimits.of(config), _sources(config)
+    records = [open_records(source, config.plugin_paths, _LOOKED_AT) for source in sources]
+    check_lengths(records[: len(config.data.train)], config.data)
+    for source, of_source in zip(sources, records, strict=True):
+        dropped = examine_prompts(source, of_source, tokenizer, limits, count=_LOOKED_AT, images=config.images)
+        found.append(of_source.where + f" ({dropped} of the first {_LOOKED_AT} prompts are too long)" * bool(dropped))
     open_curriculum(config)
     return ", ".join(found)
 
 
-def _files(config: RunConfig) -> list[Path]:
-    return [config.data.train, *([config.data.held_out] if config.data.held_out else [])]
+def _sources(config: RunConfig) -> list[SourceConfig]:
+    return [*config.data.whole(config.data.train), *config.data.whole(config.data.held_out)]
 
 
 def _recording(config: RunConfig) -> str:
@@ -189,7 +192,22 @@ def _rewards(config: RunConfig) -> str:
         _check_end(rewards, config)
     if config.recording.mode != "read":
         _check_columns(rewards, config)
+        if (sources := config.data.names) is not None:
+            _check_routes(config.rewards, sources)
     return ", ".join(reward.name for reward in rewards)
+
+
+def _check_routes(rewards: Sequence[RewardSpec], sources: set[str]) -> None:
+    """Each reward waits for sources that there are, and each source gets a score."""
+    known = ", ".join(map(repr, sorted(sources)))
+    for reward in rewards:
+        if unknown := set(reward.when.source if reward.when else ()) - sources:
+            what = f"rewards.{reward.name or reward.use}.when.source: no data has the name {min(unknown)!r}"
+            raise ConfigError(what, f"there are {known}; `name:` of a source in data.train gives it another one")
+    for name in sorted(sources):
+        if not any(reward.adds and reward.applies(name) for reward in rewards):
+            what = f"no reward scores prompts of source {name!r}: all have a gate, weight 0 or another when.source"
+            raise ConfigError(what, "add a reward for it, or name it in when.source of one")
 
 
 def check_episode(config: RunConfig) -> str:
@@ -228,13 +246,14 @@ def _check_columns(rewards: Sequence[LoadedReward], config: RunConfig) -> None:
     ]
     if not adapted:
         return
-    for file in _files(config):
+    for source in _sources(config):
         try:
-            record = first_prompt(file)
-        except DataError:
+            records = open_records(source, config.plugin_paths, 1)
+            record = first_prompt(source, records)
+        except ConfigError:
             return  # the look at the data says so
         for name, call in adapted:
-            call.check_line(record, f"the first line of {file}", name)
+            call.check_line(record, f"the first line of {records.where}", name)
 
 
 def _check_end(rewards: Sequence[LoadedReward], config: RunConfig) -> None:

@@ -127,7 +127,7 @@ def test_a_model_is_pushed_with_its_card(trained: Path, monkeypatch: pytest.Monk
     card = hub.files["README.md"].decode()
     assert hub.card == {"content": card, "repoType": "model"}
     assert card.startswith("---\nlibrary_name: transformers\ntags:"), "the base model is a directory of this host"
-    for line in ("# sums", "| run | demo |", "| steps | 4 |", "| data | math |", "| rewards | exact_match |"):
+    for line in ("# org/sums", "| run | demo |", "| steps | 4 |", "| data | train |", "| rewards | exact_match |"):
         assert line in card.splitlines()
     assert "| held-out accuracy | 0.125 before training, 0.500 after |" in card
     assert "| held-out accuracy of math | 0.250 before training, 0.750 after |" in card
@@ -139,7 +139,7 @@ def test_the_card_of_another_step_has_no_accuracy_and_names_a_model_of_the_hub(t
     config = RunConfig.model_validate({"model": {"path": "org/base"}, "data": {"train": "/x/sums.jsonl"}})
     card = model_card(config, tmp_path, 4, "org/sums")
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: org/base\ntags: [streamrl,")
-    assert "| data | sums.jsonl |" in card
+    assert "| data | sums |" in card
     assert "accuracy" not in card
 
 

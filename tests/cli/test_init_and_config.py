@@ -29,7 +29,7 @@ async def test_init_writes_files_that_work(tmp_path: Path):
     ]
     config = load(tmp_path / "new" / "run.yaml", (), {}).config
     rewards = {reward.name: reward for reward in load_rewards(config)}
-    prompts = [orjson.loads(line) for line in config.data.train.read_bytes().splitlines()]
+    prompts = [orjson.loads(line) for line in config.data.train[0].source.read_bytes().splitlines()]
     assert all(("prompt" in line) != ("messages" in line) and line["answer"] for line in prompts)
     prompt = RewardPrompt(text="", messages=None, answer="1234", metadata={}, tokens=None, line=0, evaluation=False)
     tokens = unpack_int32(pack_int32([1] * 50))

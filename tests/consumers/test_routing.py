@@ -1,14 +1,16 @@
 """Rewards for some sources of prompts: who is called, what the score is made of, and a source that nobody scores."""
 
+import re
+
 import pytest
 
 from streamrl.config import RewardSpec, RunConfig
-from streamrl.config.rewards import check_routes
 from streamrl.consumers import make_sample
 from streamrl.consumers.calls import ScoringFailed
 from streamrl.errors import ConfigError
 from streamrl.queues import open_ledgers
 from streamrl.runfile import load
+from streamrl.runtime.preflight import check_all
 from tests.cli.run_kit import cli, data_of
 from tests.consumers.calls_kit import loaded, scorer
 from tests.consumers.worker_kit import put, put_whole, until_closed, until_dead, values, worker
@@ -95,26 +97,30 @@ async def test_samples_of_a_run_go_where_their_source_says(redis_run, make_confi
 @pytest.mark.parametrize(
     ("rewards", "why"),
     [
-        (
-            [{"use": "math", "when": {"source": "gsm8"}}],
-            r"rewards\.math\.when\.source: no data has the name gsm8, there are code",
-        ),
-        ([{"use": "math", "when": {"source": "x"}}], r"there are code, gsm8k"),
-        (
-            [{"use": "math", "when": {"source": "gsm8k"}}],
-            r"no reward scores prompts of code: all have a gate, weight 0",
-        ),
-        (
-            [{"use": "math", "when": {"source": ["gsm8k"]}}, {"use": "format", "gate": 1}],
-            "no reward scores prompts of code",
-        ),
+        ([{"use": "math", "when": {"source": "gsm8"}}], r"rewards\.math\.when\.source: no data has the name 'gsm8'"),
+        ([{"use": "math", "when": {"source": ["gsm8k", ""]}}], r"no data has the name ''"),
+        ([{"use": "math", "when": {"source": "gsm8k"}}], "no reward scores prompts of source 'code': all have a gate"),
+        ([{"use": "math", "when": {"source": "gsm8k"}}, {"use": "format", "gate": 1}], "prompts of source 'code'"),
+        ([{"use": "math", "when": {"source": ["gsm8k", "code"]}}], "prompts of source 'held'"),
     ],
 )
-def test_routes_that_cannot_be_meant(rewards, why):
-    specs = [RewardSpec.model_validate(one) for one in rewards]
-    with pytest.raises(ValueError, match=why):
-        check_routes(specs, {"gsm8k", "code"})
-    check_routes([RewardSpec(use="math")], {"gsm8k", "code"})
+def test_routes_that_cannot_be_meant_are_refused_at_the_start(tmp_path, rewards, why):
+    for name in ("gsm8k", "code", "held"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "2+2=", "kind": "sums"}')
+    held = {"source": str(tmp_path / "held.jsonl"), "name": "held"}
+    data = {"train": [str(tmp_path / "gsm8k.jsonl"), str(tmp_path / "code.jsonl")], "held_out": held}
+
+    def rewards_of(config):
+        (check,) = [check for check in check_all(config, tmp_path) if check.name == "rewards"]
+        return check
+
+    check = rewards_of(RunConfig.model_validate({"rewards": rewards, "data": data}))
+    assert isinstance(check.error, ConfigError)
+    assert re.search(why, check.error.message)
+    assert "there are 'code', 'gsm8k', 'held'" in check.error.hint or "when.source of one" in check.error.hint
+    assert rewards_of(RunConfig.model_validate({"rewards": [{"use": "math"}], "data": data})).error is None
+    named = {**data, "columns": {"source": "kind"}}
+    assert rewards_of(RunConfig.model_validate({"rewards": rewards, "data": named})).error is None, "who knows"
 
 
 def test_a_name_or_a_list_of_names_and_never_none():

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.producers.dataset import PromptLimits, load_prompts
+from streamrl.producers.dataset import PromptLimits
 from streamrl.producers.feeder import train_fingerprint
+from streamrl.producers.order import TrainingPrompts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import connection, embedded, replies
 from tests.faults.pipeline import Pipeline, errors
@@ -50,11 +51,11 @@ async def test_redis_runs_full_and_gets_room_again(run, caplog):
 async def admit_by_hand(run, ledger, group_id: int, prompt: bytes | None = None) -> None:
     """Admit what the feeder would admit at this cursor, perhaps with other bytes."""
     config = run.config
-    data = load_prompts(config.data.train, Tokenizer.load(config.model), PromptLimits(16, 64))
+    data = TrainingPrompts(config, Tokenizer.load(config.model), PromptLimits(16, 64))
     await ledger.admit(
         cursor=group_id, fingerprint=train_fingerprint(config, data), samples=4, min_group=1, budget=100, hard_cap=100,
         max_dead=100, version=0,
-        prompt=data.prompts[data.index(group_id, config.seed, shuffle=True)] if prompt is None else prompt,
+        prompt=data.prompt(group_id) if prompt is None else prompt,
     )  # fmt: skip
 
 

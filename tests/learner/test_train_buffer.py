@@ -10,7 +10,7 @@ from playing import Player, make_config, reward
 
 from streamrl import wire
 from streamrl.archive.writer import Archive
-from streamrl.config import CurriculumConfig
+from streamrl.config.data import CurriculumConfig
 from streamrl.errors import Fenced, Refused
 from streamrl.learner.algorithms.recipe import Recipe
 from streamrl.learner.checkpoint import FORMAT, Checkpoints, Meta

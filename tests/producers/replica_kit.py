@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from producer_kit import Hands, tiny_model, until
 
+from streamrl.config import SourceConfig
 from streamrl.producers.admission import AdmissionTerms, Admitter
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.engines import hf
@@ -73,9 +74,9 @@ def with_model(engine, work):
 
 async def admit(run, ledger, count, samples=2):
     config = run.config
-    path = run.held_out if ledger.evaluation else run.train
+    source = SourceConfig(source=run.held_out if ledger.evaluation else run.train)
     limits, tokenizer = PromptLimits(16, config.model.context), Tokenizer.load(config.model)
-    data = load_prompts(path, tokenizer, limits, evaluation=ledger.evaluation)
+    data = load_prompts([source], tokenizer, limits, evaluation=ledger.evaluation)
     admitter = Admitter(
         ledger, AdmissionTerms("f", samples, 1, 1000, 1000, 1000), lambda group_id: data.prompts[group_id % len(data)]
     )

@@ -13,15 +13,34 @@ from streamrl.config import RunConfig
 from streamrl.errors import PluginError, Refused
 from streamrl.producers import curriculum as module
 from streamrl.producers import feeder
-from streamrl.producers.curriculum import FILE, PromptOrder, SkipSolved, open_curriculum
+from streamrl.producers.curriculum import FILE, PassedOver, SkipSolved, open_curriculum
 from streamrl.producers.feeder import run_feeder
 from streamrl.wire import prompt_key
 
 PROMPTS = [f"p{place}".encode() for place in range(5)]
 
 
-def order_of(folder, curriculum=None):
-    return PromptOrder(curriculum or SkipSolved(visits=1), folder, lambda place: PROMPTS[place % len(PROMPTS)])
+class Data:
+    """Five prompts, pass after pass, up to the place `limit`."""
+
+    def __init__(self, limit=None):
+        self.limit = limit
+
+    def prompt(self, place):
+        return PROMPTS[place % len(PROMPTS)]
+
+    def end(self, before):
+        return self.limit if self.limit is not None and self.limit <= before else None
+
+
+def order_of(folder, curriculum=None, limit=None):
+    return PassedOver(curriculum or SkipSolved(visits=1), folder, Data(limit))
+
+
+def told(order, scores, count):
+    """Take in scores, then decide so many groups."""
+    order.learn(scores)
+    return order.end(count)
 
 
 def scored(prompt, *scores):
@@ -51,7 +70,7 @@ def test_arguments_that_cannot_be(args):
 @given(st.data())
 def test_a_restart_at_any_moment_changes_no_answer(tmp_path_factory, data):
     folders = [tmp_path_factory.mktemp("order") for _ in range(2)]
-    whole, restarted = map(order_of, folders)
+    whole, restarted = (order_of(folder, limit=60) for folder in folders)
     count, done = 0, set()
     for _ in range(data.draw(st.integers(1, 12))):
         count += data.draw(st.integers(0, 4))
@@ -60,54 +79,68 @@ def test_a_restart_at_any_moment_changes_no_answer(tmp_path_factory, data):
         scores = {one: scored(one % 5, *data.draw(st.sampled_from([(0, 0), (1, 1), (0, 1)]))) for one in ids if count}
         before = list(restarted.places)
         for order in (whole, restarted):
-            order.decide(scores, count, 60)
+            told(order, scores, count)
         done |= scores.keys()
         if data.draw(st.booleans()):
-            restarted = order_of(folders[1])
+            restarted = order_of(folders[1], limit=60)
         assert list(restarted.places)[: len(before)] == before
         assert (restarted.places, restarted.next) == (whole.places, whole.next)
-    lines = [orjson.loads(line) for line in (folders[0] / FILE).read_bytes().splitlines()] if count or done else []
+    file = folders[0] / FILE
+    lines = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
     assert sorted(line["gid"] for line in lines if "gid" in line) == sorted(done)
 
 
 def test_a_line_that_a_crash_cut_off_was_never_said(tmp_path):
     order = order_of(tmp_path)
-    order.decide({}, 2, None)
+    told(order, {}, 2)
     size = (tmp_path / FILE).stat().st_size
-    order.decide({0: scored(0, 1.0, 1.0)}, 6, None)
+    told(order, {0: scored(0, 1.0, 1.0)}, 6)
     os.truncate(tmp_path / FILE, size + 5)
     again = order_of(tmp_path)
     assert list(again.places) == [0, 1]
     assert (tmp_path / FILE).stat().st_size == size
-    again.decide({}, 6, None)
+    told(again, {}, 6)
     assert list(again.places) == [0, 1, 2, 3, 4, 5], "what it said of group 0 is told again by whoever told it"
 
 
 def test_the_end_of_the_data_is_a_place_and_not_a_number_of_groups(tmp_path):
-    order = order_of(tmp_path)
-    order.decide({}, 4, 10)
-    assert order.end(10) is None
-    order.decide({n: scored(n, 1.0) for n in (0, 1)}, 40, 10)
+    order = order_of(tmp_path, limit=10)
+    assert told(order, {}, 4) is None
+    assert told(order, {n: scored(n, 1.0) for n in (0, 1)}, 40) == 8
     assert list(order.places) == [0, 1, 2, 3, 4, 7, 8, 9]
-    assert order.end(10) == 8
-    assert order.end(8) == 6, "fewer passes were asked for than were decided"
-    order.decide({}, 9, 15)  # one more
-    assert (order.end(15), list(order.places)[8:]) == (None, [10])
+    assert [order.prompt(group_id) for group_id in (1, 5)] == [b"p1", b"p2"]
+    order._data.limit = 8
+    assert order.end(3) == 6, "fewer passes are asked for than were decided"
+    order._data.limit = 15  # one more
+    assert order.end(9) is None
+    assert list(order.places)[8:] == [10]
 
 
-def test_a_full_disk_forgets_nothing_and_decides_nothing_twice(tmp_path, monkeypatch):
+def test_a_full_disk_or_a_prompt_that_cannot_be_made_forgets_nothing_and_asks_nothing_twice(tmp_path, monkeypatch):
     order, asked = order_of(tmp_path), []
     monkeypatch.setattr(order._curriculum, "skip", lambda prompt: asked.append(prompt) or False)
+
+    def away(place):
+        if place == 2:
+            raise OSError(5, "the store of images is away")
+        return PROMPTS[place]
+
     with monkeypatch.context() as full:
         full.setattr(module, "append_durably", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space"):
+            order.learn({0: scored(0, 1.0)})
         for _ in range(2):
             with pytest.raises(OSError, match="No space"):
-                order.decide({0: scored(0, 1.0)}, 3, None)
-    order.decide({}, 3, None)
+                order.prompt(0)
+    with monkeypatch.context() as gone:
+        gone.setattr(order._data, "prompt", away)
+        with pytest.raises(OSError, match="is away"):
+            order.end(3)
+    order.end(3)
     assert len(asked) == 3
     monkeypatch.undo()
-    assert list(order_of(tmp_path).places) == [0, 1, 2]
-    assert order_of(tmp_path)._known == {0}
+    again = order_of(tmp_path)
+    assert (list(again.places), again._known) == ([0, 1, 2], {0})
 
 
 def test_a_curriculum_that_wants_nothing_is_refused(tmp_path, monkeypatch):
@@ -115,7 +148,7 @@ def test_a_curriculum_that_wants_nothing_is_refused(tmp_path, monkeypatch):
     order = order_of(tmp_path)
     monkeypatch.setattr(order._curriculum, "skip", lambda _: True)
     with pytest.raises(Refused, match="passed over 50 prompts in a row"):
-        order.decide({}, 1, None)
+        order.end(1)
 
 
 async def played(run, hands, role, value, seconds=30.0):
@@ -127,8 +160,8 @@ async def played(run, hands, role, value, seconds=30.0):
         closed = [await hands.ledger.read_group(group_id) for group_id in await hands.ledger.closed()]
         scores = [[value(group.group_id, number) for number in group.samples] for group in closed]
         found = [[prompt_key(group.prompt), one] for group, one in zip(closed, scores, strict=True)]
-        pairs = zip(closed, found, strict=True)
-        await hands.ledger.note_outcomes({group.group_id: orjson.dumps(each) for group, each in pairs})
+        for group, each in zip(closed, found, strict=True):
+            await hands.ledger.note_outcome(group.group_id, orjson.dumps(each))
         if closed:
             await until(lambda: nothing_told(hands.ledger), seconds)
         await hands.publish()
@@ -178,7 +211,7 @@ async def test_the_feeder_passes_over_what_is_solved_and_a_lost_redis_changes_no
         assert asked == before, "groups that come again have the prompts that they had"
 
 
-async def test_a_full_disk_holds_up_admission_and_no_more(run, monkeypatch):
+async def test_a_full_disk_holds_up_admission_and_no_more(run, monkeypatch, caplog):
     run.set("data", curriculum={})
     refusing = [True]
     real = module.append_durably
@@ -191,7 +224,7 @@ async def test_a_full_disk_holds_up_admission_and_no_more(run, monkeypatch):
     monkeypatch.setattr(module, "append_durably", append)
     monkeypatch.setattr(feeder, "IDLE_PAUSE", 0.01)
     async with run.open() as ledgers, run.running(run_feeder, "feeder.0", ledgers) as (role, _):
-        await until(lambda: role.status.get("admission") == f"{FILE} cannot be written")
+        await until(lambda: "prompts cannot be made" in caplog.text)
         assert (await ledgers.train.state()).cursor == 0
         refusing.clear()
         await until(lambda: role.status.get("admission") == "full")
@@ -228,5 +261,5 @@ def test_a_curriculum_of_your_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     config = RunConfig.model_validate({"data": {"curriculum": {"use": "my_order_of_prompts:Odd"}}})
     order = order_of(tmp_path, open_curriculum(config))
-    order.decide({}, 3, None)
+    order.end(3)
     assert list(order.places) == [1, 3, 5]

@@ -2,15 +2,16 @@
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from streamrl.config import ModelConfig
+from streamrl.config import ModelConfig, SourceConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.producers.dataset import PromptLimits, examine_prompts, fingerprint_of, load_prompts, permutation
+from streamrl.producers import dataset
+from streamrl.producers.dataset import PromptLimits
+from streamrl.producers.order import fingerprint_of
+from streamrl.producers.records import open_records
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.wire import Prompt, decode
 
@@ -40,6 +41,15 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def chat_tokenizer():
     return Tokenizer(make_backend(TEMPLATE), "tiny-chat")
+
+
+def load_prompts(path, *arguments, **options):
+    return dataset.load_prompts([SourceConfig(source=path)], *arguments, **options)
+
+
+def examine_prompts(path, tokenizer, limits, count):
+    source = SourceConfig(source=path)
+    return dataset.examine_prompts(source, open_records(source, [], count), tokenizer, limits, count=count)
 
 
 def write(path, *records):
@@ -210,7 +220,7 @@ def test_no_file_and_no_prompts(tmp_path, tokenizer):
         load_prompts(tmp_path / "none.jsonl", tokenizer, LIMITS)
     with pytest.raises(DataError, match="Is a directory"):
         load_prompts(tmp_path, tokenizer, LIMITS)
-    with pytest.raises(DataError, match="has no prompts"):
+    with pytest.raises(DataError, match="is empty"):
         load_prompts(write(tmp_path / "empty.jsonl", b"", b"  "), tokenizer, LIMITS)
 
 
@@ -229,32 +239,6 @@ def test_a_saved_tokenizer_loads_and_encodes_alike(tmp_path, chat_tokenizer):
         assert [ids.tolist() for ids in loaded.encode(texts, special=True)] == [
             ids.tolist() for ids in chat_tokenizer.encode(texts, special=True)
         ]
-
-
-@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))
-def test_a_permutation_has_every_number_once_and_is_a_function_of_its_key(count, seed, epoch):
-    order = permutation(count, seed, epoch)
-    assert sorted(order.tolist()) == list(range(count))
-    assert permutation(count, seed, epoch).tolist() == order.tolist()
-
-
-def test_permutations_are_frozen_and_differ():
-    """The first is pinned: a run that is resumed with a newer program or NumPy must find the same order."""
-    assert permutation(10, 0, 0).tolist() == [9, 2, 5, 3, 7, 1, 8, 4, 6, 0]
-    assert len({tuple(permutation(50, seed, epoch)) for seed in range(10) for epoch in range(10)}) == 100
-    # No place prefers a number: over 2,000 epochs each of 8 numbers comes first 250 times, standard deviation 15.
-    first = [int(permutation(8, 1, epoch)[0]) for epoch in range(2000)]
-    assert all(175 < first.count(number) < 325 for number in range(8))
-
-
-def test_every_epoch_has_every_prompt_once_in_any_order_of_asking(tmp_path, tokenizer):
-    data = load_prompts(write(tmp_path / "p.jsonl", *[{"prompt": str(n)} for n in range(7)]), tokenizer, LIMITS)
-    forward = [data.index(group_id, 3, shuffle=True) for group_id in range(21)]
-    for start in (0, 7, 14):
-        assert sorted(forward[start : start + 7]) == list(range(7))
-    assert [data.index(group_id, 3, shuffle=True) for group_id in reversed(range(21))] == forward[::-1]
-    assert forward[:7] != forward[7:14]
-    assert [data.index(group_id, 3, shuffle=False) for group_id in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 def test_the_fingerprint_changes_with_everything_a_prompt_depends_on(tmp_path, tokenizer, chat_tokenizer):

@@ -106,6 +106,21 @@ async def test_held_out_prompts_that_are_too_long_are_counted(run):
         assert role.status["held_out_too_long"] == 1
 
 
+async def test_a_round_says_how_each_source_did(run, tmp_path):
+    names = [{"source": run.held_out, "name": "sums"}, {"source": write_prompts(tmp_path / "code.jsonl", 6, "c")}]
+    run.evaluate(prompts=4).set("data", held_out=names)
+    async with run.open() as ledgers, run.running(run_feeder, "feeder.0", ledgers) as (role, _):
+        await until(lambda: role.is_ready)
+        await publish(ledgers, 1)
+        hands = hands_of(ledgers)
+        await answer_round(hands, run, 4, lambda group_id, sample: float(hands.prompts[group_id] != ["h0"]))
+        await until(lambda: "accuracy" in role.status)
+        sources = {"sums": {"accuracy": 0.5, "responses": 2}, "code": {"accuracy": 1.0, "responses": 2}}
+        assert orjson.loads(role.status["sources"]) == sources
+        assert role.last_record["sources"] == sources
+    assert [line["source"] for line in lines(run)].count("sums") == 2
+
+
 async def test_dead_groups_do_not_block_a_round(run):
     run.evaluate(prompts=3)
     async with run.open() as ledgers:

@@ -19,22 +19,21 @@ from streamrl.monitor.board import Board, Goal
 from streamrl.monitor.screen import render
 from streamrl.producers import admission, feeder
 from streamrl.producers.admission import SameFailureGuard, VersionWatcher
-from streamrl.producers.dataset import PromptLimits, load_prompts
+from streamrl.producers.dataset import PromptLimits
 from streamrl.producers.feeder import Training, run_feeder
+from streamrl.producers.order import TrainingPrompts
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues.records import ReplayOutcome
 from streamrl.runfile import LoadedConfig, save
-from streamrl.wire import SampleScore, encode
+from streamrl.wire import Prompt, SampleScore, decode, encode
 from tests.forked import kill
 
 
 def expected(run, count):
     """What each group must ask, from the pure function alone."""
     config = run.config
-    data = load_prompts(config.data.train, Tokenizer.load(config.model), PromptLimits(16, 64))
-    return {
-        group_id: [f"p{data.index(group_id, config.seed, shuffle=config.data.shuffle)}"] for group_id in range(count)
-    }
+    data = TrainingPrompts(config, Tokenizer.load(config.model), PromptLimits(16, 64))
+    return {group_id: [decode(data.prompt(group_id), Prompt).text] for group_id in range(count)}
 
 
 async def test_all_epochs_in_order_within_the_budget_and_the_end_is_announced(run):
@@ -380,7 +379,7 @@ async def test_a_replay_that_admits_nothing_uses_up_no_trial_of_a_run_that_drops
 
 def make_training(run, ledgers):
     tokenizer = Tokenizer.load(run.config.model)
-    data = load_prompts(run.config.data.train, tokenizer, PromptLimits(16, run.config.model.context))
+    data = TrainingPrompts(run.config, tokenizer, PromptLimits(16, run.config.model.context))
     return Training(run.role("feeder.0", ledgers), data, VersionWatcher(ledgers.weights))
 
 

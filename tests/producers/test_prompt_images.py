@@ -18,10 +18,12 @@ from streamrl.images.encoded import accept, from_url
 from streamrl.images.encoded import decode as opened
 from streamrl.images.store import ImageStore
 from streamrl.producers.admission import AdmissionTerms, Admitter
-from streamrl.producers.dataset import PromptLimits, examine_prompts, fingerprint_of, load_prompts
+from streamrl.producers.dataset import PromptLimits
+from streamrl.producers.order import fingerprint_of
 from streamrl.producers.tokenizer import Tokenizer
 from streamrl.queues import open_ledgers
 from streamrl.wire import SCHEMA, Prompt, decode
+from tests.producers.test_dataset import examine_prompts, load_prompts
 from tests.vision_kit import KINDS, make_vision_model, picture
 
 LIMITS = PromptLimits(max_prompt_tokens=900, context=1000)

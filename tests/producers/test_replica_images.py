@@ -37,7 +37,7 @@ async def test_a_lost_or_changed_image_is_a_dead_letter_and_the_others_are_answe
     run.set("model", path=str(folder), context=64).set("data", max_prompt_tokens=40).set("images", inline=0)
     run.set("engine", threads=1, slots=4)
     tokenizer, store = Tokenizer.load(run.config.model), ImageStore.of(run.config, run.run_dir)
-    data = load_prompts(run.train, tokenizer, PromptLimits.of(run.config), store=store)
+    data = load_prompts(run.config.data.train, tokenizer, PromptLimits.of(run.config), store=store)
     (run.run_dir / "images" / names[0]).unlink()
     (run.run_dir / "images" / names[1]).write_bytes(pictures[2])
     away = (run.run_dir / "images" / names[2]).rename(tmp_path / "away")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamrl import wire
-from streamrl.config import ImagesConfig, ModelConfig, RunConfig
+from streamrl.config import ImagesConfig, ModelConfig, RunConfig, SourceConfig
 from streamrl.errors import DataError, RetryLater
 from streamrl.images.encoded import accept, decode, names_of
 from streamrl.images.store import ImageStore
@@ -362,7 +362,7 @@ def test_a_text_with_placeholders_is_no_task_of_an_episode(qwen, tmp_path):
     (tmp_path / "a.png").write_bytes(picture())
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "<|image_pad|>", "images": ["a.png"]}')
-    (prompt,) = load_prompts(path, qwen, PromptLimits(900, 1000)).prompts
+    (prompt,) = load_prompts([SourceConfig(source=path)], qwen, PromptLimits(900, 1000)).prompts
     with pytest.raises(DataError, match="an episode on a `prompt` with `images`"):
         Task.of(wire.decode(prompt, Prompt))
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from streamrl import wire
+from streamrl.config import SourceConfig
 from streamrl.errors import DataError, PluginError
 from streamrl.producers.dataset import PromptLimits, load_prompts
 from streamrl.producers.episodes.adapters.trl import TRLEpisode
@@ -50,7 +51,7 @@ async def test_reset_gets_what_the_line_says_and_not_what_the_template_makes_of_
 
     given = {}
     (tmp_path / "data.jsonl").write_text(json.dumps(line))
-    data = load_prompts(tmp_path / "data.jsonl", TOKENIZER, PromptLimits(512, 1024))
+    data = load_prompts([SourceConfig(source=tmp_path / "data.jsonl")], TOKENIZER, PromptLimits(512, 1024))
     order = SampleOrder(wire.decode(data.prompts[0], wire.Prompt), id="1")
     await played(EnvironmentEpisode(Remembers), ["done"], order)
     prompt = line.get("prompt") or line["messages"]
