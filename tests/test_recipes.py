@@ -1,4 +1,4 @@
-"""The recipes of examples/ with a tiny stand-in of their model and of their data: they start, and the cheapest ones learn."""
+"""The recipes of examples/ with tiny stand-ins of model and data: they start, and the cheapest ones train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINES: dict[str, dict[str, Any]] = {
     "countdown": {"nums": [44, 19, 35], "target": 98},
     "code": {"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "code": "", "test_setup_code": ""},
     "search_tool": {"id": "test_0", "question": "who wrote it", "golden_answers": ["Ada"]},
-    "qwen3_8b_8gpu": {"prompt": "What is 6 times 12?", "solution": "72", "problem": "What is 6 times 12?", "answer": "72"},
+    "qwen3_8b_8gpu": {"prompt": "6 times 12?", "solution": "72", "problem": "6 times 12?", "answer": "72"},
 }
 SMALL = (
     *("engine.kind=hf", "engine.servers=1", "engine.threads=1", "engine.slots=16", "engine.device=cpu"),

@@ -1,4 +1,7 @@
-"""The reward of prime-rl's example: how much of the text came back reversed. The run file names it as `my_reverse:similarity`."""
+"""The reward of prime-rl's example: how much of the text came back reversed.
+
+The run file names it as `my_reverse:similarity`.
+"""
 
 import re
 from difflib import SequenceMatcher

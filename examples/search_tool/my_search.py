@@ -1,4 +1,4 @@
-"""A search engine as a tool, and the reward of Search-R1: `my_search:Search`, `my_search:exact_match` in the run file."""
+"""A search engine as a tool, and the reward of Search-R1; the run file names `my_search:Search` and its reward."""
 
 import re
 import string
