@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 KEYS = {
     *("accuracy_before", "accuracy_after", "train_seconds", "steps", "samples_per_second"),
-    *("completion_tokens_per_second", "learner_idle_fraction", "rollout_idle_fraction"),
+    *("completion_tokens_per_second", "learner_idle_fraction", "rollout_idle_fraction", "sources"),
     *("share_of_tokens_sampled_during_learner_steps", "samples_spanning_versions", "staleness_max", "staleness_mean"),
     "engine_gap",
     *("groups_admitted", "groups_trained", "groups_dropped", "groups_dead", "groups_evaluated", "samples_dead"),
