@@ -30,7 +30,7 @@ from streamrl.images.store import ImageStore
 from streamrl.images.vision import Vision
 from streamrl.wire import Int32Array, Prompt
 
-_PAUSE: Final = 1.0
+_PAUSE: Final = 1.0  # before a lease goes back
 _Found = TypeVar("_Found")
 _HINT: Final = "take a vision-language model for model.path, or leave the images out"
 _KEPT: Final = 16  # of files that several lines in a row may name
@@ -122,7 +122,10 @@ class SampleImages:
         self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
-        """Fetch the images of the prompt. `DataError`: one is missing, or another processor counted their tokens."""
+        """Fetch the images of the prompt. `DataError`: one is missing.
+
+        `RetryLater`: another processor counted their tokens, or the store is away.
+        """
         prompt = self._prompt
         if self._vision is None:
             if prompt.images:
@@ -201,7 +204,7 @@ class SampleImages:
             return await self._later(f"the store of images is away or full: {error}")
 
     async def _later(self, why: str) -> NoReturn:
-        await asyncio.sleep(_PAUSE)  # or this process would have the lease again at once
+        await asyncio.sleep(_PAUSE)  # this process may have it again at once
         raise RetryLater(why)
 
     def _outside(self, part: Any) -> Any:
