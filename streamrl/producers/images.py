@@ -122,10 +122,7 @@ class SampleImages:
         self._decoding = asyncio.Lock()
 
     async def open(self) -> None:
-        """Fetch the images of the prompt. `DataError`: one is missing.
-
-        `RetryLater`: another processor counted their tokens, or the store is away.
-        """
+        """Fetch those of the prompt. `DataError`: one is missing; `RetryLater`: no store, or another processor."""
         prompt = self._prompt
         if self._vision is None:
             if prompt.images:
